@@ -1,0 +1,416 @@
+"""A whole inference engine around kvq in one short file: continuous batching over a paged, quantized KV cache.
+
+    python examples/nano_engine.py "def quicksort(" "class Stack:" --kv-cache-dtype int4
+
+It stands for an engine of your own. Requests of any length share one pool of blocks; each step mixes prefill chunks and single decode
+rows in one ragged batch; a request that finds no block makes the youngest one give its blocks back and start over later. All that it
+takes from kvq is the registry (which modes are installed) and the two doors, ``reshape_and_cache`` and ``unified_attention``, so any
+mode, a third party's too, works here unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvq_core import QuantKVBackend, get_backend, list_backends
+from tiny_model.model import SEPARATOR, Attend, TinyModel, dense_attention, load_model
+
+WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
+NO_OPTIONS: dict[str, Any] = {  # what this model's attention does without
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "sinks": None,
+    "alibi_slopes": None,
+    "use_alibi_sqrt": False,
+    "qq_bias": None,
+    "output_scale": None,
+    "mm_prefix_range": None,
+}
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence. ``tokens`` is the prompt and what was generated; the first ``computed`` of them are in the cache's ``blocks``."""
+
+    tokens: list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    num_prompt: int = field(init=False)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.output) >= self.max_new_tokens or self.output[-1:] == [SEPARATOR]
+
+    @property
+    def text(self) -> str:
+        return bytes(t for t in self.output if t != SEPARATOR).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's pages: codes [num_blocks, block_size, Hkv, packed_head_size]; scales as the mode wants them."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.key, self.value, self.k_scale, self.v_scale)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@dataclass
+class Stats:
+    """What the steps so far did. Decode figures count the steps without any prefill."""
+
+    steps: int = 0
+    mixed_steps: int = 0
+    preemptions: int = 0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else float("nan")
+
+
+def given_scales(model: TinyModel, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, the K and V scale of a mode that wants one for the whole tensor: absmax over a short text, over fp8's largest value."""
+    scales = []
+    largest = torch.finfo(torch.float8_e4m3fn).max
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scales.append(tuple((x.float().abs().amax() / largest).clamp(min=1e-6).reshape(1) for x in (k, v)))
+        return dense_attention(layer, q, k, v)
+
+    device = model.embed.weight.device
+    model.hidden(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device), attend)
+    return scales
+
+
+class Engine:
+    """Runs :class:`Request` objects over ``num_blocks`` pages, at most ``chunk`` tokens a step.
+
+    Args:
+        model: on the device to run on.
+        backend: the mode the cache is kept in.
+        rows_dtype: dtype of the rows handed to the doors, and so of the pages of mode ``none``.
+        calibration: token ids for modes that need their scale given beforehand (``fp8_per_tensor``).
+    """
+
+    def __init__(
+        self,
+        model: TinyModel,
+        backend: QuantKVBackend,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        chunk: int = 256,
+        rows_dtype: torch.dtype = torch.bfloat16,
+        calibration: list[int] | None = None,
+    ) -> None:
+        for name, count in (("num_blocks", num_blocks), ("block_size", block_size), ("chunk", chunk)):
+            if count < 1:
+                raise ValueError(f"{name}: got {count}, need at least 1")
+        if block_size % 8:
+            raise ValueError(f"block_size: got {block_size}, need a multiple of 8")
+        self.model, self.backend, self.rows_dtype = model, backend, rows_dtype
+        self.num_blocks, self.block_size, self.chunk = num_blocks, block_size, chunk
+        self.device = model.embed.weight.device
+        self.free = list(range(num_blocks))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.stats = Stats()
+        self.caches = self._allocate(calibration)
+
+    @torch.inference_mode()
+    def _allocate(self, calibration: list[int] | None) -> list[LayerCache]:
+        config, backend = self.model.config, self.backend
+        shape = (self.num_blocks, self.block_size, config.num_kv_heads, backend.packed_head_size(config.head_size))
+        given = None
+        if backend.reads_scales and not backend.needs_scale_caches:
+            if not calibration:
+                raise ValueError(f"calibration: got nothing, need some text: mode {backend.mode} takes its scales from the caller")
+            given = given_scales(self.model, calibration)
+
+        def pages() -> torch.Tensor:
+            return torch.zeros(shape, dtype=backend.cache_dtype(self.rows_dtype), device=self.device)
+
+        caches = []
+        for layer in range(config.num_layers):
+            scales = given[layer] if given else backend.allocate_scale_caches(*shape[:3], self.device)
+            caches.append(LayerCache(pages(), pages(), *scales))
+        return caches
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of cache that one token takes over all layers, scales included."""
+        return sum(cache.num_bytes for cache in self.caches) / (self.num_blocks * self.block_size)
+
+    # -- scheduling -----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it could never run, however empty the cache."""
+        length, limit = len(request.tokens) + request.max_new_tokens, self.model.config.max_len
+        if not request.tokens or request.max_new_tokens < 1:
+            raise ValueError(f"request: got {len(request.tokens)} tokens, {request.max_new_tokens} new ones, need at least 1 of each")
+        if length > limit:
+            raise ValueError(f"request: got {length} tokens with the new ones, need at most the model's context of {limit}")
+        if self._blocks_for(length) > self.num_blocks:
+            raise ValueError(f"num_blocks: got {self.num_blocks}, need {self._blocks_for(length)} for a request of {length} tokens")
+        self.waiting.append(request)
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def reserve(self, request: Request, length: int) -> bool:
+        """Give ``request`` blocks for ``length`` tokens; False, and nothing handed out, if too few are free."""
+        missing = self._blocks_for(length) - len(request.blocks)
+        if missing > len(self.free):
+            return False
+        request.blocks += [self.free.pop() for _ in range(missing)]
+        return True
+
+    def release(self, request: Request) -> None:
+        self.free += request.blocks
+        request.blocks, request.computed = [], 0
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it keeps its tokens and is computed anew when there is room."""
+        self.running.remove(request)
+        self.release(request)
+        self.waiting.appendleft(request)
+        request.preemptions += 1
+        self.stats.preemptions += 1
+
+    def schedule(self) -> list[tuple[Request, int]]:
+        """Who computes how many tokens in this step: running requests, oldest first, then new ones while tokens and blocks last."""
+        work: list[tuple[Request, int]] = []
+        budget, preempted = self.chunk, self.stats.preemptions
+        for request in tuple(self.running):
+            count = min(request.pending, budget)
+            if not request.blocks or count == 0:  # preempted a moment ago, or no tokens left in this step
+                continue
+            while request.blocks and not self.reserve(request, request.computed + count):
+                self._preempt(self.running[-1])  # the youngest: at the worst this request itself
+            if request.blocks:
+                work.append((request, count))
+                budget -= count
+        # Whoever was just preempted would only be preempted again.
+        while self.waiting and budget and self.stats.preemptions == preempted:
+            request = self.waiting[0]
+            # Room for all of it and one more, so that it does not stall half-way.
+            if len(self.free) < self._blocks_for(len(request.tokens) + 1) or not self.reserve(request, len(request.tokens)):
+                break
+            self.running.append(self.waiting.popleft())
+            count = min(request.pending, budget)
+            work.append((request, count))
+            budget -= count
+        return work
+
+    # -- computing ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, work: list[tuple[Request, int]]) -> torch.Tensor:
+        """Compute the next ``count`` tokens of each request; returns hidden rows [sum of counts, dim], in the order of ``work``."""
+        return self.model.hidden(*self.prepare(work))
+
+    def prepare(self, work: list[tuple[Request, int]]) -> tuple[torch.Tensor, torch.Tensor, Attend]:
+        """What the model needs to compute ``work`` as one ragged batch: token ids [T], positions [T], and its attention.
+
+        Blocks must have been reserved. Counts the tokens as computed.
+        """
+        tokens, positions, slots, starts = [], [], [], [0]
+        for request, count in work:
+            span = range(request.computed, request.computed + count)
+            tokens += request.tokens[span.start : span.stop]
+            positions += span
+            slots += [request.blocks[p // self.block_size] * self.block_size + p % self.block_size for p in span]
+            starts.append(len(tokens))
+            request.computed = span.stop
+        width = max(len(request.blocks) for request, _ in work)
+        table = [request.blocks + [0] * (width - len(request.blocks)) for request, _ in work]
+        attend = self._attend(
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            seqused_k=torch.tensor([request.computed for request, _ in work], dtype=torch.int32, device=self.device),
+            block_table=torch.tensor(table, dtype=torch.int32, device=self.device),
+            max_seqlen_q=max(count for _, count in work),
+            max_seqlen_k=max(request.computed for request, _ in work),
+        )
+        return torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device), attend
+
+    def _attend(self, slot_mapping: torch.Tensor, **batch: Any) -> Attend:
+        """The model's attention in this step: write the new rows to the pages, then attend over the pages. Here the engine meets kvq."""
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            cache = self.caches[layer]
+            scales = {"k_scale_cache": cache.k_scale, "v_scale_cache": cache.v_scale}
+            query, key, value = (x.to(self.rows_dtype) for x in (q, k, v))
+            out = torch.empty_like(query)
+            self.backend.reshape_and_cache(key, value, cache.key, cache.value, slot_mapping, **scales)
+            self.backend.unified_attention(
+                query,
+                cache.key,
+                cache.value,
+                out,
+                softmax_scale=self.model.config.softmax_scale,
+                **batch,
+                **NO_OPTIONS,
+                **scales,
+            )
+            return out.to(q.dtype)
+
+        return attend
+
+    def step(self) -> list[Request]:
+        """One batch: schedule, compute, sample; returns the requests that finished."""
+        begin = time.perf_counter()
+        work = self.schedule()
+        if not work:
+            return []
+        decoding = [request.computed >= request.num_prompt and count == 1 for request, count in work]
+        hidden = self.execute(work)
+        last = torch.tensor([count for _, count in work], device=self.device).cumsum(0) - 1
+        ready = [i for i, (request, _) in enumerate(work) if not request.pending]
+        finished = []
+        if ready:
+            with torch.inference_mode():
+                logits = self.model.head(hidden[last[ready]]).float()
+            greedy = logits.argmax(-1).tolist()
+            for row, choice, (request, _) in zip(logits, greedy, (work[i] for i in ready), strict=True):
+                request.tokens.append(sample(row, request) if request.temperature > 0 else choice)
+                if request.finished:
+                    self.running.remove(request)
+                    self.release(request)
+                    finished.append(request)
+        self.stats.steps += 1
+        self.stats.mixed_steps += any(decoding) and not all(decoding)
+        if all(decoding):  # tolist() has waited for the device
+            self.stats.decode_tokens += len(work)
+            self.stats.decode_seconds += time.perf_counter() - begin
+        return finished
+
+    def run(self, requests: Iterable[Request], on_step: Callable[[], object] | None = None) -> Stats:
+        """Run ``requests`` and all queued before to their ends; returns what it took."""
+        for request in requests:
+            self.add(request)
+        self.stats = Stats()
+        while self.waiting or self.running:
+            self.step()
+            if on_step:
+                on_step()
+        return self.stats
+
+
+def sample(logits: torch.Tensor, request: Request) -> int:
+    """Draw from softmax(logits [vocab] / temperature) with the request's own generator, whatever else is in the batch."""
+    weights = torch.softmax(logits.cpu() / request.temperature, -1)
+    return int(torch.multinomial(weights, 1, generator=request.generator))
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a document that begins with ``text``."""
+    return [SEPARATOR, *text.encode()]
+
+
+def mode_argument(name: str) -> QuantKVBackend:
+    try:
+        return get_backend(name)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    modes = ", ".join(dict.fromkeys(entry.mode for entry in list_backends()))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue (none: one a line from standard input)")
+    parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="a file to continue; may be repeated")
+    parser.add_argument("--kv-cache-dtype", type=mode_argument, default="none", metavar="MODE", help=f"installed: {modes}")
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
+    parser.add_argument("--num-blocks", type=int, default=512, help="blocks shared by all requests")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens a step at most, prefill and decode together")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", type=Path, default=WEIGHTS, help="weights that train.py wrote")
+    return parser, parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser, arguments = parse(argv)
+    try:
+        prompts = arguments.prompts + [path.read_text("utf-8") for path in arguments.prompt_file]
+        if not prompts and not sys.stdin.isatty():
+            prompts = [line for line in sys.stdin.read().splitlines() if line.strip()]
+        if not prompts:
+            raise ValueError("prompts: got none, need at least one, as an argument, in --prompt-file or on standard input")
+        if arguments.temperature < 0:
+            raise ValueError(f"--temperature: got {arguments.temperature}, need 0 (greedy) or more")
+        requests = [
+            Request(encode(text), arguments.max_new_tokens, arguments.temperature, arguments.seed + i) for i, text in enumerate(prompts)
+        ]
+        device = usable_device(arguments.device)
+        model = load_model(arguments.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        engine = Engine(
+            model,
+            arguments.kv_cache_dtype,
+            num_blocks=arguments.num_blocks,
+            block_size=arguments.block_size,
+            chunk=arguments.chunk,
+            calibration=encode("".join(prompts))[: model.config.max_len],
+        )
+        for request in requests:
+            engine.add(request)
+    except (ValueError, OSError) as problem:
+        parser.error(str(problem))
+    stats = engine.run([])
+    for request, text in zip(requests, prompts, strict=True):
+        print(f"{text}{request.text}\n{'-' * 80}")
+    print(
+        f"{engine.backend.mode} on {device}: {engine.bytes_per_token:.0f} bytes a token; {stats.steps} steps, {stats.mixed_steps} of them "
+        f"mixed, {stats.preemptions} preemptions; decoding {stats.decode_rate:.0f} tokens/s",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def usable_device(name: str) -> torch.device:
+    """``name`` as a device that exists here; ValueError otherwise."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        raise ValueError(f"--device: got {name!r}, need a device of this machine, such as cpu ({str(problem).splitlines()[0]})") from problem
+    return device
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The contract between an inference engine and a quantization mode.
+
+A mode owns two operations on paged K/V caches, and this class is everything an engine needs to know about it:
+
+* ``reshape_and_cache`` quantizes new K/V rows and scatters them into the slots that ``slot_mapping`` names;
+* ``unified_attention`` attends over the packed pages, prefill and decode alike, without ever unpacking the cache in memory.
+
+These two *doors* are concrete and identical for every mode. They validate once, bundle what travels together
+(:mod:`kvq_core.spec`), go through a torch custom op (so ``torch.compile`` sees one opaque node), and call the few methods a mode
+implements:
+
+=============  ====================================================================================================
+``encode``     rows -> (codes, scales), plain torch, any device: the specification of the mode's bytes
+``decode``     (codes, scales) -> float32 rows, plain torch: the specification of what the bytes mean
+``write``      launch the Triton write kernel                  (default: ``encode`` and scatter, in torch)
+``read``       launch the Triton attention kernel              (default: ``decode`` and dense attention, in torch)
+=============  ====================================================================================================
+
+So a mode that only has ``encode`` and ``decode`` already works everywhere, slowly; its kernels make it fast. On CPU tensors the doors
+take the torch path, unless ``TRITON_INTERPRET=1`` asks for the kernels to be run by Triton's interpreter.
+
+A mode's distribution announces it as an entry point in the group ``kvq.backends`` (see :mod:`kvq_core.registry`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from kvq_core import eager, ops
+from kvq_core.errors import ArgumentError
+from kvq_core.spec import Attention, NewRows, window_left
+
+
+class QuantKVBackend(ABC):
+    """One quantization mode. Stateless: an engine holds a single instance and may call it from any thread and stream."""
+
+    mode: ClassVar[str]
+    """Full name, as engines and entry points spell it, e.g. ``"int4_per_token_head"``."""
+
+    packing_factor: ClassVar[int] = 1
+    """Codes per cache element: 2 for int4 in bytes, 4 for int2, 1 otherwise."""
+
+    head_size_multiple: ClassVar[int] = 1
+    """Head sizes must be a multiple of this: the packing's granule."""
+
+    max_head_size: ClassVar[int] = 1024
+
+    needs_scale_caches: ClassVar[bool] = True
+    """Whether the mode stores one float32 scale per (token, head) of K and of V."""
+
+    reads_scales: ClassVar[bool] = True
+    """Whether the doors need ``k_scale_cache`` and ``v_scale_cache`` at all (``fp8_per_tensor``: given, read, never written)."""
+
+    # -- layout ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the caches of a model whose K/V rows have ``dtype``."""
+
+    def accepted_cache_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The cache dtypes the doors take: :meth:`cache_dtype`, and raw bytes where that is an 8-bit type."""
+        native = self.cache_dtype(dtype)
+        return (native, torch.uint8) if native.itemsize == 1 and native != torch.uint8 else (native,)
+
+    def packed_head_size(self, head_size: int) -> int:
+        """Cache elements that one head's ``head_size`` values take. Raises :class:`ArgumentError` if they do not pack."""
+        self.check_head_size(head_size, "head_size")
+        return head_size // self.packing_factor
+
+    def check_head_size(self, head_size: int, argument: str) -> None:
+        """Raise :class:`ArgumentError` naming ``argument`` unless this mode can pack ``head_size``."""
+        if not 0 < head_size <= self.max_head_size or head_size % self.head_size_multiple:
+            need = f"a multiple of {self.head_size_multiple} up to {self.max_head_size} for mode {self.mode}"
+            raise ArgumentError(argument, f"head size {head_size}", need)
+
+    def allocate_scale_caches(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, device: torch.device | str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Fresh K and V scale caches [num_blocks, block_size, num_kv_heads] float32, physically head-major; ``None`` if the mode has none."""
+        if not self.needs_scale_caches:
+            return None, None
+
+        def plane() -> torch.Tensor:
+            return torch.zeros(num_blocks, num_kv_heads, block_size, dtype=torch.float32, device=device).transpose(1, 2)
+
+        return plane(), plane()
+
+    # -- what a mode implements -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Quantize rows.
+
+        ``x`` is [..., head_size] of any float dtype. Returns codes [..., head_size / packing_factor] of :meth:`cache_dtype` and scales
+        [...] float32 (``None`` if the mode stores none). ``scale`` is for modes whose scale the caller gives.
+        """
+
+    @abstractmethod
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """Reconstruct float32 rows [..., head_size] from :meth:`encode`'s codes (or their raw bytes) and scales [...]."""
+
+    def required(self, scales: torch.Tensor | None) -> torch.Tensor:
+        """``scales``, or :class:`ArgumentError` when a mode that needs them got none."""
+        if scales is None:
+            raise ArgumentError("scales", "None", f"the scales that mode {self.mode} stored")
+        return scales
+
+    def write(self, rows: NewRows) -> None:
+        """Quantize and scatter ``rows``; everything in them is validated."""
+        eager.write(self, rows)
+
+    def read(self, attention: Attention) -> None:
+        """Attend over the pages and fill ``attention.out``; everything in it is validated."""
+        eager.read(self, attention)
+
+    # -- the two doors --------------------------------------------------------------------------------------------------
+
+    def reshape_and_cache(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        k_scale_cache: torch.Tensor | None = None,
+        v_scale_cache: torch.Tensor | None = None,
+    ) -> None:
+        """Store new rows in the pages.
+
+        Args:
+            key, value: [num_tokens, num_kv_heads, head_size(_v)], bf16/fp16/fp32, any token and head strides.
+            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, packed_head_size], any strides but the last.
+            slot_mapping: [num_tokens] int64, ``block * block_size + offset``; rows with a slot outside the cache (negative: padding)
+                are skipped. Two rows must not name one slot.
+            k_scale_cache, v_scale_cache: [num_blocks, block_size, num_kv_heads] float32 where :attr:`needs_scale_caches`, one
+                element each for ``fp8_per_tensor``, otherwise ``None``.
+
+        Raises:
+            ArgumentError: an argument does not fit; nothing was written.
+        """
+        ops.write_op(self)(key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
+
+    def unified_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        max_seqlen_q: int,
+        seqused_k: torch.Tensor,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_size: tuple[int, int],
+        block_table: torch.Tensor,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        use_alibi_sqrt: bool,
+        qq_bias: torch.Tensor | None,
+        output_scale: torch.Tensor | None,
+        mm_prefix_range: torch.Tensor | None,
+        k_scale_cache: torch.Tensor | None = None,
+        v_scale_cache: torch.Tensor | None = None,
+        seq_threshold_3D: int | None = None,  # noqa: N803 - the name engines pass
+        num_par_softmax_segments: int | None = None,
+        softmax_segm_output: torch.Tensor | None = None,
+        softmax_segm_max: torch.Tensor | None = None,
+        softmax_segm_expsum: torch.Tensor | None = None,
+    ) -> None:
+        """Causal attention of ragged query rows over the pages, into ``out``.
+
+        Args:
+            q: [num_tokens, num_query_heads, head_size]; sequence ``s`` owns rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``, its newest tokens.
+            k_cache, v_cache, k_scale_cache, v_scale_cache: as :meth:`reshape_and_cache` filled them.
+            out: [num_tokens, num_query_heads, head_size_v]; fp8 when ``output_scale`` is given.
+            cu_seqlens_q, seqused_k: [num_seqs + 1] and [num_seqs] int32; ``seqused_k`` counts the new tokens too.
+            max_seqlen_q, max_seqlen_k: upper bounds of the query lengths (must hold) and of ``seqused_k`` (a hint for the launch plan).
+            softmax_scale: multiplies q.k.
+            window_size: (left, right): a row sees ``left`` earlier keys and itself; (-1, -1): all. right is 0 or -1.
+            block_table: [num_seqs, max_blocks] int32, logical to physical block. Keys in a block outside the cache are not seen.
+            softcap: 0, or c for ``c * tanh(score / c)``.
+            sinks: [num_query_heads] logits that join each row's denominator once.
+            alibi_slopes, use_alibi_sqrt: [num_query_heads]; adds ``slope * (j - p)`` or ``-slope * sqrt(p - j)`` for key j, query p.
+            qq_bias: [n, n] added to scores between the sequence's own new tokens.
+            output_scale: one float32 element; the result is divided by it and clamped into the fp8 dtype of ``out``.
+            mm_prefix_range: [num_seqs, num_ranges, 2] int32 inclusive ranges that see themselves in both directions.
+            seq_threshold_3D, num_par_softmax_segments, softmax_segm_*: an engine's own split-KV plan and scratch: split only batches of
+                at most ``seq_threshold_3D`` sequences, into that many segments, through those buffers. ``None``: kvq plans.
+
+        Raises:
+            ArgumentError: an argument does not fit; nothing was written.
+        """
+        ops.read_op(self)(
+            q,
+            k_cache,
+            v_cache,
+            out,
+            cu_seqlens_q,
+            max_seqlen_q,
+            seqused_k,
+            max_seqlen_k,
+            softmax_scale,
+            window_left(window_size),
+            block_table,
+            softcap,
+            sinks,
+            alibi_slopes,
+            use_alibi_sqrt,
+            qq_bias,
+            output_scale,
+            mm_prefix_range,
+            k_scale_cache,
+            v_scale_cache,
+            seq_threshold_3D,
+            num_par_softmax_segments,
+            softmax_segm_output,
+            softmax_segm_max,
+            softmax_segm_expsum,
+        )

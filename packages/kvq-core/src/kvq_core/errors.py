@@ -1,0 +1,36 @@
+"""Every error kvq raises on purpose. Bad input is always a ``ValueError`` (or a subclass)."""
+
+
+class KVQError(ValueError):
+    """Base class: bad input to kvq. Also a :class:`ValueError`, so callers need not import it."""
+
+
+class ArgumentError(KVQError):
+    """One argument is wrong.
+
+    The message always has the same three parts, in this order: the argument's name, what came, what is needed.
+    """
+
+    def __init__(self, argument: str, got: object, need: str) -> None:
+        self.argument, self.got, self.need = argument, got, need
+        super().__init__(f"{argument}: got {got}, need {need}")
+
+
+class UnknownModeError(KVQError):
+    """No installed package provides the mode asked for."""
+
+
+class DuplicateModeError(KVQError):
+    """Two distributions provide the same mode and nothing says which one to take."""
+
+
+class BrokenBackendError(KVQError):
+    """A mode's package is installed but its backend cannot be imported or does not fit the contract."""
+
+
+class OutOfBlocksError(KVQError):
+    """The paged cache has too few free blocks for what was asked; nothing was handed out."""
+
+
+class SnapshotError(KVQError):
+    """A saved cache does not fit: wrong format version, wrong mode, wrong geometry, or a damaged file."""

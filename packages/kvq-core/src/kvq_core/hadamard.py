@@ -1,0 +1,122 @@
+"""Hadamard transforms: they spread a row's outliers over all its channels, so that few bits suffice.
+
+``H`` is the unnormalized Sylvester matrix, ``H[i, j] = (-1)^popcount(i & j)``, with ``H H = d I``. The randomized transform (RHT) of
+vLLM's int4 mode multiplies by a fixed +-1 vector ``D`` first: forward ``H D x``, backward ``D H y / b``. For a head size d that is not
+a power of two both act on blocks of ``b = d & -d`` channels (80 -> 16, 96 -> 32, 192 -> 64), with the same signs in each block.
+
+The CUDA tier is whichever tensor-core kernel an installed package provides; then a matmul with the +-1 matrix, then a butterfly. The
+write and attention kernels do not call any of these: they carry the rotation inside (:mod:`kvq_core.kernels.rotation`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from kvq_core.errors import ArgumentError
+
+# vLLM's generator seed for the signs, and the step between rounds (vllm int4_per_token_head, Apache-2.0).
+_SEED, _SEED_STEP = 0x9E3779B9, 0x517CC1B7
+
+
+def block_of(head_size: int) -> int:
+    """The transform's block: the largest power of two that divides ``head_size``."""
+    return head_size & -head_size
+
+
+@functools.cache
+def sign_bits(round_index: int = 0, length: int = 1024) -> int:
+    """The RHT's sign vector as an integer whose bit i is 1 where ``D[i] = +1``. A prefix serves every smaller block."""
+    generator = torch.Generator("cpu").manual_seed(_SEED + round_index * _SEED_STEP)
+    bits = torch.bernoulli(torch.full((length,), 0.5), generator=generator).to(torch.int64).tolist()
+    return sum(bit << i for i, bit in enumerate(bits))
+
+
+def rht_signs(head_size: int, round_index: int = 0, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The +-1 vector D [head_size] float32 of the RHT: the block's signs, repeated for each block."""
+    block = block_of(head_size)
+    bits = sign_bits(round_index)
+    signs = torch.tensor([1.0 if bits >> i & 1 else -1.0 for i in range(block)], device=device)
+    return signs.repeat(head_size // block)
+
+
+@functools.cache
+def hadamard_matrix(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The Sylvester matrix [size, size] float32, entries +-1. ``size`` is a power of two. Shared: do not write to it."""
+    if size < 1 or size & (size - 1):
+        raise ArgumentError("size", size, "a power of two")
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return matrix
+
+
+def butterfly(x: torch.Tensor) -> torch.Tensor:
+    """H x along the last dimension (a power of two) by log2(d) add/subtract passes, in ``x``'s dtype."""
+    size = x.shape[-1]
+    half = 1
+    while half < size:
+        pairs = x.unflatten(-1, (size // (2 * half), 2, half))
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        half *= 2
+    return x
+
+
+@functools.cache
+def _tensor_core_kernel() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A tensor-core H x from an installed package, or None: Hadacore's torch op, or Dao's fast-hadamard-transform."""
+    namespace = getattr(torch.ops, "hadacore", None) or getattr(torch.ops, "_C", None)
+    for name in ("hadacore_transform", "hadamard_transform"):
+        try:
+            op = getattr(namespace, name)
+        except (AttributeError, RuntimeError):
+            continue
+        return lambda x: op(x.clone(), False)
+    try:
+        from fast_hadamard_transform import hadamard_transform
+    except ImportError:
+        return None
+    kernel: Callable[[torch.Tensor], torch.Tensor] = hadamard_transform
+    return kernel
+
+
+def fast_hadamard_transform(x: torch.Tensor) -> torch.Tensor:
+    """Unnormalized Sylvester transform H x along the last dimension, so that applying it twice multiplies by d.
+
+    Args:
+        x: [..., d], d a power of two, float dtype. Returned in the same dtype; the sums are taken in float32 at least.
+
+    Raises:
+        ArgumentError: d is not a power of two.
+    """
+    size = x.shape[-1]
+    if size < 1 or size & (size - 1):
+        raise ArgumentError("x", f"last dimension {size}", "a power of two")
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and size <= 2**15:
+        kernel = _tensor_core_kernel()
+        if kernel is not None:
+            return kernel(x.contiguous())
+        # +-1 is exact in every float dtype, and the matrix product accumulates in float32: one tensor-core pass beats the butterfly.
+        return x @ hadamard_matrix(size, x.device).to(x.dtype)
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return butterfly(x.float()).to(x.dtype)
+    return butterfly(x)
+
+
+def block_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """H applied to each block of ``b = d & -d`` channels of the last dimension."""
+    block = block_of(x.shape[-1])
+    return fast_hadamard_transform(x.unflatten(-1, (-1, block))).flatten(-2)
+
+
+def single_rht(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """The randomized transform: ``H D x`` forward, ``D H x`` with ``inverse=True`` (divide by ``block_of(d)`` to undo the forward one).
+
+    Args:
+        x: [..., d], any d; acts on blocks of ``d & -d`` channels.
+    """
+    signs = rht_signs(x.shape[-1], device=x.device).to(x.dtype)
+    return block_hadamard(x) * signs if inverse else block_hadamard(x * signs)

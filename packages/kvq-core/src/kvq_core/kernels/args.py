@@ -1,0 +1,228 @@
+"""What the kernels are told: run-time values in NamedTuples, compile-time values in one frozen dataclass each.
+
+A field that is ``None`` switches its feature off at compile time: ``partials is None`` *is* the 2D kernel.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Plane(NamedTuple):
+    """K or V of a paged cache. Strides in elements; ``codes`` of a packed mode is seen as 16-bit lanes."""
+
+    codes: Any
+    scales: Any
+    block_stride: Any
+    slot_stride: Any
+    head_stride: Any
+    scale_block_stride: Any
+    scale_slot_stride: Any
+    scale_head_stride: Any
+
+
+class Rows(NamedTuple):
+    """A [tokens, heads, channels] tensor with contiguous channels: q, out, or new K/V rows."""
+
+    ptr: Any
+    token_stride: Any
+    head_stride: Any
+
+
+class Batch(NamedTuple):
+    """Who attends to what. ``table_stride`` travels beside it, so that it is not specialized on."""
+
+    cu_seqlens_q: Any
+    seqused_k: Any
+    block_table: Any
+
+
+class Ranges(NamedTuple):
+    """mm_prefix_range [num_seqs, count, 2]."""
+
+    ptr: Any
+    count: Any
+
+
+class QQBias(NamedTuple):
+    """Bias among a sequence's new tokens, [size, size]."""
+
+    ptr: Any
+    stride: Any
+    size: Any
+
+
+class Scoring(NamedTuple):
+    """How a score comes from a query and a key. All but ``softmax_scale`` may be None."""
+
+    softmax_scale: Any
+    window_left: Any
+    softcap: Any
+    sinks: Any
+    alibi_slopes: Any
+    qq_bias: Any
+    ranges: Any
+
+
+class Splits(NamedTuple):
+    """How the keys are split: into about ``target`` chunks of at least ``min_chunk`` tokens over the batch, or ``segments`` a sequence."""
+
+    target: Any
+    min_chunk: Any
+    segments: Any
+
+
+class Partials(NamedTuple):
+    """Where programs leave their share: acc [n, head_size_v] float32 (stream-major columns), max and sum [n] float32."""
+
+    acc: Any
+    max: Any
+    sum: Any
+    row_stride: Any
+
+
+class SoftmaxState(NamedTuple):
+    """Running maximum (log2 units) and sum of each query row."""
+
+    max: Any
+    sum: Any
+
+
+class Work(NamedTuple):
+    """One program's share: which rows of which sequence, against which keys."""
+
+    seq: Any
+    row_start: Any
+    num_rows: Any
+    first_token: Any
+    context_len: Any
+    seq_len: Any
+    start: Any
+    stop: Any
+    chunk: Any
+    num_chunks: Any
+
+
+class QueryRows(NamedTuple):
+    """The query rows of a tile: [ROWS] vectors. Row r is query head ``r % group`` of token ``r // group``."""
+
+    index: Any
+    token: Any
+    head: Any
+    position: Any
+    valid: Any
+
+
+class KeyTile(NamedTuple):
+    """The keys of a tile: [KEYS] vectors. ``valid``: in the program's range and in a block that exists."""
+
+    position: Any
+    block: Any
+    slot: Any
+    valid: Any
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a mode's rows look to the read and write kernels.
+
+    ``streams`` interleaved columns share a lane: channel ``streams * lane + s`` is in stream s. ``rotated`` rows went through a
+    Hadamard transform with ``signs`` (bit i set: +1; None: unsigned). ``variant`` is the mode's own switch.
+    """
+
+    streams: int
+    rotated: bool = False
+    signs: int | None = None
+    variant: str = ""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width`` (a power of two, at least 16)."""
+
+    size: int
+    streams: int
+
+    @property
+    def lanes(self) -> int:
+        return self.size // self.streams
+
+    @property
+    def width(self) -> int:
+        return max(16, triton.next_power_of_2(self.lanes))
+
+    @property
+    def padded(self) -> bool:
+        return self.width != self.lanes
+
+    @property
+    def block(self) -> int:
+        """Channels in a block of the Hadamard transform."""
+        return self.size & -self.size
+
+    @property
+    def block_lanes(self) -> int:
+        return max(1, self.block // self.streams)
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """Compile-time facts of an attention kernel: the format, the shapes and the tile."""
+
+    format: Format
+    head_size: int
+    head_size_v: int
+    block_size: int
+    group: int
+    rows: int
+    keys: int
+    stages: int
+    keys_first: bool
+    min_query_len: int
+    max_query_len: int
+    alibi_sqrt: bool
+    output: str
+    use_asm: bool
+    upcast_dots: bool
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens in a tile."""
+        return self.rows // self.group
+
+    @property
+    def streams(self) -> int:
+        return self.format.streams
+
+    @property
+    def key(self) -> Heads:
+        return Heads(self.head_size, self.format.streams)
+
+    @property
+    def value(self) -> Heads:
+        return Heads(self.head_size_v, self.format.streams)
+
+
+@dataclass(frozen=True)
+class WriteConfig:
+    """Compile-time facts of a write kernel."""
+
+    format: Format
+    head_size: int
+    head_size_v: int
+    block_size: int
+    num_kv_heads: int
+    rows: int
+    upcast_dots: bool
+
+    @property
+    def key(self) -> Heads:
+        return Heads(self.head_size, self.format.streams)
+
+    @property
+    def value(self) -> Heads:
+        return Heads(self.head_size_v, self.format.streams)

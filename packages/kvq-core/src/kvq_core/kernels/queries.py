@@ -1,0 +1,58 @@
+"""The query prologue and the output epilogue: where rows enter and leave a program."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.packing import from_streams, to_streams
+from kvq_core.kernels.rotation import rotate, unrotate
+from kvq_core.kernels.rounding import to_fp8_bits
+
+
+@triton.jit
+def load_queries(queries, rows, C: tl.constexpr):
+    """The tile's query rows as streams [ROWS, WIDTH], rotated (then float32) if the keys are."""
+    HEADS: tl.constexpr = C.key
+    channel = tl.arange(0, HEADS.width * HEADS.streams)
+    mask = rows.valid[:, None]
+    if HEADS.width * HEADS.streams != HEADS.size:
+        mask = mask & (channel < HEADS.size)[None, :]
+    offset = rows.token.to(tl.int64) * queries.token_stride + rows.head * queries.head_stride
+    x = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+    streams = to_streams(x, C.rows, HEADS.width, HEADS.streams)
+    if C.format.rotated:
+        streams = rotate(streams, HEADS, C.format.signs, C.upcast_dots)
+    return streams
+
+
+@triton.jit
+def largest_in_row(streams):
+    """max |x| of each row over all its streams, [ROWS] float32, never 0."""
+    peak = tl.max(tl.abs(streams[0].to(tl.float32)), 1)
+    for s in tl.static_range(1, len(streams)):
+        peak = tl.maximum(peak, tl.max(tl.abs(streams[s].to(tl.float32)), 1))
+    return tl.where(peak > 0.0, peak, 1.0)
+
+
+@triton.jit
+def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr):
+    """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order."""
+    HEADS: tl.constexpr = C.value
+    if C.format.rotated:
+        streams = unrotate(streams, HEADS, C.format.signs, C.upcast_dots)
+    x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
+    if C.format.signs is not None:
+        x = x * (1.0 / HEADS.block)
+    if output_scale is not None:
+        x = x / tl.load(output_scale)
+    if C.output == "e4m3fn":
+        y = to_fp8_bits(x, 3, 7, 448.0)
+    elif C.output == "e5m2":
+        y = to_fp8_bits(x, 2, 15, 57344.0)
+    else:
+        y = x.to(output.ptr.dtype.element_ty)
+    channel = tl.arange(0, HEADS.width * HEADS.streams)
+    mask = valid[:, None]
+    if HEADS.width * HEADS.streams != HEADS.size:
+        mask = mask & (channel < HEADS.size)[None, :]
+    offset = token.to(tl.int64) * output.token_stride + head * output.head_stride
+    tl.store(output.ptr + offset[:, None] + channel[None, :], y, mask=mask)

@@ -1,0 +1,87 @@
+"""The Hadamard transform of rows held as streams.
+
+With channel ``c = S * lane + s`` the sign ``(-1)^popcount(c & c')`` factors into a lane part and a stream part, so that ``H`` is one
+small matrix product over the lanes and a butterfly over the S streams, which moves nothing between threads.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.dots import dot_signs
+
+
+@triton.jit
+def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr):
+    """The block-diagonal Sylvester matrix over lanes, [WIDTH, WIDTH] float16."""
+    i = tl.arange(0, WIDTH)[:, None]
+    j = tl.arange(0, WIDTH)[None, :]
+    odd = (i % BLOCK_LANES) & (j % BLOCK_LANES)
+    odd = odd ^ (odd >> 8)
+    odd = odd ^ (odd >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1)) & 1
+    sign = tl.where(odd == 1, -1.0, 1.0)
+    return tl.where(i // BLOCK_LANES == j // BLOCK_LANES, sign, 0.0).to(tl.float16)
+
+
+@triton.jit
+def apply_signs(x, SIGNS: tl.constexpr, STREAM: tl.constexpr, STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """D x for one stream's channels of rows [R, WIDTH]: a flipped sign bit, exact in every dtype."""
+    channel = (tl.arange(0, WIDTH) * STREAMS + STREAM) % BLOCK
+    bit = tl.zeros([WIDTH], tl.int32)
+    for word in tl.static_range((BLOCK + 31) // 32):
+        WORD: tl.constexpr = ((SIGNS >> (32 * word)) & 0xFFFFFFFF) - ((SIGNS >> (32 * word + 31)) & 1) * 0x100000000
+        bit = tl.where(channel // 32 == word, (tl.full([WIDTH], WORD, tl.int32) >> (channel % 32)) & 1, bit)
+    if x.dtype == tl.float32:
+        flip = (1 - bit) << 31
+        y = (x.to(tl.int32, bitcast=True) ^ flip[None, :]).to(tl.float32, bitcast=True)
+    else:
+        flip = ((1 - bit) << 15).to(tl.uint16)
+        y = (x.to(tl.uint16, bitcast=True) ^ flip[None, :]).to(x.dtype, bitcast=True)
+    return y
+
+
+@triton.jit
+def butterfly(streams, STREAMS: tl.constexpr):
+    """H over the stream index, by adding and subtracting whole streams."""
+    if STREAMS == 1:
+        result = streams
+    else:
+        low = ()
+        high = ()
+        for i in tl.static_range(STREAMS // 2):
+            low = low + (streams[i] + streams[i + STREAMS // 2],)
+            high = high + (streams[i] - streams[i + STREAMS // 2],)
+        result = butterfly(low, STREAMS // 2) + butterfly(high, STREAMS // 2)
+    return result
+
+
+@triton.jit
+def rotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.constexpr):
+    """H D x (H x if SIGNS is None) of rows [R, WIDTH] x STREAMS, any float dtype -> float32. Padding lanes must be and stay 0."""
+    STREAMS: tl.constexpr = HEADS.streams
+    WIDTH: tl.constexpr = HEADS.width
+    matrix = lane_matrix(WIDTH, HEADS.block_lanes)
+    mixed = ()
+    for s in tl.static_range(STREAMS):
+        x = streams[s]
+        if SIGNS is not None:
+            x = apply_signs(x, SIGNS, s, STREAMS, WIDTH, HEADS.block)
+        mixed = mixed + (dot_signs(x, matrix, UPCAST),)
+    return butterfly(mixed, STREAMS)
+
+
+@triton.jit
+def unrotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.constexpr):
+    """D H y (H y if SIGNS is None) of float32 rows; the caller divides by the block if the format asks for it."""
+    STREAMS: tl.constexpr = HEADS.streams
+    WIDTH: tl.constexpr = HEADS.width
+    matrix = lane_matrix(WIDTH, HEADS.block_lanes)
+    mixed = butterfly(streams, STREAMS)
+    result = ()
+    for s in tl.static_range(STREAMS):
+        x = dot_signs(mixed[s], matrix, UPCAST)
+        if SIGNS is not None:
+            x = apply_signs(x, SIGNS, s, STREAMS, WIDTH, HEADS.block)
+        result = result + (x,)
+    return result

@@ -1,0 +1,29 @@
+"""Rounding and small floats, in integer arithmetic: the same bits on every target, with or without fp8 hardware."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_half_away(x):
+    """Nearest integer, ties away from zero, as float32."""
+    return tl.where(x >= 0, tl.floor(x + 0.5), tl.ceil(x - 0.5))
+
+
+@triton.jit
+def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 -> the byte of a clamped 8-bit float, nearest even (e4m3fn: 3, 7, 448; e5m2: 2, 15, 57344). NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), LARGEST)
+    size_bits = size.to(tl.int32, bitcast=True)
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    tie = (size_bits >> SHIFT) & 1
+    normal = ((size_bits + ((1 << (SHIFT - 1)) - 1) + tie) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Adding 2^k whose last bit has the weight of the smallest subnormal rounds to it, ties to even.
+    MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    MAGIC_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    subnormal = (size + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
+    code = tl.where(size < 2.0 ** (1 - BIAS), subnormal, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | sign).to(tl.uint8)

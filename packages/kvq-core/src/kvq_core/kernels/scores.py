@@ -1,0 +1,44 @@
+"""What happens to a score besides q.k: softcap, visibility, ALiBi, query-query bias. Scores come out in log2 units."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import LOG2E
+from kvq_core.kernels.masks import by_key, by_row, visible
+
+
+@triton.jit
+def score_unit(scoring):
+    """The factor that turns q.k into what :func:`finish_scores` takes: log2 units at once, unless a softcap comes between."""
+    if scoring.softcap is None:
+        unit = scoring.softmax_scale * LOG2E
+    else:
+        unit = scoring.softmax_scale
+    return unit
+
+
+@triton.jit
+def finish_scores(s, rows, tile, work, scoring, C: tl.constexpr):
+    """Softcap, mask and biases, in the order of the specification. Unseen scores become -inf, whatever garbage they held."""
+    if scoring.softcap is not None:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing.
+        grown = tl.exp2(s * (2.0 * LOG2E / scoring.softcap))
+        s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
+    s = tl.where(visible(rows, tile, work.seq, scoring, C), s, float("-inf"))
+    if scoring.alibi_slopes is not None:
+        slope = tl.load(scoring.alibi_slopes + rows.head, mask=rows.valid, other=0.0).to(tl.float32) * LOG2E
+        distance = (by_row(rows.position, C) - by_key(tile.position, C)).to(tl.float32)
+        if C.alibi_sqrt:
+            distance = tl.sqrt(tl.maximum(distance, 0.0))
+        s -= by_row(slope, C) * distance
+    if scoring.qq_bias is not None:
+        s += qq_bias(rows, tile, work, scoring.qq_bias, C) * LOG2E
+    return s
+
+
+@triton.jit
+def qq_bias(rows, tile, work, bias, C: tl.constexpr):
+    i = by_row(rows.index, C)
+    column = by_key(tile.position - work.context_len, C)
+    inside = (column >= 0) & (column < bias.size) & (i < bias.size)
+    return tl.load(bias.ptr + i * bias.stride + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,76 @@
+"""New K/V rows on their way into slots. A program of a write kernel takes ``rows`` consecutive (token, head) pairs."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class NewRows(NamedTuple):
+    """[ROWS] vectors. ``valid``: a row that exists and whose slot lies in the cache."""
+
+    token: Any
+    head: Any
+    block: Any
+    slot: Any
+    valid: Any
+
+
+@triton.jit
+def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    """The program's rows and where they go."""
+    index = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)
+    token = index // C.num_kv_heads
+    inside = token < num_tokens
+    slot = tl.load(slot_mapping + token, mask=inside, other=-1)
+    valid = inside & (slot >= 0) & (slot < num_slots)
+    slot = tl.where(valid, slot, 0)
+    return NewRows(token, index % C.num_kv_heads, slot // C.block_size, slot % C.block_size, valid)
+
+
+@triton.jit
+def load_rows(source, rows, HEADS: tl.constexpr, C: tl.constexpr):
+    """[ROWS, STREAMS * WIDTH] in channel order; 0 in padding and in rows that are not written."""
+    channel = tl.arange(0, HEADS.width * HEADS.streams)
+    mask = rows.valid[:, None]
+    if HEADS.width * HEADS.streams != HEADS.size:
+        mask = mask & (channel < HEADS.size)[None, :]
+    offset = rows.token * source.token_stride + rows.head * source.head_stride
+    return tl.load(source.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_lanes(plane, rows, lanes, HEADS: tl.constexpr, C: tl.constexpr):
+    """Scatter packed rows [ROWS, WIDTH] into their slots."""
+    lane = tl.arange(0, HEADS.width)
+    mask = rows.valid[:, None]
+    if HEADS.padded:
+        mask = mask & (lane < HEADS.lanes)[None, :]
+    offset = rows.block * plane.block_stride + rows.slot * plane.slot_stride + rows.head * plane.head_stride
+    tl.store(plane.codes + offset[:, None] + lane[None, :], lanes, mask=mask)
+
+
+@triton.jit
+def store_scales(plane, rows, scales):
+    """Scatter [ROWS] scales into their slots."""
+    offset = rows.block * plane.scale_block_stride + rows.slot * plane.scale_slot_stride + rows.head * plane.scale_head_stride
+    tl.store(plane.scales + offset, scales, mask=rows.valid)
+
+
+@triton.jit
+def in_head(x, fill: tl.constexpr, HEADS: tl.constexpr):
+    """x [ROWS, WIDTH] with ``fill`` in the padding lanes."""
+    if HEADS.padded:
+        y = tl.where((tl.arange(0, HEADS.width) < HEADS.lanes)[None, :], x, fill)
+    else:
+        y = x
+    return y
+
+
+@triton.jit
+def has_nan(streams, HEADS: tl.constexpr):
+    """[ROWS] bool: whether any channel of a row is NaN (the hardware's min and max skip NaN)."""
+    count = tl.sum((streams[0] != streams[0]).to(tl.int32), 1)
+    for s in tl.static_range(1, HEADS.streams):
+        count += tl.sum((streams[s] != streams[s]).to(tl.int32), 1)
+    return count > 0

@@ -1,0 +1,46 @@
+"""Online softmax over tiles of keys, in log2 units, in either orientation."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import LOG2E, SoftmaxState
+from kvq_core.kernels.masks import by_row
+
+
+@triton.jit
+def softmax_start(ROWS: tl.constexpr):
+    """Nothing seen yet."""
+    return SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
+
+
+@triton.jit
+def softmax_step(s, state, C: tl.constexpr):
+    """(probabilities relative to the new maximum, factor for what was summed before, new state)."""
+    AXIS: tl.constexpr = 0 if C.keys_first else 1
+    top = tl.maximum(state.max, tl.max(s, AXIS))
+    # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(s - by_row(safe, C))
+    alpha = tl.exp2(state.max - safe)
+    return p, alpha, SoftmaxState(top, state.sum * alpha + tl.sum(p, AXIS))
+
+
+@triton.jit
+def add_sink(state, heads, valid, scoring):
+    """(state with exp(sink) in the sum, factor for the accumulator)."""
+    if scoring.sinks is None:
+        factor = state.sum * 0.0 + 1.0
+        result = state
+    else:
+        sink = tl.load(scoring.sinks + heads, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E
+        top = tl.maximum(state.max, sink)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        factor = tl.exp2(state.max - safe)
+        result = SoftmaxState(top, state.sum * factor + tl.exp2(sink - safe))
+    return result, factor
+
+
+@triton.jit
+def reciprocal_sum(total):
+    """1 / total, and 0 where nothing was seen."""
+    return tl.where(total == 0.0, 0.0, 1.0 / total)

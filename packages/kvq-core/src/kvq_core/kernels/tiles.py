@@ -1,0 +1,176 @@
+"""Which program does what: from a flat item number to a sequence, its query rows and its keys.
+
+Items are numbered sequence by sequence, row block by row block, chunk by chunk. Every program finds its own place by summing over
+``seqused_k``, so that the plan follows the lengths on the device: nothing is copied to the host, and a CUDA graph stays right when
+the lengths change between replays.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import KeyTile, QueryRows, Work
+
+SCAN = tl.constexpr(128)  # sequences looked at together
+
+
+@triton.jit
+def visible_start(context_len, window_left, KEYS: tl.constexpr):
+    """First key, rounded down to a tile, that a row at position ``context_len`` or later can see."""
+    if window_left is None:
+        first = context_len * 0
+    else:
+        first = tl.maximum(context_len - window_left, 0) // KEYS * KEYS
+    return first
+
+
+@triton.jit
+def sequence_facts(seqs, num_seqs, batch, scoring, C: tl.constexpr):
+    """(row blocks, keys that may be seen) of sequences ``seqs`` (scalar or vector); 0 row blocks outside this launch's query lengths."""
+    inside = seqs < num_seqs
+    first = tl.load(batch.cu_seqlens_q + seqs, mask=inside, other=0)
+    query_len = tl.load(batch.cu_seqlens_q + seqs + 1, mask=inside, other=0) - first
+    seq_len = tl.load(batch.seqused_k + seqs, mask=inside, other=0)
+    served = inside & (query_len >= C.min_query_len) & (query_len <= C.max_query_len)
+    row_blocks = tl.where(served, (query_len + C.tokens - 1) // C.tokens, 0)
+    if scoring.ranges is None:
+        first_key = visible_start(seq_len - query_len, scoring.window_left, C.keys)
+    else:
+        first_key = query_len * 0
+    return row_blocks, tl.maximum(seq_len - first_key, 0)
+
+
+@triton.jit
+def chunk_length(num_seqs, batch, scoring, splits, C: tl.constexpr):
+    """Keys in a chunk: the whole batch's keys in equal shares, in whole tiles."""
+    total = tl.zeros([SCAN], tl.int64)
+    for base in range(0, num_seqs, SCAN):
+        row_blocks, keys = sequence_facts(base + tl.arange(0, SCAN), num_seqs, batch, scoring, C)
+        total += row_blocks.to(tl.int64) * keys
+    share = (tl.sum(total) + splits.target - 1) // splits.target
+    share = tl.maximum(share, splits.min_chunk).to(tl.int32)
+    return (share + C.keys - 1) // C.keys * C.keys
+
+
+@triton.jit
+def chunks_of(keys, chunk, splits, C: tl.constexpr):
+    """(number of chunks, their length) for sequences with ``keys`` visible keys; at least one chunk, so that zeros get written."""
+    if splits is None:
+        count = keys * 0 + 1
+        length = (keys + C.keys - 1) // C.keys * C.keys
+    else:
+        if splits.segments is None:
+            count = tl.maximum((keys + chunk - 1) // chunk, 1)
+        else:
+            count = keys * 0 + splits.segments
+        # The same number of chunks, but of equal length: the last one is not a short rest.
+        length = ((keys + count - 1) // count + C.keys - 1) // C.keys * C.keys
+        count = tl.maximum((keys + tl.maximum(length, 1) - 1) // tl.maximum(length, 1), 1)
+    return count, length
+
+
+@triton.jit
+def find_work(item, num_seqs, batch, scoring, splits, C: tl.constexpr):
+    """The :class:`Work` of item number ``item``; ``seq >= num_seqs`` if there is none."""
+    chunk = 0
+    if splits is not None:
+        if splits.segments is None:
+            chunk = chunk_length(num_seqs, batch, scoring, splits, C)
+    seq = 0
+    before = 0
+    running = 0
+    for base in range(0, num_seqs, SCAN):
+        seqs = base + tl.arange(0, SCAN)
+        row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
+        count, _ = chunks_of(keys, chunk, splits, C)
+        ends = running + tl.cumsum(row_blocks * count, 0)
+        passed = (ends <= item) & (seqs < num_seqs)
+        seq += tl.sum(passed.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
+        running = tl.max(ends)
+    row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
+    count, length = chunks_of(keys, chunk, splits, C)
+    local = item - before
+    # Later rows see more keys: the longest first, so that the short ones fill the end of the launch.
+    row_block = row_blocks - 1 - local // count
+    return work_of(seq, row_block, local % count, count, length, num_seqs, batch, scoring, C)
+
+
+@triton.jit
+def work_of(seq, row_block, chunk, count, length, num_seqs, batch, scoring, C: tl.constexpr):
+    inside = seq < num_seqs
+    first = tl.load(batch.cu_seqlens_q + seq, mask=inside, other=0)
+    query_len = tl.load(batch.cu_seqlens_q + seq + 1, mask=inside, other=0) - first
+    seq_len = tl.load(batch.seqused_k + seq, mask=inside, other=0)
+    context_len = seq_len - query_len
+    row_start = row_block * C.tokens
+    num_rows = tl.minimum(query_len - row_start, C.tokens)
+    low, high = visible_range(seq, context_len + row_start, context_len + row_start + num_rows, seq_len, scoring, C)
+    if scoring.ranges is None:
+        origin = visible_start(context_len, scoring.window_left, C.keys)
+    else:
+        origin = context_len * 0
+    start = tl.maximum(origin + chunk * length, low)
+    stop = tl.minimum(origin + (chunk + 1) * length, high)
+    return Work(seq, row_start, num_rows, first, context_len, seq_len, start, stop, chunk, count)
+
+
+@triton.jit
+def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.constexpr):
+    """Keys [low, high) that rows at positions [first, end) may see; low is a multiple of the tile."""
+    low = visible_start(first_position, scoring.window_left, C.keys)
+    high = tl.minimum(tl.maximum(end_position, 0), seq_len)
+    if scoring.ranges is not None:
+        for r in range(scoring.ranges.count):
+            start = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2)
+            end = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2 + 1)
+            touched = (start < end) & (start < end_position) & (end >= first_position)
+            low = tl.where(touched, tl.minimum(low, tl.maximum(start, 0) // C.keys * C.keys), low)
+            high = tl.where(touched, tl.maximum(high, tl.minimum(end + 1, seq_len)), high)
+    return low, high
+
+
+@triton.jit
+def query_rows(work, kv_head, C: tl.constexpr):
+    """The tile's query rows."""
+    r = tl.arange(0, C.rows)
+    index = work.row_start + r // C.group
+    valid = (r // C.group < work.num_rows) & (r < C.tokens * C.group)
+    return QueryRows(index, work.first_token + index, kv_head * C.group + r % C.group, work.context_len + index, valid)
+
+
+@triton.jit
+def key_tile(start, work, batch, table_stride, num_blocks, C: tl.constexpr):
+    """Where the keys ``start .. start + KEYS`` lie in the pages."""
+    position = start + tl.arange(0, C.keys)
+    valid = position < work.stop
+    entry = batch.block_table + work.seq.to(tl.int64) * table_stride + position // C.block_size
+    block = tl.load(entry, mask=valid, other=-1)
+    # The unsigned view catches negative ids too.
+    valid = valid & (block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True))
+    return KeyTile(position, tl.where(valid, block, 0).to(tl.int64), position % C.block_size, valid)
+
+
+@triton.jit
+def load_lanes(plane, tile, kv_head, HEADS: tl.constexpr, CLEAR: tl.constexpr = False):
+    """The codes of a tile, [KEYS, WIDTH].
+
+    Invalid keys read some existing block's bytes, or 0 with CLEAR: modes whose codes can be NaN need that, since 0 * NaN is NaN.
+    """
+    offset = tile.block * plane.block_stride + tile.slot * plane.slot_stride + kv_head * plane.head_stride
+    lane = tl.arange(0, HEADS.width)
+    at = plane.codes + offset[:, None] + lane[None, :]
+    inside = (lane < HEADS.lanes)[None, :]
+    if CLEAR:
+        lanes = tl.load(at, mask=tile.valid[:, None] & inside, other=0)
+    elif HEADS.padded:
+        lanes = tl.load(at, mask=inside, other=0)
+    else:
+        lanes = tl.load(at)
+    return lanes
+
+
+@triton.jit
+def load_scales(plane, tile, kv_head):
+    """The scales of a tile, [KEYS] float32; 0 for invalid keys."""
+    offset = tile.block * plane.scale_block_stride + tile.slot * plane.scale_slot_stride + kv_head * plane.scale_head_stride
+    return tl.load(plane.scales + offset, mask=tile.valid, other=0.0)

@@ -1,0 +1,214 @@
+"""From validated problems to kernel launches: bundle, plan, launch, merge."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+import triton
+
+from kvq_core import schedule
+from kvq_core.errors import ArgumentError
+from kvq_core.kernels import args
+from kvq_core.kernels.splits import merge_kernel
+from kvq_core.spec import Attention, NewRows, Plane
+from kvq_core.workspace import workspace
+
+_FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, where inline assembly does not exist and bfloat16 products are wrong."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.lru_cache(maxsize=64)
+def _device_facts(device: torch.device) -> tuple[int, bool]:
+    """(multiprocessors, whether inline PTX assembles) of a device; a small stand-in for anything that is no GPU."""
+    if device.type != "cuda":
+        return 4, False
+    return torch.cuda.get_device_properties(device).multi_processor_count, torch.version.hip is None
+
+
+def lanes_of(plane: Plane, name: str, streams: int) -> torch.Tensor:
+    """The codes as 16-bit lanes (unpacked modes: as they are), without a copy."""
+    if streams == 1:
+        return plane.codes
+    try:
+        return plane.codes.view(torch.uint8).view(torch.uint16)
+    except RuntimeError as error:
+        strides = f"strides {plane.codes.stride()}, offset {plane.codes.storage_offset()}"
+        raise ArgumentError(name, strides, "even strides, offset and packed head size: rows are read as 16-bit lanes") from error
+
+
+def bundle_plane(plane: Plane, name: str, streams: int) -> args.Plane:
+    codes = lanes_of(plane, name, streams)
+    block, slot, head, _ = codes.stride()
+    scales = plane.scales
+    if scales is None or scales.dim() != 3:
+        return args.Plane(codes, scales, block, slot, head, 0, 0, 0)
+    return args.Plane(codes, scales, block, slot, head, *scales.stride())
+
+
+def bundle_rows(tensor: torch.Tensor) -> args.Rows:
+    token, head, _ = tensor.stride()
+    return args.Rows(tensor, token, head)
+
+
+def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> None:
+    """Launch a mode's write kernel: grid (row blocks, K and V)."""
+    num_tokens, num_kv_heads, head_size = rows.key.shape
+    total = num_tokens * num_kv_heads
+    block = 64 if total >= 64 * 132 else 16
+    config = args.WriteConfig(
+        form, head_size, rows.value.shape[2], rows.keys.block_size, num_kv_heads, block, upcast_dots=interpreting()
+    )
+    kernel[(triton.cdiv(total, block), 2)](
+        bundle_rows(rows.key),
+        bundle_rows(rows.value),
+        bundle_plane(rows.keys, "key_cache", form.streams),
+        bundle_plane(rows.values, "value_cache", form.streams),
+        rows.slot_mapping,
+        num_tokens,
+        rows.keys.num_blocks * rows.keys.block_size,
+        C=config,
+        num_warps=4,
+    )
+
+
+def launch_attention(kernel: Any, attention: Attention, form: args.Format) -> None:
+    """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch."""
+    problem = problem_of(attention, form)
+    for launch in schedule.plan(problem):
+        _launch(kernel, attention, form, problem, launch)
+
+
+def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
+    """The facts that the plan depends on."""
+    batch, q = attention.batch, attention.q
+    num_sms, _ = _device_facts(q.device)
+    head = args.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
+    segments, may_split = 0, True
+    if attention.seq_threshold_3d is not None and batch.num_seqs > attention.seq_threshold_3d:
+        may_split = False
+    elif attention.scratch is not None and attention.scratch.output.shape[0] >= q.shape[0]:
+        segments = attention.scratch.num_segments
+    return schedule.Problem(
+        num_seqs=batch.num_seqs,
+        max_seqlen_q=min(batch.max_seqlen_q, q.shape[0]),
+        max_seqlen_k=schedule.power_of_two(batch.max_seqlen_k),
+        max_keys=batch.block_table.shape[1] * attention.keys.block_size,
+        uniform=batch.num_seqs * batch.max_seqlen_q == q.shape[0],
+        group=attention.queries_per_kv,
+        num_kv_heads=attention.keys.num_kv_heads,
+        lane_bytes=attention.keys.codes.element_size() if form.streams == 1 else 2,
+        lanes=head.width,
+        streams=form.streams,
+        num_sms=num_sms,
+        engine_segments=segments,
+        may_split=may_split,
+        batch_invariant=schedule.is_batch_invariant(),
+    )
+
+
+def _launch(kernel: Any, attention: Attention, form: args.Format, problem: schedule.Problem, launch: schedule.Launch) -> None:
+    batch, scoring, tile = attention.batch, attention.scoring, launch.tile
+    config = _config(attention, form, launch)
+    items = launch.max_items
+    if not launch.split:
+        # Every sequence has at most one row block that is not full.
+        items = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
+    out = attention.out
+    output = bundle_rows(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out)
+    lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
+    score = _bundle_scoring(attention)
+    splits, partials = _splits(attention, launch, items, config)
+    num_kv_heads = problem.num_kv_heads
+    kernel[(items, num_kv_heads)](
+        bundle_rows(attention.q),
+        bundle_plane(attention.keys, "k_cache", form.streams),
+        bundle_plane(attention.values, "v_cache", form.streams),
+        output,
+        attention.output_scale,
+        lengths,
+        score,
+        splits,
+        partials,
+        batch.num_seqs,
+        batch.block_table.stride(0),
+        attention.keys.num_blocks,
+        C=config,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if splits is None:
+        return
+    query_lens = launch.max_row_blocks * config.tokens
+    merge_kernel[(batch.num_seqs * query_lens, attention.q.shape[1])](
+        output,
+        attention.output_scale,
+        lengths,
+        score._replace(qq_bias=None, alibi_slopes=None),
+        splits,
+        partials,
+        batch.num_seqs,
+        num_kv_heads,
+        QUERY_LENS=query_lens,
+        CHUNKS=16,
+        C=config,
+        num_warps=4,
+    )
+
+
+def _config(attention: Attention, form: args.Format, launch: schedule.Launch) -> args.ReadConfig:
+    tile = launch.tile
+    return args.ReadConfig(
+        format=form,
+        head_size=attention.q.shape[2],
+        head_size_v=attention.out.shape[2],
+        block_size=attention.keys.block_size,
+        group=attention.queries_per_kv,
+        rows=tile.rows,
+        keys=tile.keys,
+        stages=tile.stages,
+        keys_first=tile.keys_first,
+        min_query_len=launch.min_query_len,
+        max_query_len=launch.max_query_len,
+        alibi_sqrt=attention.scoring.use_alibi_sqrt,
+        output=_FP8_NAMES.get(attention.out.dtype, ""),
+        use_asm=_device_facts(attention.q.device)[1],
+        upcast_dots=interpreting(),
+    )
+
+
+def _bundle_scoring(attention: Attention) -> args.Scoring:
+    scoring = attention.scoring
+    bias, ranges = scoring.qq_bias, scoring.mm_prefix_range
+    return args.Scoring(
+        float(scoring.softmax_scale),
+        scoring.window_left if scoring.window_left >= 0 else None,
+        float(scoring.softcap) if scoring.softcap > 0 else None,
+        scoring.sinks,
+        scoring.alibi_slopes,
+        None if bias is None else args.QQBias(bias, bias.stride(0), bias.shape[0]),
+        None if ranges is None else args.Ranges(ranges, ranges.shape[1]),
+    )
+
+
+def _splits(
+    attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig
+) -> tuple[args.Splits | None, args.Partials | None]:
+    if not launch.split:
+        return None, None
+    if launch.segments:
+        scratch = attention.scratch
+        if scratch is None:
+            raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
+        segments = scratch.output.shape[2]
+        splits = args.Splits(0, 0, segments)
+        return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, scratch.output.stride(2))
+    rows = items * attention.keys.num_kv_heads * config.rows
+    acc, top, total = workspace(attention.q.device, rows, config.head_size_v)
+    return args.Splits(launch.target, launch.min_chunk, None), args.Partials(acc, top, total, config.head_size_v)

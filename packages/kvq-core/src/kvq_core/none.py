@@ -1,0 +1,37 @@
+"""The unquantized mode: pages hold the model's own fp16, bf16 or fp32 values. The baseline, and what skipped layers use."""
+
+from __future__ import annotations
+
+import torch
+
+from kvq_core.backend import QuantKVBackend
+from kvq_core.spec import Attention, NewRows
+
+
+class NoneBackend(QuantKVBackend):
+    """``none``: K and V as they come. 2 bytes per value for a 16-bit model."""
+
+    mode = "none"
+    needs_scale_caches = False
+    reads_scales = False
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return x, None
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        return codes.float()
+
+    def write(self, rows: NewRows) -> None:
+        from kvq_core.kernels import args, copy
+        from kvq_core.launch import launch_rows
+
+        launch_rows(copy.write, rows, args.Format(streams=1))
+
+    def read(self, attention: Attention) -> None:
+        from kvq_core.kernels import args, dense
+        from kvq_core.launch import launch_attention
+
+        launch_attention(dense.attend, attention, args.Format(streams=1))

@@ -1,0 +1,171 @@
+"""torch custom ops: each mode's write and read as one opaque node that ``torch.compile`` and CUDA graphs can hold.
+
+Ops are defined per mode, on first use, as ``kvq::<mode>_write`` and ``kvq::<mode>_read``. ``Library.define`` costs about a fifth of
+``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvq_core import debug, eager
+from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+_WRITE_SCHEMA = (
+    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+    "Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache) -> ()"
+)
+# fp8_per_tensor's scales are inputs, so that its op must not claim to change them.
+_WRITE_SCHEMA_GIVEN_SCALES = _WRITE_SCHEMA.replace("Tensor(c!)?", "Tensor?").replace("Tensor(d!)?", "Tensor?")
+_READ_SCHEMA = (
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, Tensor cu_seqlens_q, SymInt max_seqlen_q, Tensor seqused_k, "
+    "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, Tensor block_table, float softcap, Tensor? sinks, "
+    "Tensor? alibi_slopes, bool use_alibi_sqrt, Tensor? qq_bias, Tensor? output_scale, Tensor? mm_prefix_range, "
+    "Tensor? k_scale_cache, Tensor? v_scale_cache, SymInt? seq_threshold_3D, SymInt? num_par_softmax_segments, "
+    "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum) -> ()"
+)
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on ``device``: any GPU, or the CPU when Triton's interpreter was asked for."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _write(
+    backend: QuantKVBackend,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale_cache: torch.Tensor | None,
+    v_scale_cache: torch.Tensor | None,
+) -> None:
+    rows = NewRows.checked(backend, key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
+    if debug.enabled():
+        debug.check_slots(rows)
+    if key.shape[0] == 0 or key.shape[1] == 0 or key_cache.shape[0] == 0:
+        return
+    if kernels_run_on(key.device):
+        backend.write(rows)
+    else:
+        eager.write(backend, rows)
+
+
+def _read(
+    backend: QuantKVBackend,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    block_table: torch.Tensor,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    use_alibi_sqrt: bool,
+    qq_bias: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+    mm_prefix_range: torch.Tensor | None,
+    k_scale_cache: torch.Tensor | None,
+    v_scale_cache: torch.Tensor | None,
+    seq_threshold_3d: int | None,
+    num_segments: int | None,
+    segm_output: torch.Tensor | None,
+    segm_max: torch.Tensor | None,
+    segm_expsum: torch.Tensor | None,
+) -> None:
+    scratch = None
+    if num_segments is not None and segm_output is not None and segm_max is not None and segm_expsum is not None:
+        scratch = Scratch(num_segments, segm_output, segm_max, segm_expsum)
+    attention = Attention(
+        q=q,
+        out=out,
+        keys=Plane(k_cache, k_scale_cache, q.shape[-1]),
+        values=Plane(v_cache, v_scale_cache, out.shape[-1]),
+        batch=Batch(cu_seqlens_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k),
+        scoring=Scoring(softmax_scale, window_left, softcap, sinks, alibi_slopes, use_alibi_sqrt, qq_bias, mm_prefix_range),
+        output_scale=output_scale,
+        scratch=scratch,
+        seq_threshold_3d=seq_threshold_3d,
+    )
+    attention.validate(backend)
+    if debug.enabled():
+        debug.check_batch(attention)
+    if q.shape[0] == 0 or q.shape[1] == 0 or attention.batch.num_seqs == 0:
+        return
+    if kernels_run_on(q.device):
+        backend.read(attention)
+    else:
+        eager.read(backend, attention)
+
+
+class _Ops:
+    """The ops defined so far. A mode registered anew (a test's, say) takes over its name's ops."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("kvq", "FRAGMENT")
+        self._lock = threading.Lock()
+        self._backends: dict[str, QuantKVBackend] = {}
+
+    def bind(self, backend: QuantKVBackend) -> None:
+        """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
+        with self._lock:
+            known = backend.mode in self._backends
+            self._backends[backend.mode] = backend
+            if known:
+                return
+            write_schema = _WRITE_SCHEMA_GIVEN_SCALES if backend.reads_scales and not backend.needs_scale_caches else _WRITE_SCHEMA
+            self._define(backend.mode, "write", write_schema, _write)
+            self._define(backend.mode, "read", _READ_SCHEMA, _read)
+
+    def _define(self, mode: str, verb: str, schema: str, body: Callable[..., None]) -> None:
+        name = f"{mode}_{verb}"
+        self._library.define(name + schema)
+
+        def run(*args: object, **kwargs: object) -> None:
+            body(self._backends[mode], *args, **kwargs)
+
+        for key in ("CPU", "CUDA"):
+            self._library.impl(name, run, key)
+        torch.library.register_fake(f"kvq::{name}", _no_result, lib=self._library)
+
+    def current(self, mode: str) -> QuantKVBackend | None:
+        return self._backends.get(mode)
+
+
+def _no_result(*args: object, **kwargs: object) -> None:
+    """Both ops only change their arguments, so that there is no result to describe."""
+
+
+_OPS = _Ops()
+
+
+def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:
+    if _OPS.current(backend.mode) is not backend:
+        _OPS.bind(backend)
+    op: Callable[..., None] = getattr(torch.ops.kvq, f"{backend.mode}_{verb}").default
+    return op
+
+
+def write_op(backend: QuantKVBackend) -> Callable[..., None]:
+    """The op ``kvq::<mode>_write``, bound to ``backend``."""
+    return _op(backend, "write")
+
+
+def read_op(backend: QuantKVBackend) -> Callable[..., None]:
+    """The op ``kvq::<mode>_read``, bound to ``backend``."""
+    return _op(backend, "read")

@@ -1,0 +1,113 @@
+"""``Pages``: the memory of one cache. Buffers, their per-layer views, and the scales a caller gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from kvq_core import layout
+from kvq_core.backend import QuantKVBackend
+from kvq_core.errors import ArgumentError
+from kvq_core.layout import Geometry
+from kvq_core.step import to_device
+
+Scale = float | torch.Tensor
+_PLANES: Final = ("k_scale", "v_scale")
+
+
+def contents(backend: QuantKVBackend, geometry: Geometry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of :class:`Pages`, by name; :class:`ArgumentError` if ``backend`` cannot hold ``geometry``."""
+    cells = layout.buffers_of(backend, geometry)
+    found = {name: (torch.uint8, geometry.buffer_shape(layout.cell_size(cell))) for name, cell in cells.items()}
+    scales = _PLANES if _takes_scales(backend) else ()
+    return found | {name: (torch.float32, (geometry.num_layers,)) for name in scales}
+
+
+class Pages:
+    """Zeroed buffers for ``geometry`` in the bytes of ``backend``, on ``device``.
+
+    Attributes:
+        layers: per layer, the :class:`LayerCaches` the doors take.
+        tensors: everything that a copy of the cache needs, by name: the buffers [L, B, ..., bytes] uint8, and the given scales [L] float32.
+        bytes_per_slot: over all layers and heads.
+    """
+
+    def __init__(
+        self,
+        backend: QuantKVBackend,
+        geometry: Geometry,
+        device: torch.device | str,
+        k_scale: Scale | Sequence[Scale] | None,
+        v_scale: Scale | Sequence[Scale] | None,
+    ) -> None:
+        cells = layout.buffers_of(backend, geometry)
+        device = _usable(device)
+        given = {"k_scale": k_scale, "v_scale": v_scale}
+        scales = {name: _per_layer(name, given[name], geometry.num_layers, backend) for name in _PLANES}
+        # Zeros rather than whatever was in that memory, since a snapshot holds every byte.
+        self.tensors = {
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in contents(backend, geometry).items()
+        }
+        self._buffers = {name: self.tensors[name] for name in cells}
+        self.device = next(iter(self._buffers.values())).device
+        self.layers = [layout.layer_views(geometry, self._buffers, cells, layer) for layer in range(geometry.num_layers)]
+        if _takes_scales(backend):
+            for name, scale in scales.items():
+                self.tensors[name].copy_(scale)
+                rows = self.tensors[name].unsqueeze(1)
+                self.layers = [replace(caches, **{f"{name}_cache": row}) for caches, row in zip(self.layers, rows, strict=True)]
+        self.bytes_per_slot = geometry.num_layers * geometry.num_kv_heads * sum(map(layout.cell_size, cells.values()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in every layer, codes and scales. No block is both read and written."""
+        (pairs,) = to_device((torch.tensor(copies, dtype=torch.int64, device="cpu").t().contiguous(),), self.device)
+        source, target = pairs.unbind()
+        for buffer in self._buffers.values():
+            buffer.index_copy_(1, target, buffer.index_select(1, source))
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as cause:
+        raise ArgumentError("device", repr(device), "a CPU or CUDA device") from cause
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", found, "a CPU or CUDA device")
+    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
+        raise ArgumentError("device", found, f"one of the {torch.cuda.device_count()} CUDA devices there are, or cpu")
+    return found
+
+
+def _takes_scales(backend: QuantKVBackend) -> bool:
+    return backend.reads_scales and not backend.needs_scale_caches
+
+
+def _per_layer(name: str, given: Scale | Sequence[Scale] | None, num_layers: int, backend: QuantKVBackend) -> torch.Tensor:
+    """``given`` as [num_layers] float32 on the CPU. Its values are checked, for which it may wait for the device, once."""
+    if given is not None and not _takes_scales(backend):
+        raise ArgumentError(name, "a scale", f"None: mode {backend.mode} takes no scale from the caller")
+    one = 1.0 if given is None else given
+    per_layer: list[object] = [one] * num_layers if _is_one(one) else list(one) if isinstance(one, Iterable) else [one]
+    if len(per_layer) != num_layers:
+        raise ArgumentError(name, f"{len(per_layer)} scales", f"one, or one for each of {num_layers} layers")
+    values = torch.empty(num_layers, dtype=torch.float32, device="cpu")
+    for layer, scale in enumerate(per_layer):
+        if not _is_one(scale):
+            raise ArgumentError(name, f"{scale!r} for layer {layer}", "a number or a one-element tensor")
+        values[layer] = float(scale)  # type: ignore[arg-type]
+        # Checked as float32, where a tiny scale may have become 0.
+        if not (math.isfinite(values[layer]) and values[layer] > 0):
+            raise ArgumentError(name, f"{scale} for layer {layer}", "a positive, finite float32")
+    return values
+
+
+def _is_one(scale: object) -> bool:
+    return scale.numel() == 1 if isinstance(scale, torch.Tensor) else isinstance(scale, int | float)

@@ -1,0 +1,228 @@
+"""Which modes are installed, and the one instance of each that is in use.
+
+A distribution offers a mode by an entry point in the group ``kvq.backends``: its name is the mode, its value the class. Listing reads
+that metadata and imports nothing; a mode's package is imported when :func:`get_backend` is first asked for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from threading import RLock
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+    B = TypeVar("B", bound=QuantKVBackend | type[QuantKVBackend])
+
+GROUP: Final = "kvq.backends"
+OVERRIDE: Final = "KVQ_BACKENDS"
+IN_PROCESS: Final = "in-process"
+FIRST_PARTY: Final = MappingProxyType(
+    {
+        "none": "kvq-core",
+        "int8_per_token_head": "kvq-int8fp8",
+        "fp8_per_token_head": "kvq-int8fp8",
+        "fp8_per_tensor": "kvq-int8fp8",
+        "int4_per_token_head": "kvq-int4",
+        "int2_per_token_head": "kvq-int2",
+    }
+)
+ALIASES: Final = MappingProxyType({short: f"{short}_per_token_head" for short in ("int8", "fp8", "int4", "int2")})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class InstalledMode:
+    """One offer of a mode: by which distribution (``in-process``: :func:`register_backend`), and the ``module:Class`` behind it."""
+
+    mode: str
+    distribution: str
+    version: str
+    value: str
+
+
+@dataclass
+class _Registry:
+    """What is loaded or registered (``backends``), and which of it answered which question (``answers``)."""
+
+    lock: RLock = field(default_factory=RLock)
+    backends: dict[InstalledMode, QuantKVBackend] = field(default_factory=dict)
+    answers: dict[tuple[str, str], QuantKVBackend] = field(default_factory=dict)
+
+    def offers(self) -> list[InstalledMode]:
+        """Registered modes, then installed ones."""
+        with self.lock:
+            return [entry for entry in self.backends if entry.distribution == IN_PROCESS] + _installed()
+
+
+_REGISTRY = _Registry()
+
+
+def list_backends() -> tuple[InstalledMode, ...]:
+    """Every mode on offer, sorted, from metadata alone: nothing is imported, so a broken plug-in is listed like any other.
+
+    A mode that two distributions claim appears twice; one registered in this process hides what it replaces.
+    """
+    offers = _REGISTRY.offers()
+    here = {entry.mode for entry in offers if entry.distribution == IN_PROCESS}
+    return tuple(sorted(entry for entry in offers if entry.mode not in here or entry.distribution == IN_PROCESS))
+
+
+def has_backend(mode: str) -> bool:
+    """Whether anyone offers ``mode`` (a full name, an alias, or ``distribution:mode``). Imports nothing."""
+    distribution, mode = _parse(mode)
+    return any(entry.mode == mode and distribution in ("", _canonical(entry.distribution)) for entry in _REGISTRY.offers())
+
+
+def get_backend(mode: str) -> QuantKVBackend:
+    """The one instance of ``mode``: a full name, an alias (``int4``), or ``distribution:mode`` to pick among distributions.
+
+    The mode's package is imported at the first call. A backend registered in this process goes first; otherwise
+    ``KVQ_BACKENDS="mode=distribution,..."``, read at each call, settles which distribution provides a mode.
+
+    Raises:
+        UnknownModeError: nobody provides the mode, or the distribution chosen for it does not.
+        DuplicateModeError: several distributions provide it, and nothing chooses between them.
+        BrokenBackendError: its package fails to import, or what it offers is no backend of that mode.
+    """
+    distribution, full = _parse(mode)
+    question = (mode, os.environ.get(OVERRIDE, ""))
+    with _REGISTRY.lock:
+        answers = _REGISTRY.answers
+        if question in answers:
+            return answers[question]
+        entry = _choose(full, distribution, question[1])
+        backend = _REGISTRY.backends.get(entry)
+    if backend is None:
+        # Not under the lock, which would deadlock against Python's own import locks. The first of two racing threads provides the instance.
+        loaded = _load(entry)
+        with _REGISTRY.lock:
+            backend = _REGISTRY.backends.setdefault(entry, loaded)
+    return answers.setdefault(question, backend)
+
+
+def register_backend(backend: B, *, replace: bool = False) -> B:
+    """Offer a :class:`QuantKVBackend` class or instance under its ``mode`` in this process; usable as a class decorator.
+
+    Raises:
+        ArgumentError: it is no backend, or its ``mode`` is not a usable name.
+        DuplicateModeError: the mode is installed or registered already, and ``replace`` is false.
+    """
+    try:
+        instance = _checked(backend)
+    except TypeError as cause:
+        raise ArgumentError("backend", str(cause), "a concrete subclass of QuantKVBackend with a mode, or an instance") from cause
+    mode = instance.mode
+    if re.fullmatch(r"\w+", mode) is None or mode in ALIASES:
+        raise ArgumentError("backend", f"mode {mode!r}", f"letters, digits and underscores, and none of {', '.join(ALIASES)}")
+    with _REGISTRY.lock:
+        rivals = [entry for entry in _REGISTRY.offers() if entry.mode == mode]
+        if rivals and not replace:
+            raise DuplicateModeError(f"mode {mode!r} is already provided by {_names(rivals)}; pass replace=True to take its place")
+        _withdraw(mode)
+        entry = InstalledMode(mode, IN_PROCESS, "", f"{type(instance).__module__}:{type(instance).__qualname__}")
+        _REGISTRY.backends[entry] = instance
+    return backend
+
+
+def unregister_backend(mode: str) -> None:
+    """Withdraw what :func:`register_backend` offered; an installed backend of that mode shows again."""
+    if not _withdraw(mode):
+        raise UnknownModeError(f"mode {mode!r} was not registered in this process")
+
+
+def _withdraw(mode: str) -> bool:
+    with _REGISTRY.lock:
+        gone = [entry for entry in _REGISTRY.backends if entry.mode == mode and entry.distribution == IN_PROCESS]
+        for entry in gone:
+            del _REGISTRY.backends[entry]
+        _REGISTRY.answers = {}  # a new one, so that a get_backend still at work fills the old one
+    return bool(gone)
+
+
+def _canonical(distribution: str) -> str:
+    """A distribution's name as packaging compares it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+
+
+def _parse(name: object) -> tuple[str, str]:
+    """``(distribution or "", full mode name)`` of what a caller asked for."""
+    if not isinstance(name, str):
+        raise ArgumentError("mode", repr(name), "the name of a mode, such as 'int4_per_token_head'")
+    distribution, _, mode = name.rpartition(":")
+    return _canonical(distribution), ALIASES.get(mode.strip(), mode.strip())
+
+
+def _installed() -> list[InstalledMode]:
+    """The entry points. One distribution found twice on ``sys.path`` (editable, and a wheel) counts once: the first one imports."""
+    found: dict[tuple[str, str], InstalledMode] = {}
+    for point in entry_points(group=GROUP):
+        name, version = (point.dist.name, point.dist.version) if point.dist else ("unnamed", "")
+        found.setdefault((point.name, _canonical(name)), InstalledMode(point.name, name, version, point.value))
+    return list(found.values())
+
+
+def _overrides(text: str) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    for item in filter(str.strip, text.split(",")):
+        name, _, distribution = item.partition("=")
+        mode, distribution = _parse(name)[1], _canonical(distribution)
+        if not mode or not distribution or chosen.setdefault(mode, distribution) != distribution:
+            raise ArgumentError(OVERRIDE, repr(text), "comma-separated mode=distribution pairs, one per mode")
+    return chosen
+
+
+def _choose(mode: str, distribution: str, override: str) -> InstalledMode:
+    """The one offer that answers for ``mode``, or an error that says how to choose."""
+    everything = _REGISTRY.offers()
+    offers = [entry for entry in everything if entry.mode == mode]
+    if not offers:
+        hint = f"; to get it: pip install {FIRST_PARTY[mode]}" if mode in FIRST_PARTY else ""
+        known = ", ".join(sorted({entry.mode for entry in everything})) or "nothing"
+        raise UnknownModeError(f"no installed package provides mode {mode!r}; installed: {known}{hint}")
+    if not distribution and offers[0].distribution == IN_PROCESS:
+        return offers[0]
+    wanted = distribution or _overrides(override).get(mode)
+    fitting = [entry for entry in offers if wanted in (None, _canonical(entry.distribution))]
+    if not fitting:
+        source = "the name asked for" if distribution else f"{OVERRIDE}={override!r}"
+        raise UnknownModeError(f"{source} takes mode {mode!r} from {wanted}, which does not provide it; {_names(offers)} does")
+    if len(fitting) > 1:
+        first = fitting[0].distribution
+        ways = f'{OVERRIDE}="{mode}={first}" or get_backend("{first}:{mode}")'
+        raise DuplicateModeError(f"mode {mode!r} is provided by {_names(fitting)}; uninstall one, or choose with {ways}")
+    return fitting[0]
+
+
+def _names(entries: list[InstalledMode]) -> str:
+    return " and ".join(sorted(f"{entry.distribution} {entry.version}".rstrip() for entry in entries))
+
+
+def _load(entry: InstalledMode) -> QuantKVBackend:
+    """Import what an entry point names. Whatever goes wrong is that distribution's fault, and is told as such."""
+    try:
+        backend = _checked(EntryPoint(entry.mode, entry.value, GROUP).load())
+        if backend.mode != entry.mode:
+            raise TypeError(f"its mode attribute is {backend.mode!r}")
+    except Exception as cause:
+        why = f"{type(cause).__name__}: {cause}"
+        raise BrokenBackendError(f"mode {entry.mode!r} from {_names([entry])} ({entry.value}) cannot be used: {why}") from cause
+    return backend
+
+
+def _checked(backend: object) -> QuantKVBackend:
+    """``backend``, a class or an instance, as an instance; TypeError if it does not fit the contract."""
+    from kvq_core.backend import QuantKVBackend
+
+    instance = backend() if isinstance(backend, type) and issubclass(backend, QuantKVBackend) else backend
+    if not isinstance(instance, QuantKVBackend):
+        raise TypeError(f"{backend!r} is not a QuantKVBackend")
+    if not isinstance(getattr(instance, "mode", None), str):
+        raise TypeError(f"{backend!r} has no mode attribute of type str")
+    return instance

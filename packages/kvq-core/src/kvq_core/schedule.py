@@ -1,0 +1,170 @@
+"""From a problem's facts to a launch plan: a pure function, so that every decision can be read and tested without a GPU.
+
+A call is served by one or two launches. Sequences with few query rows (decode, speculative decoding) take tiles with keys first and
+have their keys split over programs; sequences with many rows (prefill) take tiles with rows first. Each launch skips the sequences of
+the other, so that the two may mix in one batch without either setting the pace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Query lengths up to this are served by the decode launch.
+DECODE_QUERY_LEN = 16
+# A decode tile holds at most this many query rows (tokens x heads of a group); more rows take more tiles.
+DECODE_ROWS = 64
+PREFILL_ROWS = 128
+# Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
+INVARIANT_CHUNK = 2048
+UNLIMITED = 2**30
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist."""
+
+    num_seqs: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    max_keys: int
+    uniform: bool
+    group: int
+    num_kv_heads: int
+    lane_bytes: int
+    lanes: int
+    streams: int
+    num_sms: int
+    engine_segments: int = 0
+    may_split: bool = True
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One measured choice: the shape of a program's work and how it is pipelined."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    keys_first: bool
+    programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the attention kernel and, if ``split``, of the merge after it."""
+
+    tile: Tile
+    min_query_len: int
+    max_query_len: int
+    max_row_blocks: int
+    split: bool
+    target: int = 0
+    min_chunk: int = 0
+    segments: int = 0
+    max_items: int = 0
+
+
+class _Switch:
+    def __init__(self) -> None:
+        self.value: bool | None = None
+
+
+_BATCH_INVARIANT = _Switch()
+
+
+def is_batch_invariant() -> bool:
+    """Whether results must not depend on what else is in a batch: the switch below, or ``KVQ_BATCH_INVARIANT=1``."""
+    if _BATCH_INVARIANT.value is None:
+        return os.environ.get("KVQ_BATCH_INVARIANT") == "1"
+    return _BATCH_INVARIANT.value
+
+
+def set_batch_invariant(on: bool) -> None:
+    """Make each sequence's result bit-identical whatever else is in its batch (a fixed split; a few per cent slower)."""
+    _BATCH_INVARIANT.value = on
+
+
+@contextlib.contextmanager
+def batch_invariant(on: bool = True) -> Iterator[None]:
+    """:func:`set_batch_invariant` for a ``with`` block."""
+    before = _BATCH_INVARIANT.value
+    _BATCH_INVARIANT.value = on
+    try:
+        yield
+    finally:
+        _BATCH_INVARIANT.value = before
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (1 for 0)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(problem: Problem) -> tuple[Launch, ...]:
+    """The launches that serve ``problem``."""
+    longest = problem.max_seqlen_q
+    if problem.batch_invariant:
+        return (_decode(problem, DECODE_QUERY_LEN), *([_prefill(problem)] if longest > DECODE_QUERY_LEN else []))
+    if longest <= DECODE_QUERY_LEN:
+        return (_decode(problem, longest),)
+    if problem.uniform:
+        return (_prefill(problem),)
+    return (_decode(problem, DECODE_QUERY_LEN), _prefill(problem))
+
+
+def _decode(problem: Problem, longest: int) -> Launch:
+    rows = max(8, min(power_of_two(longest * problem.group), max(DECODE_ROWS, power_of_two(problem.group))))
+    tile = decode_tile(problem, rows)
+    row_blocks = -(-longest // (rows // problem.group))
+    blocks = problem.num_seqs * row_blocks
+    if problem.engine_segments and longest == 1:
+        return Launch(
+            tile, 1, longest, row_blocks, True, segments=problem.engine_segments, max_items=blocks * problem.engine_segments
+        )
+    if problem.batch_invariant:
+        chunk = -(-INVARIANT_CHUNK // tile.keys) * tile.keys
+        items = blocks * max(1, -(-problem.max_keys // chunk))
+        return Launch(tile, 1, longest, row_blocks, problem.max_keys > chunk, UNLIMITED, chunk, max_items=items)
+    # Below two tiles a split costs more (a merge launch) than it saves.
+    min_chunk = max(2 * tile.keys, 256)
+    split = problem.may_split and problem.max_seqlen_k > min_chunk
+    if not split:
+        return Launch(tile, 1, longest, row_blocks, False, max_items=blocks)
+    target = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
+    return Launch(tile, 1, longest, row_blocks, True, target, min_chunk, max_items=target + blocks)
+
+
+def _prefill(problem: Problem) -> Launch:
+    tile = prefill_tile(problem)
+    shortest = 1 if problem.uniform and not problem.batch_invariant else DECODE_QUERY_LEN + 1
+    row_blocks = -(-problem.max_seqlen_q // (tile.rows // problem.group))
+    return Launch(tile, shortest, UNLIMITED, row_blocks, False)
+
+
+def decode_tile(problem: Problem, rows: int) -> Tile:
+    """Few query rows: one warp a program keeps the softmax free of barriers (measured: docs/performance-notes.md)."""
+    width = problem.lanes * problem.streams
+    if rows > 16 or width > 256:
+        keys = 64 if width <= 128 else 32 if width <= 256 else 16
+        return Tile(rows, keys, 4, 2, keys_first=True, programs_per_sm=4)
+    if problem.streams == 1:
+        return Tile(rows, 32 if width <= 128 else 16, 1, 3, keys_first=True, programs_per_sm=8)
+    if problem.streams == 2:
+        return Tile(rows, 64 if width <= 128 else 32, 1, 3, keys_first=True, programs_per_sm=8)
+    return Tile(rows, 128 if width <= 128 else 64, 1, 2, keys_first=True, programs_per_sm=16)
+
+
+def prefill_tile(problem: Problem) -> Tile:
+    """Many query rows: four warps share a tile of 128 rows; large heads take fewer rows, so that the accumulators stay in registers."""
+    width = problem.lanes * problem.streams
+    wide = 4 if problem.lane_bytes == 4 else 1
+    rows = max(PREFILL_ROWS // (1 if width <= 128 else 2 if width <= 256 else 4) // wide, power_of_two(problem.group))
+    keys = 64 if width <= 256 else 32
+    return Tile(rows, keys // (2 if wide > 1 else 1), 4, 3 if width <= 128 else 2, keys_first=False, programs_per_sm=1)

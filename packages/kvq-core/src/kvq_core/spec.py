@@ -1,0 +1,310 @@
+"""What travels together, in the field's own terms: frozen dataclasses, each of which validates itself once.
+
+Shapes use ``T`` new tokens, ``S`` sequences, ``Hq`` / ``Hkv`` query and key/value heads, ``D`` / ``Dv`` head sizes of keys and
+values, ``B`` blocks of ``P`` slots. Nothing here reads a tensor's *values*: validation never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvq_core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FP8_OUT = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}"
+
+
+def _need(condition: bool, argument: str, got: object, need: str) -> None:
+    if not condition:
+        raise ArgumentError(argument, got, need)
+
+
+def _need_tensor(tensor: torch.Tensor, argument: str, rank: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    _need(tensor.dim() == rank, argument, _shape(tensor), f"{rank} dimensions")
+    _need(tensor.dtype in dtypes, argument, tensor.dtype, " or ".join(str(d) for d in dtypes))
+    _need(tensor.device == device, argument, f"a tensor on {tensor.device}", f"one on {device}")
+
+
+def _need_rows(tensor: torch.Tensor, argument: str) -> None:
+    _need(tensor.stride(-1) == 1 or tensor.shape[-1] <= 1, argument, f"strides {tensor.stride()}", "a contiguous last dimension")
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One half (K or V) of a paged cache: ``codes`` [B, P, Hkv, packed_head_size] and, for modes that have them, ``scales``.
+
+    ``scales`` is [B, P, Hkv] float32, or a one-element float32 tensor for ``fp8_per_tensor``. Any strides, except that the last
+    dimension of ``codes`` is contiguous.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    head_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.codes.shape[2]
+
+    def validate(self, backend: QuantKVBackend, prefix: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise :class:`ArgumentError` unless codes and scales fit ``backend`` at this head size; ``prefix`` is ``key`` or ``value``."""
+        name, scale_name = f"{prefix}_cache", f"{prefix[0]}_scale_cache"
+        _need_tensor(self.codes, name, 4, backend.accepted_cache_dtypes(dtype), device)
+        _need_rows(self.codes, name)
+        packed = backend.packed_head_size(self.head_size)
+        _need(
+            self.codes.shape[3] == packed,
+            name,
+            f"a last dimension of {self.codes.shape[3]}",
+            f"{packed} for head size {self.head_size} in mode {backend.mode}",
+        )
+        _need(self.block_size % 8 == 0 and self.block_size > 0, name, f"block size {self.block_size}", "a multiple of 8")
+        if not backend.reads_scales:
+            return
+        if self.scales is None:
+            raise ArgumentError(scale_name, "None", f"the scale cache that mode {backend.mode} stores its scales in")
+        if backend.needs_scale_caches:
+            _need_tensor(self.scales, scale_name, 3, (torch.float32,), device)
+            _need(
+                self.scales.shape == self.codes.shape[:3],
+                scale_name,
+                _shape(self.scales),
+                f"{tuple(self.codes.shape[:3])} = [num_blocks, block_size, num_kv_heads]",
+            )
+        else:
+            _need(self.scales.numel() == 1, scale_name, _shape(self.scales), "a single element: the scale of the whole tensor")
+            _need(self.scales.dtype == torch.float32, scale_name, self.scales.dtype, "torch.float32")
+            _need(self.scales.device == device, scale_name, f"a tensor on {self.scales.device}", f"one on {device}")
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    slot_mapping: torch.Tensor
+    keys: Plane
+    values: Plane
+
+    @classmethod
+    def checked(
+        cls,
+        backend: QuantKVBackend,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale_cache: torch.Tensor | None,
+        v_scale_cache: torch.Tensor | None,
+    ) -> NewRows:
+        """Bundle the arguments of ``reshape_and_cache``; raise :class:`ArgumentError` naming the first one that does not fit."""
+        _need_tensor(key, "key", 3, FLOATS, key.device)
+        _need_tensor(value, "value", 3, FLOATS, key.device)
+        _need(value.dtype == key.dtype, "value", value.dtype, f"{key.dtype}, the dtype of key")
+        _need(value.shape[:2] == key.shape[:2], "value", _shape(value), f"the {tuple(key.shape[:2])} tokens and heads of key")
+        _need_rows(key, "key")
+        _need_rows(value, "value")
+        backend.check_head_size(key.shape[2], "key")
+        backend.check_head_size(value.shape[2], "value")
+        _need_tensor(slot_mapping, "slot_mapping", 1, (torch.int64,), key.device)
+        _need(slot_mapping.shape[0] == key.shape[0], "slot_mapping", _shape(slot_mapping), f"one slot for each of {key.shape[0]} tokens")
+        keys = Plane(key_cache, k_scale_cache, key.shape[2])
+        values = Plane(value_cache, v_scale_cache, value.shape[2])
+        _check_planes(backend, keys, values, key.device, key.dtype)
+        _need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
+        return cls(key, value, slot_mapping, keys, values)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Who attends to what: ``S`` sequences of ragged query rows over their keys in the pages.
+
+    ``cu_seqlens_q`` [S + 1] int32, ``seqused_k`` [S] int32, ``block_table`` [S, max_blocks] int32.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    seqused_k: torch.Tensor
+    block_table: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seqused_k.shape[0]
+
+    def validate(self, device: torch.device) -> None:
+        _need_tensor(self.seqused_k, "seqused_k", 1, (torch.int32,), device)
+        _need_tensor(self.cu_seqlens_q, "cu_seqlens_q", 1, (torch.int32,), device)
+        _need(
+            self.cu_seqlens_q.shape[0] == self.num_seqs + 1,
+            "cu_seqlens_q",
+            _shape(self.cu_seqlens_q),
+            f"{self.num_seqs + 1} entries, one more than seqused_k",
+        )
+        _need_tensor(self.block_table, "block_table", 2, (torch.int32,), device)
+        _need(self.block_table.shape[0] >= self.num_seqs, "block_table", _shape(self.block_table), f"a row for each of {self.num_seqs} sequences")
+        _need_rows(self.block_table, "block_table")
+        for name, tensor in (("seqused_k", self.seqused_k), ("cu_seqlens_q", self.cu_seqlens_q)):
+            _need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
+        _need(self.max_seqlen_q >= 0, "max_seqlen_q", self.max_seqlen_q, "a length of at least 0")
+        _need(self.max_seqlen_k >= 0, "max_seqlen_k", self.max_seqlen_k, "a length of at least 0")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a score comes from a query and a key: scale, softcap, visibility, biases, sinks (see :mod:`kvq_core.reference`).
+
+    ``window_left`` is the number of earlier keys a row sees besides its own (-1: all). ``sinks`` and ``alibi_slopes`` [Hq]
+    float32 or the query dtype; ``qq_bias`` [n, n]; ``mm_prefix_range`` [S, R, 2] int32, inclusive (start, end) pairs.
+    """
+
+    softmax_scale: float
+    window_left: int = -1
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    use_alibi_sqrt: bool = False
+    qq_bias: torch.Tensor | None = None
+    mm_prefix_range: torch.Tensor | None = None
+
+    def validate(self, num_query_heads: int, num_seqs: int, device: torch.device) -> None:
+        _need(math.isfinite(self.softmax_scale), "softmax_scale", self.softmax_scale, "a finite number")
+        _need(math.isfinite(self.softcap) and self.softcap >= 0, "softcap", self.softcap, "0 (off) or a positive number")
+        for name, tensor in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            if tensor is not None:
+                _need_tensor(tensor, name, 1, FLOATS, device)
+                _need(tensor.shape[0] == num_query_heads, name, f"length {tensor.shape[0]}", f"one for each of {num_query_heads} query heads")
+                _need_rows(tensor, name)
+        if self.qq_bias is not None:
+            _need_tensor(self.qq_bias, "qq_bias", 2, FLOATS, device)
+            _need(self.qq_bias.shape[0] == self.qq_bias.shape[1], "qq_bias", _shape(self.qq_bias), "a square matrix")
+            _need_rows(self.qq_bias, "qq_bias")
+        if self.mm_prefix_range is not None:
+            _need_tensor(self.mm_prefix_range, "mm_prefix_range", 3, (torch.int32,), device)
+            _need(
+                self.mm_prefix_range.shape[0] == num_seqs and self.mm_prefix_range.shape[2] == 2,
+                "mm_prefix_range",
+                _shape(self.mm_prefix_range),
+                f"[{num_seqs}, num_ranges, 2]",
+            )
+            _need(self.mm_prefix_range.is_contiguous(), "mm_prefix_range", f"strides {self.mm_prefix_range.stride()}", "a contiguous tensor")
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """An engine's own split-KV buffers: output [N, Hq, segments, >= Dv], max and expsum [N, Hq, segments], all float32."""
+
+    num_segments: int
+    output: torch.Tensor
+    max: torch.Tensor
+    expsum: torch.Tensor
+
+    def validate(self, num_query_heads: int, head_size_v: int, device: torch.device) -> None:
+        _need(self.num_segments >= 1, "num_par_softmax_segments", self.num_segments, "at least 1")
+        for name, tensor, rank in (
+            ("softmax_segm_output", self.output, 4),
+            ("softmax_segm_max", self.max, 3),
+            ("softmax_segm_expsum", self.expsum, 3),
+        ):
+            _need_tensor(tensor, name, rank, (torch.float32,), device)
+            _need(
+                tensor.shape[1] == num_query_heads and tensor.shape[2] >= self.num_segments and tensor.is_contiguous(),
+                name,
+                f"{_shape(tensor)}, strides {tensor.stride()}",
+                f"a contiguous [tokens, {num_query_heads}, at least {self.num_segments}, ...]",
+            )
+        _need(self.output.shape[3] >= head_size_v, "softmax_segm_output", _shape(self.output), f"a last dimension of at least {head_size_v}")
+        _need(
+            self.output.shape[:3] == self.max.shape == self.expsum.shape,
+            "softmax_segm_max",
+            f"{_shape(self.max)} and expsum {_shape(self.expsum)}",
+            f"{tuple(self.output.shape[:3])}, as softmax_segm_output has",
+        )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv]."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    keys: Plane
+    values: Plane
+    batch: Batch
+    scoring: Scoring
+    output_scale: torch.Tensor | None = None
+    scratch: Scratch | None = None
+    seq_threshold_3d: int | None = None
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.q.shape[1] // self.keys.num_kv_heads
+
+    def validate(self, backend: QuantKVBackend) -> None:
+        """Raise :class:`ArgumentError` naming the first argument of ``unified_attention`` that does not fit."""
+        q, out, device = self.q, self.out, self.q.device
+        _need_tensor(q, "q", 3, FLOATS, device)
+        _need_rows(q, "q")
+        backend.check_head_size(q.shape[2], "q")
+        _need_tensor(out, "out", 3, FLOATS if self.output_scale is None else FLOATS + FP8_OUT, device)
+        _need_rows(out, "out")
+        _need(out.shape[:2] == q.shape[:2], "out", _shape(out), f"the {tuple(q.shape[:2])} tokens and heads of q")
+        backend.check_head_size(out.shape[2], "out")
+        if self.output_scale is not None:
+            _need(self.output_scale.numel() == 1, "output_scale", _shape(self.output_scale), "a single element")
+            _need(self.output_scale.dtype == torch.float32, "output_scale", self.output_scale.dtype, "torch.float32")
+            _need(self.output_scale.device == device, "output_scale", f"a tensor on {self.output_scale.device}", f"one on {device}")
+        _check_planes(backend, self.keys, self.values, device, q.dtype)
+        _need(
+            self.keys.num_kv_heads > 0 and q.shape[1] % self.keys.num_kv_heads == 0,
+            "q",
+            f"{q.shape[1]} query heads",
+            f"a multiple of the {self.keys.num_kv_heads} kv heads",
+        )
+        self.batch.validate(device)
+        self.scoring.validate(q.shape[1], self.batch.num_seqs, device)
+        if self.scratch is not None:
+            self.scratch.validate(q.shape[1], out.shape[2], device)
+
+
+def _check_planes(backend: QuantKVBackend, keys: Plane, values: Plane, device: torch.device, dtype: torch.dtype) -> None:
+    keys.validate(backend, "key", device, dtype)
+    values.validate(backend, "value", device, dtype)
+    _need(
+        values.codes.shape[:3] == keys.codes.shape[:3] and values.codes.dtype == keys.codes.dtype,
+        "value_cache",
+        f"{_shape(values.codes)}, {values.codes.dtype}",
+        f"the blocks, slots and heads {tuple(keys.codes.shape[:3])} and dtype {keys.codes.dtype} of key_cache",
+    )
+
+
+def window_left(window_size: tuple[int, int] | None) -> int:
+    """The left window of an engine's ``window_size`` pair; raise :class:`ArgumentError` for windows that look ahead.
+
+    ``(-1, -1)`` and ``None`` mean no window; the right half must be 0 or -1, since attention over a cache is causal.
+    """
+    if window_size is None:
+        return -1
+    ok = len(window_size) == 2 and window_size[0] >= -1 and window_size[1] in (0, -1)
+    _need(ok, "window_size", window_size, "(left >= -1, right 0 or -1)")
+    return int(window_size[0])

@@ -1,0 +1,24 @@
+"""kvq's conformance suite, shipped so that a mode written elsewhere is held to the same tests as ours. It needs pytest and hypothesis.
+
+::
+
+    # conftest.py, before anything imports triton
+    from kvq_core.testing.places import choose_interpreter
+    choose_interpreter()
+
+    # test_int3.py
+    from kvq_core.testing import BackendTests
+
+    class TestInt3(BackendTests):
+        mode = "int3"
+
+Each test runs in up to three *places* (:mod:`~kvq_core.testing.places`): ``eager`` (plain torch on the CPU), ``interpret`` (the Triton
+kernels, interpreted on the CPU) and ``gpu`` (the kernels compiled; marker ``gpu``). What is attended to is a
+:class:`~kvq_core.testing.cases.Case`, built into poisoned pages by :mod:`~kvq_core.testing.scene`, and judged against float64 attention
+(:mod:`~kvq_core.testing.oracle`) within a derived error budget (:mod:`~kvq_core.testing.budgets`).
+"""
+
+from kvq_core.testing.cases import Case
+from kvq_core.testing.suite import BackendTests
+
+__all__ = ["BackendTests", "Case"]

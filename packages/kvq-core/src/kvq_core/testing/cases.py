@@ -1,0 +1,142 @@
+"""Which attention problems are tried: one frozen value each, and the lists of them.
+
+float16 is the default dtype because its budgets are the tightest of the 16-bit ones: an error of one key in a thousand shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+Range = tuple[int, int]
+
+LAYOUTS = ("head_major", "token_major", "paired", "interleaved")
+ROWS = ("contiguous", "fused", "transposed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of both doors.
+
+    ``query_lens`` and ``seq_lens`` (keys, the new ones included) are per sequence. ``layout`` says how the pages lie in memory:
+    ``head_major`` [block, head, slot], ``token_major`` [block, slot, head], ``paired`` [block, K or V, slot, head], ``interleaved``
+    vLLM's cell [K codes | K scale | V codes | V scale] per slot and head. ``rows`` says how key, value, q and out lie: ``contiguous``,
+    ``fused`` (columns of one wide projection) or ``transposed`` [head, token].
+    """
+
+    query_lens: tuple[int, ...] = (1, 5)
+    seq_lens: tuple[int, ...] = (37, 18)
+    head_size: int = 64
+    head_size_v: int | None = None
+    num_kv_heads: int = 2
+    queries_per_kv: int = 2
+    block_size: int = 16
+    dtype: torch.dtype = torch.float16
+    layout: str = "head_major"
+    rows: str = "contiguous"
+    window: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    alibi_sqrt: bool = False
+    qq_bias: int = 0
+    mm_prefix: tuple[tuple[Range, ...], ...] = ()
+    output: torch.dtype | None = None
+    score_gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        fits = all(0 <= q <= k for q, k in zip(self.query_lens, self.seq_lens, strict=True))
+        if not fits or self.layout not in LAYOUTS or self.rows not in ROWS:
+            raise ValueError(f"not a case: {self}")
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.num_kv_heads * self.queries_per_kv
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    def __str__(self) -> str:
+        """What differs from the default case, as a test id."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(f"{name}={_short(value)}" for name, value in changed) or "default"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return "x".join(_short(item) for item in value) if value else "none"
+    return str(value).removeprefix("torch.")
+
+
+_MIXED = {"query_lens": (1, 7, 0, 20, 3), "seq_lens": (33, 39, 16, 20, 52)}
+_LONG = {"query_lens": (1, 6), "seq_lens": (70, 45)}
+
+OPTIONS = (
+    Case(**_MIXED),
+    Case(**_LONG, window=0),
+    Case(**_LONG, window=1),
+    Case(**_LONG, window=16),
+    Case(**_MIXED, window=23),
+    Case(**_LONG, softcap=1.5),
+    Case(**_LONG, softcap=20.0, score_gain=30.0),
+    Case(**_LONG, sinks=True),
+    Case(**_LONG, sinks=True, window=0),
+    Case(**_LONG, alibi=True),
+    Case(**_LONG, alibi=True, alibi_sqrt=True),
+    Case(query_lens=(6, 1), seq_lens=(45, 70), qq_bias=6),
+    Case(query_lens=(12, 3), seq_lens=(40, 3), qq_bias=8),
+    Case(query_lens=(20, 1), seq_lens=(30, 40), mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35)))),
+    Case(query_lens=(20, 5), seq_lens=(20, 40), mm_prefix=(((0, 11), (15, 19)), ((33, 39), (0, 0))), window=4),
+    Case(**_LONG, output=torch.float8_e4m3fn),
+    Case(**_LONG, output=torch.float8_e5m2),
+    Case(**_LONG, dtype=torch.bfloat16),
+    Case(**_LONG, dtype=torch.float32),
+    Case(**_LONG, score_gain=0.0),
+    Case(**_LONG, score_gain=400.0),
+)
+"""Every option of the attention alone."""
+
+SHAPES = (
+    Case(query_lens=(1,), seq_lens=(1,)),
+    Case(query_lens=(1, 1, 1), seq_lens=(1, 16, 17)),
+    Case(query_lens=(33,), seq_lens=(33,)),
+    Case(query_lens=(17, 5), seq_lens=(50, 5)),
+    Case(query_lens=(2, 8, 5), seq_lens=(40, 33, 70)),
+    Case(query_lens=(3, 3, 3, 3), seq_lens=(3, 24, 48, 9)),
+    Case(query_lens=(0, 2, 0), seq_lens=(0, 20, 31)),
+    Case(query_lens=(0,), seq_lens=(25,)),
+    *(Case(head_size=d) for d in (80, 96, 112, 128)),
+    *(Case(head_size=d, seq_lens=(20, 9), num_kv_heads=1) for d in (192, 256)),
+    Case(head_size=576, head_size_v=512, num_kv_heads=1, queries_per_kv=3, seq_lens=(19, 9)),
+    Case(head_size=128, head_size_v=64),
+    Case(head_size=96, head_size_v=112, num_kv_heads=1),
+    *(Case(block_size=p) for p in (8, 24, 32, 64, 128)),
+    *(Case(num_kv_heads=h, queries_per_kv=g) for h, g in ((3, 1), (1, 3), (2, 4), (1, 7), (1, 8), (1, 16))),
+    *(Case(layout=layout, head_size=d) for layout, d in (("token_major", 64), ("paired", 64), ("interleaved", 64), ("interleaved", 80))),
+    *(Case(rows=rows) for rows in ("fused", "transposed")),
+)
+"""Every geometry alone: batches, head sizes, block sizes, group sizes, layouts, strides."""
+
+LARGE = (
+    Case(query_lens=(1,) * 16, seq_lens=tuple(range(1, 4096, 256)), num_kv_heads=8, queries_per_kv=4, head_size=128, dtype=torch.bfloat16),
+    Case(query_lens=(1, 1), seq_lens=(8191, 5000), num_kv_heads=2, queries_per_kv=8, head_size=128),
+    Case(query_lens=(1,), seq_lens=(16384,), num_kv_heads=1, queries_per_kv=7, head_size=128, block_size=32),
+    Case(query_lens=(5, 2, 8, 16), seq_lens=(3000, 700, 1025, 64), num_kv_heads=4, queries_per_kv=3, head_size=96),
+    Case(query_lens=(513, 256, 1), seq_lens=(513, 1500, 999), num_kv_heads=2, queries_per_kv=4, head_size=128, dtype=torch.bfloat16),
+    Case(query_lens=(300, 1, 4), seq_lens=(900, 2500, 1200), head_size=256, window=511, sinks=True, softcap=30.0),
+    Case(query_lens=(130, 1), seq_lens=(700, 2000), head_size=80, alibi=True, layout="interleaved", rows="fused"),
+    Case(query_lens=(16, 16), seq_lens=(1700, 333), head_size=64, qq_bias=16, queries_per_kv=16, num_kv_heads=1),
+    Case(query_lens=(600,), seq_lens=(600,), head_size=192, mm_prefix=(((32, 300), (400, 599)),), block_size=128),
+    Case(query_lens=(70, 1), seq_lens=(300, 1100), head_size=576, head_size_v=512, num_kv_heads=1, queries_per_kv=16),
+    Case(query_lens=(1,) * 70, seq_lens=tuple(range(100, 170)), num_kv_heads=1, queries_per_kv=1, head_size=112, block_size=8),
+)
+"""Shapes that only a GPU gets through in time."""
+
+QUICK = (OPTIONS[0], OPTIONS[4], OPTIONS[14], SHAPES[2])
+"""The few cases of ``-m quick``."""

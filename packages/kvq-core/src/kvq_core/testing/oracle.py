@@ -1,0 +1,90 @@
+"""Attention of one sequence in float64, keeping what an error analysis needs. It shares no code with :mod:`kvq_core.reference`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvq_core.testing.scene import Scene
+
+
+@dataclass(frozen=True)
+class Exact:
+    """One sequence: ``q`` [Hq, n, D], ``k`` [Hq, m, D], ``v`` [Hq, m, Dv] (kv heads repeated); ``raw`` scores before the softcap and
+    ``capped`` ones after it [Hq, n, m]; ``final`` ones, -inf where unseen; ``weights`` [Hq, n, m], which sum to 1 less the sink's
+    share; ``out`` [Hq, n, Dv]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    raw: torch.Tensor
+    capped: torch.Tensor
+    final: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+
+def visible(num_rows: int, num_keys: int, window: int, ranges: list[list[int]]) -> torch.Tensor:
+    """[num_rows, num_keys] bool on the CPU: which keys each of the newest ``num_rows`` positions sees."""
+    seen = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+    for i in range(num_rows):
+        p = num_keys - num_rows + i
+        first = 0 if window < 0 else max(0, p - window)
+        seen[i, first : p + 1] = True
+        for start, end in ranges:
+            if start < end and start <= p <= end:
+                seen[i, start : end + 1] = True
+    return seen
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Tensor, seq: int, arguments: dict[str, Any]) -> Exact:
+    """Attention of ``q`` [n, Hq, D] over ``k``, ``v`` [m, Hkv, D(v)] float64; ``present`` [m]: which keys exist.
+
+    ``arguments`` are the read door's, ``seq`` this sequence's place among them.
+    """
+    num_rows, num_keys, heads = q.shape[0], k.shape[0], q.shape[1]
+    group = heads // k.shape[1]
+    q = q.double().transpose(0, 1)
+    k, v = (x.masked_fill(~present[:, None, None], 0.0).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    context = num_keys - num_rows
+
+    raw = q @ k.transpose(1, 2) * arguments["softmax_scale"]
+    cap = arguments["softcap"]
+    capped = cap * torch.tanh(raw / cap) if cap else raw
+    final = capped.clone()
+    if arguments["alibi_slopes"] is not None:
+        p = torch.arange(context, num_keys, device=q.device, dtype=torch.float64)[:, None]
+        j = torch.arange(num_keys, device=q.device, dtype=torch.float64)[None, :]
+        behind = -torch.sqrt((p - j).clamp(min=0)) if arguments["use_alibi_sqrt"] else j - p
+        final += arguments["alibi_slopes"].double()[:, None, None] * behind
+    if arguments["qq_bias"] is not None:
+        rows = min(arguments["qq_bias"].shape[0], num_rows)
+        final[:, :rows, context : context + rows] += arguments["qq_bias"][:rows, :rows].double()
+    ranges = [] if arguments["mm_prefix_range"] is None else arguments["mm_prefix_range"][seq].tolist()
+    seen = visible(num_rows, num_keys, arguments["window_size"][0], ranges).to(q.device) & present
+    final = final.masked_fill(~seen, -math.inf)
+
+    logits = final
+    if arguments["sinks"] is not None:
+        logits = torch.cat([final, arguments["sinks"].double()[:, None, None].expand(heads, num_rows, 1)], -1)
+    weights = torch.softmax(logits, -1)[..., :num_keys].nan_to_num(0.0).masked_fill(~seen, 0.0)
+    return Exact(q, k, v, raw, capped, final, weights, weights @ v)
+
+
+def of_sequence(scene: Scene, seq: int, arguments: dict[str, Any], position: int) -> Exact:
+    """The exact result for sequence ``seq`` of ``scene``, which is number ``position`` in ``arguments``.
+
+    The pages' decoded rows are taken at face value. Keys in blocks outside the cache do not exist.
+    """
+    case = scene.case
+    num_keys = case.seq_lens[seq]
+    blocks = arguments["block_table"][position].long()[torch.arange(num_keys, device=scene.device) // case.block_size]
+    present = (blocks >= 0) & (blocks < scene.num_blocks)
+    offsets = torch.arange(num_keys, device=scene.device) % case.block_size
+    slots = torch.where(present, blocks * case.block_size + offsets, 0)
+    first = int(arguments["cu_seqlens_q"][position])
+    q = arguments["q"][first : first + case.query_lens[seq]]
+    return attend(q, scene.decoded("key", slots), scene.decoded("value", slots), present, position, arguments)

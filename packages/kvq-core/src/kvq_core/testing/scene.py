@@ -1,0 +1,239 @@
+"""A case made real: rows, poisoned pages, a shuffled block table with garbage behind its end, and the arguments of both doors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvq_core.testing import layouts
+from kvq_core.testing.cases import Case
+from kvq_core.testing.poison import Poisoned
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+SPARE_BLOCKS = 3
+PADDING_ROWS = 2
+_GARBAGE = (-7, 2**30, -(2**31), 2**31 - 1)
+
+
+@dataclass
+class Scene:
+    """Everything :func:`build` made of a case. ``key`` and ``value`` hold all keys of all sequences, in order; ``slots`` where they go."""
+
+    case: Case
+    backend: QuantKVBackend
+    device: torch.device
+    pages: Poisoned
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+    q: torch.Tensor
+    block_table: torch.Tensor
+    given_scales: dict[str, torch.Tensor]
+    options: dict[str, Any]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pages["key_cache"].shape[0]
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor | None]:
+        """The two scale arguments of the doors."""
+        if not self.backend.needs_scale_caches:
+            return {name: self.given_scales.get(name) for name in ("k_scale_cache", "v_scale_cache")}
+        return {name: self.pages[name] for name in ("k_scale_cache", "v_scale_cache")}
+
+    def first_key(self, seq: int) -> int:
+        return sum(self.case.seq_lens[:seq])
+
+    def first_row(self, seq: int) -> int:
+        return sum(self.case.query_lens[:seq])
+
+    def tensor(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    # -- the write door -------------------------------------------------------------------------------------------------
+
+    def write_arguments(self) -> dict[str, Any]:
+        caches = {name: self.pages[name] for name in ("key_cache", "value_cache")}
+        return {"key": self.key, "value": self.value, **caches, "slot_mapping": self.slots, **self.scales}
+
+    def write(self, **overrides: Any) -> None:
+        """Store all rows through the door."""
+        self.backend.reshape_and_cache(**self.write_arguments() | overrides)
+
+    def fill(self) -> Scene:
+        """Store all rows by the mode's ``encode`` alone, so that reads can be tested without the write."""
+        block, offset = self.slots // self.case.block_size, self.slots % self.case.block_size
+        for x, codes_name, scale_name in ((self.key, "key_cache", "k_scale_cache"), (self.value, "value_cache", "v_scale_cache")):
+            codes, scales = self.backend.encode(x, scale=self.given_scales.get(scale_name))
+            cache = self.pages[codes_name]
+            cache[block, offset] = codes.view(cache.dtype)
+            if self.backend.needs_scale_caches:
+                self.pages[scale_name][block, offset] = scales
+        self.pages.settle()
+        return self
+
+    def stored(self, name: str, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """The field ``name`` of the pages at ``slots`` (default: those of all rows)."""
+        slots = self.slots if slots is None else slots
+        return self.pages[name][slots // self.case.block_size, slots % self.case.block_size]
+
+    def decoded(self, half: str, slots: torch.Tensor) -> torch.Tensor:
+        """The rows that the pages hold at ``slots``, by the mode's ``decode``: float64. ``half`` is ``key`` or ``value``."""
+        scale_name = f"{half[0]}_scale_cache"
+        scales = self.stored(scale_name, slots) if self.backend.needs_scale_caches else self.given_scales.get(scale_name)
+        return self.backend.decode(self.stored(f"{half}_cache", slots), scales).double()
+
+    # -- the read door --------------------------------------------------------------------------------------------------
+
+    def read_arguments(self, seqs: Sequence[int] | None = None) -> dict[str, Any]:
+        """The read door's arguments but ``out``, for all sequences or for those named, in that order."""
+        case = self.case
+        seqs = range(case.num_seqs) if seqs is None else seqs
+        lens = [case.query_lens[s] for s in seqs]
+        starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
+        rows = [row for s in seqs for row in range(self.first_row(s), self.first_row(s) + case.query_lens[s])]
+        whole = len(rows) == sum(case.query_lens) and rows == sorted(rows)
+        used = [case.seq_lens[s] for s in seqs]
+        arguments = {
+            "q": self.q if whole else self.q[rows],
+            "k_cache": self.pages["key_cache"],
+            "v_cache": self.pages["value_cache"],
+            "cu_seqlens_q": self.tensor(starts, torch.int32),
+            "max_seqlen_q": max(lens, default=0),
+            "seqused_k": self.tensor(used, torch.int32),
+            "max_seqlen_k": max(used, default=0),
+            "softmax_scale": case.head_size**-0.5,
+            "window_size": (case.window, 0 if case.window >= 0 else -1),
+            "block_table": self.block_table if len(used) == case.num_seqs and whole else self.block_table[list(seqs)],
+            "softcap": case.softcap,
+            **self.scales,
+            **self.options,
+        }
+        if arguments["mm_prefix_range"] is not None:
+            arguments["mm_prefix_range"] = arguments["mm_prefix_range"][list(seqs)]
+        return arguments
+
+    def fresh_out(self, num_rows: int | None = None) -> Poisoned:
+        """An output full of NaN, in a buffer of its own."""
+        case = self.case
+        num_rows = self.q.shape[0] if num_rows is None else num_rows
+        return layouts.rows(case.rows, num_rows, case.num_query_heads, case.value_size, case.output or case.dtype, self.device)
+
+    def read(self, seqs: Sequence[int] | None = None, **overrides: Any) -> torch.Tensor:
+        """Attend through the door and return the rows of the sequences; nothing but ``out`` and the scratch may have changed."""
+        arguments = self.read_arguments(seqs) | overrides
+        buffer = self.fresh_out(arguments["q"].shape[0])
+        self.pages.settle()
+        self.backend.unified_attention(out=buffer["rows"], **arguments)
+        buffer.assert_only_changed({"rows": (slice(None),)}, "the read")
+        self.pages.assert_only_changed({}, "the read")
+        return buffer["rows"][: int(arguments["cu_seqlens_q"][-1])]
+
+    def scratch(self, segments: int) -> dict[str, Any]:
+        """An engine's own split-KV buffers, full of NaN."""
+        shape = (self.q.shape[0], self.case.num_query_heads, segments)
+        width = 1 << (self.case.value_size - 1).bit_length()
+
+        def nan(*size: int) -> torch.Tensor:
+            return torch.full(size, torch.nan, dtype=torch.float32, device=self.device)
+
+        return {
+            "num_par_softmax_segments": segments,
+            "softmax_segm_output": nan(*shape, width),
+            "softmax_segm_max": nan(*shape),
+            "softmax_segm_expsum": nan(*shape),
+        }
+
+
+def build(case: Case, backend: QuantKVBackend, device: torch.device, seed: int = 0, block_seed: int | None = None) -> Scene:
+    """The scene of ``case``: nothing is stored yet (:meth:`Scene.write`, :meth:`Scene.fill`).
+
+    ``seed`` fixes all values; ``block_seed`` (default: ``seed``) fixes which physical blocks the sequences got.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_keys, num_rows = sum(case.seq_lens), sum(case.query_lens)
+
+    def rows(tokens: int, heads: int, size: int, values: torch.Tensor) -> torch.Tensor:
+        field = layouts.rows(case.rows, tokens, heads, size, case.dtype, device)["rows"]
+        field[: values.shape[0]] = values.to(device, case.dtype)
+        return field
+
+    key = _uneven(num_keys, case.num_kv_heads, case.head_size, generator)
+    value = _uneven(num_keys, case.num_kv_heads, case.value_size, generator)
+    queries = torch.randn(num_rows, case.num_query_heads, case.head_size, generator=generator) * case.score_gain
+
+    needed = [-(-n // case.block_size) for n in case.seq_lens]
+    num_blocks = sum(needed) + SPARE_BLOCKS
+    permuted = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed if block_seed is None else block_seed)).tolist()
+    # Wider than needed, one row more than there are sequences, a slice of something wider still, and garbage past each sequence's end.
+    width = max(needed, default=0) + 2
+    wide = [[_GARBAGE[(s + c) % len(_GARBAGE)] for c in range(width + 5)] for s in range(case.num_seqs + 1)]
+    slots = []
+    for seq, count in enumerate(needed):
+        blocks = [permuted.pop() for _ in range(count)]
+        wide[seq][:count] = blocks
+        slots += [blocks[j // case.block_size] * case.block_size + j % case.block_size for j in range(case.seq_lens[seq])]
+
+    return Scene(
+        case=case,
+        backend=backend,
+        device=device,
+        pages=layouts.pages(case, backend, num_blocks, device),
+        key=rows(num_keys, case.num_kv_heads, case.head_size, key),
+        value=rows(num_keys, case.num_kv_heads, case.value_size, value),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        q=rows(num_rows + PADDING_ROWS, case.num_query_heads, case.head_size, queries),
+        block_table=torch.tensor(wide, dtype=torch.int32, device=device)[:, :width],
+        given_scales=_given_scales(backend, key, value, device),
+        options=_options(case, generator, device),
+    )
+
+
+def _uneven(tokens: int, heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows as models have them: channels and tokens of unequal size, some channels with a mean."""
+    x = torch.randn(tokens, heads, size, generator=generator)
+    channels = torch.exp(0.5 * torch.randn(heads, size, generator=generator))
+    tokens_gain = torch.exp(0.3 * torch.randn(tokens, heads, 1, generator=generator))
+    mean = torch.randn(heads, size, generator=generator) * (torch.rand(heads, size, generator=generator) < 0.1)
+    return (x + mean) * channels * tokens_gain
+
+
+def _given_scales(backend: QuantKVBackend, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+    """For modes whose scale the caller gives: one element each, the two unequal, large enough that nothing is clamped."""
+    if backend.needs_scale_caches or not backend.reads_scales:
+        return {}
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        peak = float(x.abs().amax()) if x.numel() else 1.0
+        return torch.tensor([peak / 300.0], dtype=torch.float32, device=device)
+
+    return {"k_scale_cache": one(key), "v_scale_cache": one(value) * 1.25}
+
+
+def _options(case: Case, generator: torch.Generator, device: torch.device) -> dict[str, Any]:
+    heads = case.num_query_heads
+
+    def draw(on: object, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+        return torch.randn(*shape, generator=generator).to(device, dtype) if on else None
+
+    ranges = None
+    if case.mm_prefix:
+        # Sequences have unequal numbers of ranges: (0, 0) fills up, and is not a range.
+        count = max(len(of_seq) for of_seq in case.mm_prefix)
+        filled = [list(of_seq) + [(0, 0)] * (count - len(of_seq)) for of_seq in case.mm_prefix]
+        ranges = torch.tensor(filled, dtype=torch.int32, device=device)
+    slopes = draw(case.alibi, heads)
+    return {
+        "sinks": draw(case.sinks, heads, dtype=case.dtype),
+        "alibi_slopes": None if slopes is None else slopes.abs() * 0.1 + 0.01,
+        "use_alibi_sqrt": case.alibi_sqrt,
+        "qq_bias": draw(case.qq_bias, case.qq_bias, case.qq_bias, dtype=case.dtype),
+        "output_scale": None if case.output is None else torch.tensor(0.01, dtype=torch.float32, device=device),
+        "mm_prefix_range": ranges,
+    }

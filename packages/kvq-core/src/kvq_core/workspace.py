@@ -1,0 +1,37 @@
+"""The buffers that split attention leaves its shares in: kept per device and stream, grown, never freed.
+
+Never freed, because a captured CUDA graph may go on using a buffer after a larger one has taken its place; growing by half at least
+bounds what that costs. Two streams never share one, so that concurrent calls do not meet.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+
+class _Workspaces:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+
+    def get(self, device: torch.device, size: int) -> torch.Tensor:
+        """A float32 buffer of at least ``size`` elements for the current stream of ``device``."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else threading.get_ident()
+        with self._lock:
+            kept = self._kept.setdefault((device, stream), [])
+            if not kept or kept[-1].numel() < size:
+                grown = max(size, kept[-1].numel() * 3 // 2 if kept else 0, 1 << 16)
+                kept.append(torch.empty(grown, dtype=torch.float32, device=device))
+            return kept[-1]
+
+
+_WORKSPACES = _Workspaces()
+
+
+def workspace(device: torch.device, rows: int, head_size_v: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(acc [rows * head_size_v], max [rows], sum [rows]) float32, uninitialized, for the current stream."""
+    buffer = _WORKSPACES.get(device, rows * (head_size_v + 2))
+    acc, top, total = rows * head_size_v, rows * (head_size_v + 1), rows * (head_size_v + 2)
+    return buffer[:acc], buffer[acc:top], buffer[top:total]

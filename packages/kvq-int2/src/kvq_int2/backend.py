@@ -1,0 +1,37 @@
+"""``int2_per_token_head``: 7.1 times smaller than bf16; rotated, with the four best levels of a Gaussian."""
+
+from __future__ import annotations
+
+import torch
+
+from kvq_core.backend import QuantKVBackend
+from kvq_core.spec import Attention, NewRows
+from kvq_int2 import codec
+
+
+class Int2PerTokenHead(QuantKVBackend):
+    """Four codes a byte, one float32 scale per (token, head) of K and of V. The bytes are drawn in :mod:`kvq_int2.codec`."""
+
+    mode = "int2_per_token_head"
+    packing_factor = 4
+    head_size_multiple = 8
+    max_head_size = 256
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return codec.encode(x)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        return codec.decode(codes, self.required(scales))
+
+    def write(self, rows: NewRows) -> None:
+        from kvq_int2.write import launch_write
+
+        launch_write(rows)
+
+    def read(self, attention: Attention) -> None:
+        from kvq_int2.read import launch_read
+
+        launch_read(attention)

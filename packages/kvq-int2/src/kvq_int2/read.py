@@ -1,0 +1,117 @@
+"""int2 attention over 16-bit lanes of eight channels, a sign plane and a magnitude plane (codec.py draws them).
+
+``(lane << i) & 0x8080 | 0x0037`` is the float16 subnormal of channel i: -183, -55, 55 or 183 times 2^-24, without an offset to take
+off again. Their ratio, 3.327, stands in for Lloyd-Max's 1.5104 / 0.4528 = 3.336; LEVEL keeps the mean square. What this moves
+is 0.09 % of a value (rms), against 34 % of the mode itself. Scales never touch an element: the keys' join the scores, the values' the
+probabilities. Queries are rotated like the keys, outputs un-rotated once.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.masks import by_key, by_row
+from kvq_core.kernels.products import accumulate, accumulator, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.queries import largest_in_row, load_queries
+from kvq_core.kernels.scores import finish_scores, score_unit
+from kvq_core.kernels.softmax import softmax_start, softmax_step
+from kvq_core.kernels.splits import finish
+from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, query_rows
+from kvq_core.launch import launch_attention
+from kvq_core.spec import Attention
+from kvq_int2.codec import READ_LEVEL
+from kvq_int2.write import FORMAT
+
+# What turns a subnormal +-55 or +-183 into a centroid.
+LEVEL = tl.constexpr(READ_LEVEL * 2.0**24)
+
+
+def launch_read(attention: Attention) -> None:
+    """Run the kernel on a validated problem."""
+    launch_attention(attend, attention, FORMAT)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "num_blocks"])
+def attend(
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, num_blocks, C: tl.constexpr
+):
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    work = find_work(item, num_seqs, batch, scoring, splits, C)
+    if work.seq >= num_seqs:
+        return
+    rows = query_rows(work, kv_head, C)
+    q, unit = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
+    q = query_operand(q, C)
+    state = softmax_start(C.rows)
+    acc = accumulator(C)
+    largest = 1e-30
+    for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
+        tile = key_tile(start, work, batch, table_stride, num_blocks, C)
+        k = load_lanes(keys, tile, kv_head, C.key)
+        k_scale = load_scales(keys, tile, kv_head)
+        v_scale = load_scales(values, tile, kv_head)
+        v = load_lanes(values, tile, kv_head, C.value)
+        s = scores(q, unpack(k, C.use_asm), C) * by_row(unit, C) * by_key(k_scale, C)
+        s = finish_scores(s, rows, tile, work, scoring, C)
+        p, alpha, state = softmax_step(s, state, C)
+        weights, shrink, largest = weigh(p, v_scale, largest, C)
+        acc = accumulate(weights, unpack(v, C.use_asm), acc, alpha * shrink, C)
+    result = ()
+    for s in tl.static_range(8):
+        result = result + (acc[s] * (LEVEL * unweigh(largest)),)
+    finish(result, state, output, output_scale, rows, work, item, kv_head, partials, splits, scoring, C)
+
+
+@triton.jit
+def half_queries(q, unit, C: tl.constexpr):
+    """(float16 streams, factor of their products [ROWS])."""
+    peak = largest_in_row(q)
+    half = ()
+    for s in tl.static_range(8):
+        # A padding lane of the keys decodes to a level, not to 0: the query's zeros there are what keeps it out.
+        half = half + ((q[s] * (64.0 / peak)[:, None]).to(tl.float16),)
+    return half, unit * peak * (LEVEL / 64.0)
+
+
+@triton.jit
+def unpack(lanes, ASM: tl.constexpr):
+    """16-bit lanes -> eight float16 streams of +-55 or +-183, in units of 2^-24."""
+    if ASM:
+        streams = unpack_asm(lanes)
+    else:
+        streams = ()
+        for i in tl.static_range(8):
+            streams = streams + ((((lanes << i) & 0x8080) | 0x0037).to(tl.uint16).to(tl.float16, bitcast=True),)
+    return streams
+
+
+@triton.jit
+def unpack_asm(lanes):
+    # A shift carries bits from the lower lane of the pair into the upper one, but only below the ones the mask keeps.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 x;
+        lop3.b32 $0, $8, 0x80808080, 0x00370037, 0xea;
+        shl.b32 x, $8, 1;
+        lop3.b32 $1, x, 0x80808080, 0x00370037, 0xea;
+        shl.b32 x, $8, 2;
+        lop3.b32 $2, x, 0x80808080, 0x00370037, 0xea;
+        shl.b32 x, $8, 3;
+        lop3.b32 $3, x, 0x80808080, 0x00370037, 0xea;
+        shl.b32 x, $8, 4;
+        lop3.b32 $4, x, 0x80808080, 0x00370037, 0xea;
+        shl.b32 x, $8, 5;
+        lop3.b32 $5, x, 0x80808080, 0x00370037, 0xea;
+        shl.b32 x, $8, 6;
+        lop3.b32 $6, x, 0x80808080, 0x00370037, 0xea;
+        shl.b32 x, $8, 7;
+        lop3.b32 $7, x, 0x80808080, 0x00370037, 0xea;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+        [lanes],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )

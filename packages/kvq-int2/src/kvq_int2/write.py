@@ -1,0 +1,55 @@
+"""int2 write: rotate, compare with the three boundaries, pack two bit planes and scatter. The mathematics is codec.py's."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import Format
+from kvq_core.kernels.packing import to_streams
+from kvq_core.kernels.rotation import rotate
+from kvq_core.kernels.slots import has_nan, load_rows, new_rows, store_lanes, store_scales
+from kvq_core.launch import launch_rows
+from kvq_core.spec import NewRows
+from kvq_int2.codec import BOUNDARY as _BOUNDARY
+
+FORMAT = Format(streams=8, rotated=True)
+BOUNDARY = tl.constexpr(_BOUNDARY)
+
+
+def launch_write(rows: NewRows) -> None:
+    """Run the kernel on validated rows."""
+    launch_rows(write, rows, FORMAT)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
+    if tl.program_id(1) == 0:
+        write_plane(key, keys, rows, C.key, C)
+    else:
+        write_plane(value, values, rows, C.value, C)
+
+
+@triton.jit
+def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
+    x = to_streams(load_rows(source, rows, HEADS, C), C.rows, HEADS.width, 8)
+    y = rotate(x, HEADS, None, C.upcast_dots)
+    peak = tl.max(tl.abs(y[0]), 1)
+    for s in tl.static_range(1, 8):
+        peak = tl.maximum(peak, tl.max(tl.abs(y[s]), 1))
+    # Squares of the row over its largest magnitude neither overflow nor vanish.
+    inverse = 1.0 / tl.where(peak > 0.0, peak, 1.0)
+    squares = tl.zeros([C.rows], tl.float32)
+    for s in tl.static_range(8):
+        unit = y[s] * inverse[:, None]
+        squares += tl.sum(unit * unit, 1)
+    norm = tl.sqrt(squares)
+    ROOT: tl.constexpr = HEADS.size**0.5
+    boundary = peak * norm * (BOUNDARY / ROOT)
+    lanes = tl.zeros([C.rows, HEADS.width], tl.int32)
+    for s in tl.static_range(8):
+        lanes |= (y[s] < 0.0).to(tl.int32) << (15 - s)
+        outer = (tl.abs(y[s]) >= boundary[:, None]) & (peak > 0.0)[:, None]
+        lanes |= outer.to(tl.int32) << (7 - s)
+    store_lanes(plane, rows, lanes.to(tl.uint16), HEADS, C)
+    scale = peak * norm * (1.0 / (ROOT * HEADS.block))
+    store_scales(plane, rows, tl.where(has_nan(y, HEADS), float("nan"), scale))

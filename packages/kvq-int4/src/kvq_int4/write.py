@@ -1,0 +1,52 @@
+"""int4 write: rotate, quantize, pack and scatter K and V rows in one launch. The mathematics is codec.py's, word for word."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.hadamard import sign_bits
+from kvq_core.kernels.args import Format
+from kvq_core.kernels.packing import to_streams
+from kvq_core.kernels.rotation import rotate
+from kvq_core.kernels.slots import has_nan, in_head, load_rows, new_rows, store_lanes, store_scales
+from kvq_core.launch import launch_rows
+from kvq_core.spec import NewRows
+from kvq_int4.codec import MIN_SCALE as _MIN_SCALE
+
+FORMAT = Format(streams=4, rotated=True, signs=sign_bits(0, 256))
+MIN_SCALE = tl.constexpr(_MIN_SCALE)
+
+
+def launch_write(rows: NewRows) -> None:
+    """Run the kernel on validated rows."""
+    launch_rows(write, rows, FORMAT)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
+    if tl.program_id(1) == 0:
+        write_plane(key, keys, rows, C.key, C)
+    else:
+        write_plane(value, values, rows, C.value, C)
+
+
+@triton.jit
+def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
+    x = to_streams(load_rows(source, rows, HEADS, C), C.rows, HEADS.width, 4)
+    y = rotate(x, HEADS, C.format.signs, C.upcast_dots)
+    low = tl.min(in_head(y[0], float("inf"), HEADS), 1)
+    high = tl.max(in_head(y[0], float("-inf"), HEADS), 1)
+    for s in tl.static_range(1, 4):
+        low = tl.minimum(low, tl.min(in_head(y[s], float("inf"), HEADS), 1))
+        high = tl.maximum(high, tl.max(in_head(y[s], float("-inf"), HEADS), 1))
+    scale = tl.maximum((high - low) * (1.0 / 15.0), MIN_SCALE)
+    inverse = 1.0 / scale
+    zero = tl.minimum(tl.maximum(tl.floor(-low * inverse + 0.5), 0.0), 15.0)
+    lanes = tl.zeros([C.rows, HEADS.width], tl.int32)
+    for s in tl.static_range(4):
+        code = tl.floor(y[s] * inverse[:, None] + (zero + 0.5)[:, None])
+        lanes |= tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32) << (4 * s)
+    store_lanes(plane, rows, lanes.to(tl.uint16), HEADS, C)
+    word = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
+    word = tl.where(has_nan(y, HEADS), 0x7FC00000, word)
+    store_scales(plane, rows, word.to(tl.float32, bitcast=True))

@@ -1,0 +1,154 @@
+"""int8 and fp8 attention over 16-bit lanes of two codes. No conversion instruction touches an element.
+
+int8: with its sign bit flipped a code is ``n = code + 128`` in 0..255, and ``n`` read as float16 is the subnormal ``n * 2^-24``, exact
+in a tensor-core product. The 128 comes off a whole sum at a time: ``sum_c q_c (n_c - 128) = sum_c q_c n_c - 128 sum_c q_c``.
+
+fp8: an e4m3 number's exponent and mantissa, moved to where float16 keeps them, are the number times 2^-8; subnormals included.
+
+The values' scales join the probabilities, the keys' the scores. Each query row is scaled to 64 so that it fits float16.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.masks import by_key, by_row
+from kvq_core.kernels.products import accumulate, accumulator, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.queries import largest_in_row, load_queries
+from kvq_core.kernels.scores import finish_scores, score_unit
+from kvq_core.kernels.softmax import softmax_start, softmax_step
+from kvq_core.kernels.splits import finish
+from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, query_rows
+from kvq_core.launch import launch_attention
+from kvq_core.spec import Attention
+from kvq_int8fp8.write import format_of
+
+INT8_UNIT = tl.constexpr(2.0**24)
+FP8_UNIT = tl.constexpr(2.0**8)
+
+
+def launch_read(attention: Attention, *, is_int8: bool, per_tensor: bool) -> None:
+    """Run the kernel on a validated problem."""
+    launch_attention(attend, attention, format_of(is_int8, per_tensor))
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "num_blocks"])
+def attend(
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, num_blocks, C: tl.constexpr
+):
+    INT8: tl.constexpr = C.format.variant == "int8"
+    PER_TENSOR: tl.constexpr = C.format.variant == "fp8_per_tensor"
+    UNIT: tl.constexpr = INT8_UNIT if INT8 else FP8_UNIT
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    work = find_work(item, num_seqs, batch, scoring, splits, C)
+    if work.seq >= num_seqs:
+        return
+    rows = query_rows(work, kv_head, C)
+    q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
+    if PER_TENSOR:
+        unit = unit * tl.load(keys.scales)
+    q = query_operand(q, C)
+    state = softmax_start(C.rows)
+    acc = accumulator(C)
+    zeros = tl.zeros([C.rows], tl.float32)
+    largest = 1e-30
+    for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
+        tile = key_tile(start, work, batch, table_stride, num_blocks, C)
+        k = load_lanes(keys, tile, kv_head, C.key)
+        v = load_lanes(values, tile, kv_head, C.value)
+        s = scores(q, unpack(k, INT8, C.use_asm), C) * by_row(unit * UNIT, C)
+        if INT8:
+            s = s - by_row(128.0 * q_sum * unit, C)
+        if not PER_TENSOR:
+            s = s * by_key(load_scales(keys, tile, kv_head), C)
+        s = finish_scores(s, rows, tile, work, scoring, C)
+        p, alpha, state = softmax_step(s, state, C)
+        if PER_TENSOR:
+            weights = (p * 256.0).to(tl.float16)
+        else:
+            weights, shrink, largest = weigh(p, load_scales(values, tile, kv_head), largest, C)
+            alpha = alpha * shrink
+        if INT8:
+            zeros = zeros * alpha + tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * 128.0
+        acc = accumulate(weights, unpack(v, INT8, C.use_asm), acc, alpha, C)
+    if PER_TENSOR:
+        largest = tl.load(values.scales)
+    result = ()
+    for s in tl.static_range(2):
+        result = result + ((acc[s] * UNIT - zeros[:, None]) * unweigh(largest),)
+    finish(result, state, output, output_scale, rows, work, item, kv_head, partials, splits, scoring, C)
+
+
+@triton.jit
+def half_queries(q, unit, C: tl.constexpr):
+    """(float16 streams, factor of their products [ROWS], sum of each row [ROWS])."""
+    peak = largest_in_row(q)
+    total = tl.zeros([C.rows], tl.float32)
+    half = ()
+    for s in tl.static_range(2):
+        x = (q[s].to(tl.float32) * (64.0 / peak)[:, None]).to(tl.float16)
+        total += tl.sum(x.to(tl.float32), 1)
+        half = half + (x,)
+    return half, unit * peak * (1.0 / 64.0), total
+
+
+@triton.jit
+def unpack(lanes, INT8: tl.constexpr, ASM: tl.constexpr):
+    """16-bit lanes -> two float16 streams: ``code + 128`` in units of 2^-24, or the e4m3 number in units of 2^-8."""
+    if INT8:
+        if ASM:
+            streams = unpack_int8_asm(lanes)
+        else:
+            offset = lanes ^ 0x8080
+            streams = ((offset & 0x00FF).to(tl.float16, bitcast=True), (offset >> 8).to(tl.float16, bitcast=True))
+    else:
+        if ASM:
+            streams = unpack_fp8_asm(lanes)
+        else:
+            low = ((lanes & 0x0080) << 8) | ((lanes & 0x007F) << 7)
+            high = (lanes & 0x8000) | ((lanes & 0x7F00) >> 1)
+            streams = (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
+    return streams
+
+
+@triton.jit
+def unpack_int8_asm(lanes):
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 offset;
+        xor.b32 offset, $2, 0x80808080;
+        and.b32 $0, offset, 0x00ff00ff;
+        shr.u32 offset, offset, 8;
+        and.b32 $1, offset, 0x00ff00ff;
+        }
+        """,
+        "=&r,=&r,r",
+        [lanes],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def unpack_fp8_asm(lanes):
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 sign, size;
+        shl.b32 size, $2, 7;
+        and.b32 size, size, 0x3f803f80;
+        shl.b32 sign, $2, 8;
+        lop3.b32 $0, sign, 0x80008000, size, 0xea;
+        shr.u32 size, $2, 1;
+        and.b32 size, size, 0x3f803f80;
+        lop3.b32 $1, $2, 0x80008000, size, 0xea;
+        }
+        """,
+        "=&r,=&r,r",
+        [lanes],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )

@@ -1,0 +1,62 @@
+"""int8 and fp8 write: scale, round, pack two codes a lane and scatter, K and V in one launch. The mathematics is codec.py's."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import Format
+from kvq_core.kernels.packing import to_streams
+from kvq_core.kernels.rounding import round_half_away, to_fp8_bits
+from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
+from kvq_core.launch import launch_rows
+from kvq_core.spec import NewRows
+from kvq_int8fp8.codec import E4M3_MAX, INT8_MAX
+from kvq_int8fp8.codec import MIN_SCALE as _MIN_SCALE
+
+MIN_SCALE = tl.constexpr(_MIN_SCALE)
+PER_INT8_MAX = tl.constexpr(1.0 / INT8_MAX)
+PER_E4M3_MAX = tl.constexpr(1.0 / E4M3_MAX)
+
+
+def format_of(is_int8: bool, per_tensor: bool) -> Format:
+    """The mode's rows as the kernels see them."""
+    return Format(streams=2, variant="int8" if is_int8 else "fp8_per_tensor" if per_tensor else "fp8")
+
+
+def launch_write(rows: NewRows, *, is_int8: bool, per_tensor: bool) -> None:
+    """Run the kernel on validated rows."""
+    launch_rows(write, rows, format_of(is_int8, per_tensor))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
+    if tl.program_id(1) == 0:
+        write_plane(key, keys, rows, C.key, C)
+    else:
+        write_plane(value, values, rows, C.value, C)
+
+
+@triton.jit
+def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
+    x = load_rows(source, rows, HEADS, C).to(tl.float32)
+    if C.format.variant == "fp8_per_tensor":
+        inverse = 1.0 / tl.load(plane.scales)
+        code = to_fp8_bits(x * inverse, 3, 7, 448.0).to(tl.int32)
+    else:
+        peak = tl.max(tl.abs(x), 1)
+        if C.format.variant == "int8":
+            scale = tl.maximum(peak * PER_INT8_MAX, MIN_SCALE)
+            code = round_half_away(x * (1.0 / scale)[:, None])
+            code = tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int32) & 0xFF
+        else:
+            scale = tl.maximum(peak * PER_E4M3_MAX, MIN_SCALE)
+            code = to_fp8_bits(x * (1.0 / scale)[:, None], 3, 7, 448.0).to(tl.int32)
+        store_scales(plane, rows, tl.where(has_nan_row(x), float("nan"), scale))
+    low, high = to_streams(code, C.rows, HEADS.width, 2)
+    store_lanes(plane, rows, (low | high << 8).to(tl.uint16), HEADS, C)
+
+
+@triton.jit
+def has_nan_row(x):
+    """[ROWS] bool: the hardware's max skips NaN, a scale must not."""
+    return tl.sum((x != x).to(tl.int32), 1) > 0

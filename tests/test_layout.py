@@ -1,0 +1,119 @@
+"""Physical layouts: every view has the logical shape, lies where the drawing says, and copies nothing."""
+
+import pytest
+import torch
+from kvq_core import get_backend
+from kvq_core.errors import ArgumentError
+from kvq_core.layout import LAYOUTS, cell_size, cell_views, fields
+from kvq_core.pages import Pages
+from kvq_core.layout import Geometry
+
+pytestmark = pytest.mark.quick
+
+MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+B, P, H, D, DV, L = 3, 8, 2, 48, 32, 2
+
+
+def pages(mode, layout, device, dtype=torch.bfloat16):
+    return Pages(get_backend(mode), Geometry(B, P, H, D, DV, L, dtype, layout), device, None, None)
+
+
+def named(caches):
+    return {name: tensor for name, tensor in vars(caches).items() if tensor is not None}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_have_logical_shapes_and_lie_in_the_buffers(mode, layout, device):
+    memory, backend = pages(mode, layout, device), get_backend(mode)
+    ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in memory.tensors.values()]
+    for caches in memory.layers:
+        assert caches.key_cache.shape == (B, P, H, backend.packed_head_size(D))
+        assert caches.value_cache.shape == (B, P, H, backend.packed_head_size(DV))
+        assert caches.key_cache.dtype == caches.value_cache.dtype == backend.cache_dtype(torch.bfloat16)
+        for scale in (caches.k_scale_cache, caches.v_scale_cache):
+            if backend.needs_scale_caches:
+                assert scale.shape == (B, P, H) and scale.dtype == torch.float32
+            elif backend.reads_scales:
+                assert scale.shape == (1,) and scale.dtype == torch.float32
+            else:
+                assert scale is None
+        for view in named(caches).values():
+            last = view[tuple(n - 1 for n in view.shape)]
+            assert any(first <= view.data_ptr() and last.data_ptr() + last.nbytes <= end for first, end in ranges)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_of_all_layers_cover_every_byte_once(mode, layout, device):
+    memory = pages(mode, layout, device)
+    views = [view for caches in memory.layers for view in named(caches).values() if view.shape[0] == B]
+    for view in views:
+        raw = view.unsqueeze(-1).view(torch.uint8) if view.dim() == 3 else view.view(torch.uint8)
+        raw += 1
+    buffers = [tensor for tensor in memory.tensors.values() if tensor.dtype == torch.uint8]
+    assert all(bool((buffer == 1).all()) for buffer in buffers)
+    assert sum(view.nbytes for view in views) == memory.nbytes == memory.bytes_per_slot * B * P
+
+
+def test_the_order_of_bytes(device):
+    """Tokens of a head are neighbours in head_major, heads of a token in token_major, K and V of a cell in interleaved."""
+    strides = {layout: pages("int4", layout, device).layers[1].key_cache.stride() for layout in LAYOUTS}
+    cell = D // 2 + 4 + DV // 2 + 4
+    assert strides == {
+        "head_major": (H * P * D // 2, D // 2, P * D // 2, 1),
+        "token_major": (P * H * D // 2, H * D // 2, D // 2, 1),
+        "interleaved": (P * H * cell, H * cell, cell, 1),
+    }
+    assert pages("int4", "head_major", device).layers[0].k_scale_cache.stride() == (H * P, 1, P)
+    caches = pages("int4", "interleaved", device).layers[0]
+    first = caches.key_cache.data_ptr()
+    offsets = [tensor.data_ptr() - first for tensor in (caches.k_scale_cache, caches.value_cache, caches.v_scale_cache)]
+    assert offsets == [D // 2, D // 2 + 4, D // 2 + 4 + DV // 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_cells_of_an_engine(mode, heads_first, device):
+    """vLLM's cells come token-major or head-major, possibly as a slice of something larger; the views must find the same bytes."""
+    backend = get_backend(mode)
+    cell = cell_size(fields(backend, D, DV, torch.bfloat16))
+    big = torch.randint(0, 255, (B + 1, H, P, cell) if heads_first else (B + 1, P, H, cell), dtype=torch.uint8, device=device)
+    cells = big[1:].transpose(1, 2) if heads_first else big[1:]
+    caches = cell_views(backend, cells, D, DV, torch.bfloat16)
+    width = caches.key_cache.shape[-1] * caches.key_cache.dtype.itemsize
+    assert torch.equal(caches.key_cache.view(torch.uint8), cells[..., :width])
+    if backend.needs_scale_caches:
+        assert torch.equal(caches.k_scale_cache[2, 3, 1].view(torch.uint8) if False else cells[2, 3, 1, width : width + 4].view(torch.float32)[0].view(torch.int32), caches.k_scale_cache[2, 3, 1].view(torch.int32))
+        caches.v_scale_cache.zero_()
+        assert bool((cells[..., -4:] == 0).all())
+    else:
+        assert caches.k_scale_cache is None
+        caches.value_cache.view(torch.uint8).zero_()
+        assert bool((cells[..., width:] == 0).all())
+
+
+def test_misaligned_interleaving_is_refused(device):
+    with pytest.raises(ArgumentError, match="layout: got interleaved, cells of 6 key_cache.*need k_scale_cache on a multiple of 4 bytes"):
+        Pages(get_backend("int2"), Geometry(B, P, H, 24, 24, 1, torch.bfloat16, "interleaved"), device, None, None)
+    cells = torch.zeros(B * P * H * 36 + 2, dtype=torch.uint8, device=device)[2:].view(B, P, H, 36)
+    with pytest.raises(ArgumentError, match="cells: got strides .* from byte 2"):
+        cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (torch.zeros(1, 8, 1, 35, dtype=torch.uint8), r"shape \(1, 8, 1, 35\), need \[num_blocks, block_size, num_kv_heads, 36\]"),
+        (torch.zeros(8, 1, 36, dtype=torch.uint8), "shape"),
+        (torch.zeros(1, 8, 1, 36), "torch.float32, need torch.uint8"),
+        (torch.zeros(1, 8, 36, 1, dtype=torch.uint8).transpose(2, 3), None),
+        (torch.zeros(1, 8, 1, 72, dtype=torch.uint8)[..., ::2], "a contiguous last dimension"),
+    ],
+)
+def test_cells_of_another_form_are_refused(cells, message):
+    if message is None:
+        assert cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16).key_cache.shape == (1, 8, 1, 16)
+        return
+    with pytest.raises(ArgumentError, match="cells: got " + message):
+        cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16)

@@ -13,19 +13,21 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from kvq_core import KVQError, QuantKVBackend, get_backend, list_backends
-from nano_engine import WEIGHTS, Engine, Request, encode, usable_device
 from tabulate import tabulate
-from tiny_model.corpus import read_excerpts
-from tiny_model.model import Attend, TinyModel, load_model
 from tqdm import tqdm
+
+from kvq_core import KVQError, QuantKVBackend, get_backend, list_backends
+from nano_engine import WEIGHTS, Engine, Request, encode
+from tiny_model.corpus import read_excerpts
+from tiny_model.model import Attend, TinyModel, load_model, usable_device
 
 HELD_OUT = Path(__file__).parent / "tiny_model" / "heldout.txt"
 SAMPLE_PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
@@ -106,17 +108,17 @@ class Bench:
 
     def engine(self, backend: QuantKVBackend, sequences: int, chunk: int = 512) -> Engine:
         length = min(max(self.sizes.length + 1, self.sizes.new_tokens + 256), self.model.config.max_len)
-        return Engine(self.model, backend, num_blocks=sequences * -(-length // 16), block_size=16, chunk=chunk, calibration=self.calibration)
+        return Engine(
+            self.model, backend, num_blocks=sequences * -(-length // 16), block_size=16, chunk=chunk, calibration=self.calibration
+        )
 
     @torch.inference_mode()
     def score(self, backend: QuantKVBackend) -> Scored:
         """Feed all documents side by side, ``chunk`` bytes of each a step, through ``backend``'s pages."""
-        requests = [Request(tokens[:-1], max_new_tokens=1) for tokens in self.documents]  # nothing follows the last byte
-        engine = self.engine(backend, len(requests))
+        engine = self.engine(backend, len(self.documents))
+        requests = [placed(engine, tokens[:-1]) for tokens in self.documents]  # nothing follows the last byte
         bits: list[list[torch.Tensor]] = [[] for _ in requests]
         best: list[list[torch.Tensor]] = [[] for _ in requests]
-        for request in requests:
-            engine.reserve(request, len(request.tokens))
         while work := [(request, min(self.sizes.chunk, request.pending)) for request in requests if request.pending]:
             logits = self.model.head(engine.execute(work)).float()
             for (request, count), rows in zip(work, logits.split([count for _, count in work]), strict=True):
@@ -132,9 +134,8 @@ class Bench:
         """The rows that a few documents, each in one piece, bring to the doors of ``backend``."""
         recorded = []
         for tokens in self.documents[: self.sizes.recorded]:
-            engine, request, rows = self.engine(backend, 1), Request(tokens, max_new_tokens=1), Rows()
-            engine.reserve(request, len(tokens))
-            ids, positions, attend = engine.prepare([(request, len(tokens))])
+            engine, rows = self.engine(backend, 1), Rows()
+            ids, positions, attend = engine.prepare([(placed(engine, tokens), len(tokens))])
 
             def listen(
                 layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows = rows, attend: Attend = attend
@@ -157,8 +158,8 @@ class Bench:
         for document, rows in zip(self.documents, recorded, strict=False):
             outputs = []
             for side in (baseline, backend):
-                engine, request = self.engine(side, 1), Request(document, max_new_tokens=1)
-                engine.reserve(request, len(document))
+                engine = self.engine(side, 1)
+                request = placed(engine, document)
                 attend = engine.prepare([(request, len(document))])[2]
                 outputs.append([attend(layer, *row) for layer, row in enumerate(rows)])
             for layer, (_, k, v) in enumerate(rows):  # engine: the one of ``backend``
@@ -217,6 +218,14 @@ class Bench:
             seconds=time.perf_counter() - begin,
             sample=sample,
         )
+
+
+def placed(engine: Engine, tokens: list[int]) -> Request:
+    """A request for ``tokens`` with the blocks for all of them, outside the engine's queues."""
+    request = Request(tokens, max_new_tokens=1)
+    if not engine.reserve(request, len(tokens)):
+        raise RuntimeError(f"the demo's cache of {engine.num_blocks} blocks has no room for {len(tokens)} tokens")
+    return request
 
 
 def stored_rows(backend: QuantKVBackend, codes: torch.Tensor, scales: torch.Tensor | None, request: Request) -> torch.Tensor:
@@ -295,7 +304,7 @@ def plot(results: list[Result], title: str, path: Path) -> None:
     where = range(len(results))
     figure, (size, snr, loss) = plt.subplots(1, 3, figsize=(14, 0.6 * len(results) + 1.8), sharey=True, layout="constrained")
     bars = size.barh(where, [r.bytes_per_token for r in results], color="tab:gray")
-    size.bar_label(bars, [f"{r.times_smaller:.2f}x smaller" if i else "" for i, r in enumerate(results)], label_type="center", color="white")
+    size.bar_label(bars, [f"{r.times_smaller:.2f}x smaller" if i else "" for i, r in enumerate(results)], padding=4)
     size.set(xlabel="bytes of cache a token", yticks=where, yticklabels=names)
     size.invert_yaxis()
     for shift, label, color, values in (
@@ -307,6 +316,7 @@ def plot(results: list[Result], title: str, path: Path) -> None:
     snr.legend()
     loss.errorbar([r.difference for r in results], where, xerr=[r.difference_se for r in results], fmt="o", color="tab:red", capsize=3)
     loss.axvline(0, color="black", linewidth=0.8)
+    loss.locator_params(axis="x", nbins=6)
     loss.set(xlabel="bits per byte above none (± s.e. over documents)")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
@@ -362,6 +372,7 @@ def main(argv: list[str] | None = None) -> int:
         backends, broken = load_modes(arguments.modes)
         model = load_model(arguments.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         sizes = Sizes.choose(arguments.quick, device)
+        sizes = replace(sizes, length=min(sizes.length, model.config.max_len - 1))
         documents = [encode(document.text.decode())[: sizes.length + 1] for document in read_excerpts(HELD_OUT)]
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as problem:
@@ -378,14 +389,20 @@ def main(argv: list[str] | None = None) -> int:
         exact, recorded = bench.score(backends[0]), bench.record(backends[0])
         for backend in backends:
             bar.set_description(backend.mode)
-            results.append(bench.measure(backend, backends[0], exact, recorded))
-            bar.n = steps * len(results)
+            try:
+                results.append(bench.measure(backend, backends[0], exact, recorded))
+            except Exception as problem:  # of one mode: the others still have a line
+                if backend is backends[0]:
+                    raise
+                traceback.print_exc()
+                broken.append(f"{backend.mode}: {type(problem).__name__}: {problem}")
+            bar.n = steps * (len(results) + len(broken))
             bar.refresh()
-    results[1:] = sorted(results[1:], key=lambda result: -result.bytes_per_token)
+    results[1:] = sorted(results[1:], key=lambda result: (-result.bytes_per_token, -result.key_snr_db))
     report(results, facts, sizes, model, arguments.out)
     broken += [f"{result.mode}: {result.broken()}" for result in results if result.broken()]
-    for problem in broken:
-        print(f"broken: {problem}", file=sys.stderr)
+    for what in broken:
+        print(f"broken: {what}", file=sys.stderr)
     return 1 if broken else 0
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvq_core import QuantKVBackend, get_backend, list_backends
-from tiny_model.model import SEPARATOR, Attend, TinyModel, dense_attention, load_model
+from tiny_model.model import SEPARATOR, Attend, TinyModel, dense_attention, load_model, usable_device
 
 WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
 NO_OPTIONS: dict[str, Any] = {  # what this model's attention does without
@@ -102,11 +103,12 @@ class Stats:
 
 def given_scales(model: TinyModel, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer, the K and V scale of a mode that wants one for the whole tensor: absmax over a short text, over fp8's largest value."""
-    scales = []
+    scales: list[tuple[torch.Tensor, torch.Tensor]] = []
     largest = torch.finfo(torch.float8_e4m3fn).max
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scales.append(tuple((x.float().abs().amax() / largest).clamp(min=1e-6).reshape(1) for x in (k, v)))
+        k_scale, v_scale = ((x.float().abs().amax() / largest).clamp(min=1e-6).reshape(1) for x in (k, v))
+        scales.append((k_scale, v_scale))
         return dense_attention(layer, q, k, v)
 
     device = model.embed.weight.device
@@ -143,11 +145,11 @@ class Engine:
         self.model, self.backend, self.rows_dtype = model, backend, rows_dtype
         self.num_blocks, self.block_size, self.chunk = num_blocks, block_size, chunk
         self.device = model.embed.weight.device
+        self.caches = self._allocate(calibration)
         self.free = list(range(num_blocks))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.stats = Stats()
-        self.caches = self._allocate(calibration)
 
     @torch.inference_mode()
     def _allocate(self, calibration: list[int] | None) -> list[LayerCache]:
@@ -246,7 +248,10 @@ class Engine:
 
         Blocks must have been reserved. Counts the tokens as computed.
         """
-        tokens, positions, slots, starts = [], [], [], [0]
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
         for request, count in work:
             span = range(request.computed, request.computed + count)
             tokens += request.tokens[span.start : span.stop]
@@ -271,7 +276,7 @@ class Engine:
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = self.caches[layer]
-            scales = {"k_scale_cache": cache.k_scale, "v_scale_cache": cache.v_scale}
+            scales: dict[str, Any] = {"k_scale_cache": cache.k_scale, "v_scale_cache": cache.v_scale}
             query, key, value = (x.to(self.rows_dtype) for x in (q, k, v))
             out = torch.empty_like(query)
             self.backend.reshape_and_cache(key, value, cache.key, cache.value, slot_mapping, **scales)
@@ -340,19 +345,12 @@ def encode(text: str) -> list[int]:
     return [SEPARATOR, *text.encode()]
 
 
-def mode_argument(name: str) -> QuantKVBackend:
-    try:
-        return get_backend(name)
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
-
-
 def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     modes = ", ".join(dict.fromkeys(entry.mode for entry in list_backends()))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue (none: one a line from standard input)")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="a file to continue; may be repeated")
-    parser.add_argument("--kv-cache-dtype", type=mode_argument, default="none", metavar="MODE", help=f"installed: {modes}")
+    parser.add_argument("--kv-cache-dtype", default="none", metavar="MODE", help=f"installed: {modes}")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--seed", type=int, default=0)
@@ -367,12 +365,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
 def main(argv: list[str] | None = None) -> int:
     parser, arguments = parse(argv)
     try:
-        prompts = arguments.prompts + [path.read_text("utf-8") for path in arguments.prompt_file]
+        prompts = arguments.prompts + [path.read_bytes().decode("utf-8", "replace") for path in arguments.prompt_file]
         if not prompts and not sys.stdin.isatty():
             prompts = [line for line in sys.stdin.read().splitlines() if line.strip()]
         if not prompts:
             raise ValueError("prompts: got none, need at least one, as an argument, in --prompt-file or on standard input")
-        if arguments.temperature < 0:
+        if not arguments.temperature >= 0:
             raise ValueError(f"--temperature: got {arguments.temperature}, need 0 (greedy) or more")
         requests = [
             Request(encode(text), arguments.max_new_tokens, arguments.temperature, arguments.seed + i) for i, text in enumerate(prompts)
@@ -381,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
         model = load_model(arguments.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         engine = Engine(
             model,
-            arguments.kv_cache_dtype,
+            get_backend(arguments.kv_cache_dtype),
             num_blocks=arguments.num_blocks,
             block_size=arguments.block_size,
             chunk=arguments.chunk,
@@ -389,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         for request in requests:
             engine.add(request)
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, RuntimeError) as problem:  # RuntimeError: torch has no room for so many blocks
         parser.error(str(problem))
     stats = engine.run([])
     for request, text in zip(requests, prompts, strict=True):
@@ -400,16 +398,6 @@ def main(argv: list[str] | None = None) -> int:
         file=sys.stderr,
     )
     return 0
-
-
-def usable_device(name: str) -> torch.device:
-    """``name`` as a device that exists here; ValueError otherwise."""
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as problem:
-        raise ValueError(f"--device: got {name!r}, need a device of this machine, such as cpu ({str(problem).splitlines()[0]})") from problem
-    return device
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
 from kvq_core import get_backend
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import LAYOUTS, cell_size, cell_views, fields
+from kvq_core.layout import LAYOUTS, Geometry, cell_size, cell_views, fields
 from kvq_core.pages import Pages
-from kvq_core.layout import Geometry
 
 pytestmark = pytest.mark.quick
 
@@ -84,7 +84,9 @@ def test_cells_of_an_engine(mode, heads_first, device):
     width = caches.key_cache.shape[-1] * caches.key_cache.dtype.itemsize
     assert torch.equal(caches.key_cache.view(torch.uint8), cells[..., :width])
     if backend.needs_scale_caches:
-        assert torch.equal(caches.k_scale_cache[2, 3, 1].view(torch.uint8) if False else cells[2, 3, 1, width : width + 4].view(torch.float32)[0].view(torch.int32), caches.k_scale_cache[2, 3, 1].view(torch.int32))
+        # As integers: random bytes may be NaNs.
+        scale = cells[2, 3, 1, width : width + 4].view(torch.int32)
+        assert torch.equal(caches.k_scale_cache[2, 3, 1:].view(torch.int32), scale)
         caches.v_scale_cache.zero_()
         assert bool((cells[..., -4:] == 0).all())
     else:
@@ -94,10 +96,10 @@ def test_cells_of_an_engine(mode, heads_first, device):
 
 
 def test_misaligned_interleaving_is_refused(device):
-    with pytest.raises(ArgumentError, match="layout: got interleaved, cells of 6 key_cache.*need k_scale_cache on a multiple of 4 bytes"):
+    with pytest.raises(ArgumentError, match=r"layout: got interleaved, cells of 6 key_cache.*need k_scale_cache on a multiple of 4 bytes"):
         Pages(get_backend("int2"), Geometry(B, P, H, 24, 24, 1, torch.bfloat16, "interleaved"), device, None, None)
     cells = torch.zeros(B * P * H * 36 + 2, dtype=torch.uint8, device=device)[2:].view(B, P, H, 36)
-    with pytest.raises(ArgumentError, match="cells: got strides .* from byte 2"):
+    with pytest.raises(ArgumentError, match=r"cells: got strides .* from byte 2"):
         cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16)
 
 
@@ -107,13 +109,9 @@ def test_misaligned_interleaving_is_refused(device):
         (torch.zeros(1, 8, 1, 35, dtype=torch.uint8), r"shape \(1, 8, 1, 35\), need \[num_blocks, block_size, num_kv_heads, 36\]"),
         (torch.zeros(8, 1, 36, dtype=torch.uint8), "shape"),
         (torch.zeros(1, 8, 1, 36), "torch.float32, need torch.uint8"),
-        (torch.zeros(1, 8, 36, 1, dtype=torch.uint8).transpose(2, 3), None),
-        (torch.zeros(1, 8, 1, 72, dtype=torch.uint8)[..., ::2], "a contiguous last dimension"),
+        (torch.zeros(1, 8, 1, 72, dtype=torch.uint8)[..., ::2], "strides .*, need a contiguous last dimension"),
     ],
 )
 def test_cells_of_another_form_are_refused(cells, message):
-    if message is None:
-        assert cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16).key_cache.shape == (1, 8, 1, 16)
-        return
     with pytest.raises(ArgumentError, match="cells: got " + message):
         cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16)

@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 import torch
+
 from kvq_core import step as steps
 from kvq_core.sequences import GrownRow
 
@@ -21,9 +22,7 @@ ROWS = [(4, 0, 1, [9]), (2, 5, 16, [3, 1]), (7, 16, 17, [2, 0, 8]), (0, 7, 41, [
 @pytest.mark.parametrize("block_size", [8, 16, 24])
 def test_slots_table_and_lengths(block_size, device):
     step = build(ROWS, block_size, device)
-    slots = [
-        blocks[t // block_size] * block_size + t % block_size for _, start, end, blocks in ROWS for t in range(start, end)
-    ]
+    slots = [blocks[t // block_size] * block_size + t % block_size for _, start, end, blocks in ROWS for t in range(start, end)]
     assert step.slot_mapping.tolist() == slots
     assert step.slot_mapping.dtype == torch.int64
     assert step.sequences == (4, 2, 7, 0)

@@ -61,8 +61,9 @@ def standard_library(root: Path | None = None) -> Iterator[Document]:
             yield Document(name, text)
 
 
-def provenance() -> str:
-    return f"the .py sources of the standard library of {platform.python_implementation()} {platform.python_version()} (PSF licence)"
+def provenance(version: str | None = None) -> str:
+    """What the corpus is, for the card; ``version`` if it is not the running Python's."""
+    return f"the .py sources of the standard library of CPython {version or platform.python_version()} (PSF licence)"
 
 
 def write_excerpts(path: Path, count: int = 32, size: int = 2040) -> None:

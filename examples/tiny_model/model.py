@@ -138,3 +138,15 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as cause:
         raise ValueError(f"{path}: not a tiny model's weights ({type(cause).__name__}: {cause})") from cause
     return model.to(device, dtype).eval().requires_grad_(False)
+
+
+def usable_device(name: str) -> torch.device:
+    """``name`` as a device that exists here; ValueError otherwise."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        raise ValueError(
+            f"--device: got {name!r}, need a device of this machine, such as cpu ({str(problem).splitlines()[0]})"
+        ) from problem
+    return device

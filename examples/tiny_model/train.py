@@ -91,12 +91,12 @@ def train(arguments: argparse.Namespace) -> float:
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    documents = list(standard_library())
+    documents = list(standard_library(arguments.stdlib))
     text = pack([d for d in documents if not d.held_out], device)
     unseen = pack([d for d in documents if d.held_out], device)
     config = Config(max_len=arguments.length)
     model = TinyModel(config).to(device)
-    print(f"{provenance()}: {text.numel():,} bytes to train on, {unseen.numel():,} held out")
+    print(f"{provenance(arguments.stdlib_version)}: {text.numel():,} bytes to train on, {unseen.numel():,} held out")
     print(f"{model.num_parameters:,} parameters on {device_name(device)}, batches of {arguments.batch} x {arguments.length}", flush=True)
 
     precision = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
@@ -157,13 +157,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def write(arguments: argparse.Namespace, model: TinyModel, curve: Curve, step: int, score: float, begin: float, device: torch.device) -> None:
+def write(
+    arguments: argparse.Namespace, model: TinyModel, curve: Curve, step: int, score: float, begin: float, device: torch.device
+) -> None:
     """Weights, curve and card, so that a run cut short leaves a usable model."""
     save_model(model, arguments.out / "model.safetensors")
     facts = {
         "config": asdict(model.config),
         "parameters": model.num_parameters,
-        "corpus": provenance(),
+        "corpus": provenance(arguments.stdlib_version),
         "device": device_name(device),
         "torch": torch.__version__,
         "minutes": round((time.monotonic() - begin) / 60, 3),
@@ -175,10 +177,10 @@ def write(arguments: argparse.Namespace, model: TinyModel, curve: Curve, step: i
         "held_out_bits_per_byte": round(score, 5),
     }
     (arguments.out / "training.json").write_text(json.dumps({**facts, **asdict(curve)}, indent=1) + "\n")
-    (arguments.out / "CARD.md").write_text(card(model.config, facts))
+    (arguments.out / "CARD.md").write_text(card(model.config, facts, f"--minutes {arguments.minutes:g}" + (" --stdlib DIR" if arguments.stdlib else "")))
 
 
-def card(config: Config, facts: dict[str, object]) -> str:
+def card(config: Config, facts: dict[str, object], options: str) -> str:
     return f"""# The tiny model
 
 A byte-level decoder of {facts["parameters"]:,} parameters for kvq's examples: {config.num_layers} layers of RMSNorm, RoPE, \
@@ -194,7 +196,7 @@ model's keys and values differ from those of random numbers.
 | training | {facts["steps"]:,} steps of {facts["batch"]} x {config.max_len} bytes ({facts["bytes_seen"]:,}), AdamW, peak rate \
 {facts["learning_rate"]}, cosine, seed {facts["seed"]} |
 | machine | {facts["device"]}, torch {facts["torch"]}, Python {platform.python_version()}, {facts["minutes"]} minutes |
-| command | `python examples/tiny_model/train.py --minutes 4 --out OUT` |
+| command | `python examples/tiny_model/train.py {options} --out OUT` |
 
 `model.safetensors` holds the weights in bf16 and the sizes in its metadata; `training.json` the training curve. `heldout.txt` holds
 the openings of held-out files of CPython 3.11's standard library.
@@ -210,6 +212,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="time budget, everything included but the last evaluation")
     parser.add_argument("--max-steps", type=int, default=0, help="stop after this many steps (0: only the time counts)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for weights, card and curve")
+    parser.add_argument("--stdlib", type=Path, help="folder of another Python's standard library (default: this Python's)")
+    parser.add_argument("--stdlib-version", help="which one that is, for the card, e.g. 3.11.7")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--batch", type=int, default=32 if cuda else 4, help="sequences a step")
     parser.add_argument("--length", type=int, default=2048, help="bytes a sequence: the model's context")

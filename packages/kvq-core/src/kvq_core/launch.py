@@ -143,22 +143,21 @@ def _launch(kernel: Any, attention: Attention, form: args.Format, problem: sched
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if splits is None:
+    if not launch.split:
         return
-    query_lens = launch.max_row_blocks * config.tokens
-    merge_kernel[(batch.num_seqs * query_lens, attention.q.shape[1])](
+    # Few chunks: a warp without barriers. Many: their rows are loaded together.
+    chunks = schedule.power_of_two(min(32, max(4, items // (batch.num_seqs * launch.max_row_blocks))))
+    merge_kernel[(batch.num_seqs * launch.max_row_blocks * config.tokens, attention.q.shape[1])](
         output,
         attention.output_scale,
         lengths,
-        score._replace(qq_bias=None, alibi_slopes=None),
+        score._replace(qq_bias=args.QQBias(None, 0, 0), alibi_slopes=None),
         splits,
         partials,
-        batch.num_seqs,
         num_kv_heads,
-        QUERY_LENS=query_lens,
-        CHUNKS=16,
+        CHUNKS=chunks,
         C=config,
-        num_warps=4,
+        num_warps=1 if chunks <= 8 else 4,
     )
 
 
@@ -176,11 +175,21 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         keys_first=tile.keys_first,
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,
+        max_row_blocks=launch.max_row_blocks if launch.split else 0,
+        split="segments" if launch.segments else "chunks" if launch.split else "",
+        same_strides=_strides(attention.keys) == _strides(attention.values),
+        wide_pages=attention.keys.block_size * max(_strides(attention.keys) + _strides(attention.values)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         use_asm=_device_facts(attention.q.device)[1],
         upcast_dots=interpreting(),
     )
+
+
+def _strides(plane: Plane) -> tuple[int, ...]:
+    """Block, slot and head strides of codes and, where there are any, of scales."""
+    scales = plane.scales.stride() if plane.scales is not None and plane.scales.dim() == 3 else ()
+    return (*plane.codes.stride()[:3], *scales)
 
 
 def _bundle_scoring(attention: Attention) -> args.Scoring:
@@ -192,23 +201,25 @@ def _bundle_scoring(attention: Attention) -> args.Scoring:
         float(scoring.softcap) if scoring.softcap > 0 else None,
         scoring.sinks,
         scoring.alibi_slopes,
-        None if bias is None else args.QQBias(bias, bias.stride(0), bias.shape[0]),
-        None if ranges is None else args.Ranges(ranges, ranges.shape[1]),
+        args.QQBias(None, 0, 0) if bias is None else args.QQBias(bias, bias.stride(0), bias.shape[0]),
+        args.Ranges(None, 0) if ranges is None else args.Ranges(ranges, ranges.shape[1]),
     )
 
 
 def _splits(
     attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig
-) -> tuple[args.Splits | None, args.Partials | None]:
+) -> tuple[args.Splits, args.Partials]:
     if not launch.split:
-        return None, None
+        return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
+    row_blocks = attention.batch.num_seqs * launch.max_row_blocks
     if launch.segments:
         scratch = attention.scratch
         if scratch is None:
             raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
         segments = scratch.output.shape[2]
         splits = args.Splits(0, 0, segments)
-        return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, scratch.output.stride(2))
+        plan, *_ = workspace(attention.q.device, row_blocks, 0, 0)
+        return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
     rows = items * attention.keys.num_kv_heads * config.rows
-    acc, top, total = workspace(attention.q.device, rows, config.head_size_v)
-    return args.Splits(launch.target, launch.min_chunk, None), args.Partials(acc, top, total, config.head_size_v)
+    plan, acc, top, total = workspace(attention.q.device, row_blocks, rows, config.head_size_v)
+    return args.Splits(launch.target, launch.min_chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)

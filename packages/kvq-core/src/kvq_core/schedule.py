@@ -156,9 +156,7 @@ def decode_tile(problem: Problem, rows: int) -> Tile:
         return Tile(rows, keys, 4, 2, keys_first=True, programs_per_sm=4)
     if problem.streams == 1:
         return Tile(rows, 32 if width <= 128 else 16, 1, 3, keys_first=True, programs_per_sm=8)
-    if problem.streams == 2:
-        return Tile(rows, 64 if width <= 128 else 32, 1, 3, keys_first=True, programs_per_sm=8)
-    return Tile(rows, 128 if width <= 128 else 64, 1, 2, keys_first=True, programs_per_sm=16)
+    return Tile(rows, 64 if width <= 128 else 32, 1, 2, keys_first=True, programs_per_sm=8 if problem.streams == 2 else 16)
 
 
 def prefill_tile(problem: Problem) -> Tile:

@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvq_core.blocks import BlockPool
-from kvq_core.errors import ArgumentError, SnapshotError
+from kvq_core.errors import ArgumentError
 
 SAVED: Final = ("sequence_ids", "sequence_lengths", "sequence_blocks", "block_holders")
 
@@ -27,8 +27,7 @@ class Sequence:
     changed_at: int
 
 
-@dataclass(frozen=True)
-class GrownRow:
+class GrownRow(NamedTuple):
     """One sequence of a planned append: tokens ``start:end`` are new, ``blocks`` is its block list from then on."""
 
     sequence: int
@@ -143,7 +142,8 @@ class SequenceTable:
         self.pool.release(source for source, _ in growth.copies)
         self.clock += 1
         for row in growth.rows:
-            self._sequences[row.sequence] = Sequence(row.blocks, row.end, self.clock)
+            grown = self._sequences[row.sequence]
+            grown.blocks, grown.length, grown.changed_at = row.blocks, row.end, self.clock
 
     def unchanged_since(self, clock: int, sequences: tuple[int, ...]) -> bool:
         """Whether none of ``sequences`` was appended to, truncated, forked or freed after ``clock``."""
@@ -161,20 +161,22 @@ class SequenceTable:
         return dict(zip(SAVED, (list(self._sequences), lengths, blocks, holders), strict=True))
 
     def restore(self, saved: Mapping[str, list[int]], next_id: int) -> None:
-        """Fill this fresh table with what :meth:`saved` said; :class:`SnapshotError` if that cannot be true."""
+        """Fill this fresh table with what :meth:`saved` said; :class:`ArgumentError` if that cannot be true."""
         ids, lengths, blocks, holders = (saved[name] for name in SAVED)
         held = [0] * self.pool.num_blocks
         for block in blocks:
             if not 0 <= block < len(held):
-                raise SnapshotError(f"sequence_blocks: block {block} is outside the cache's {len(held)}")
+                raise ArgumentError("sequence_blocks", f"block {block}", f"0 .. {len(held) - 1}")
             held[block] += 1
+        if len(lengths) != len(ids) or min(lengths, default=0) < 0:
+            raise ArgumentError("sequence_lengths", f"{len(lengths)} lengths", f"one of at least 0 for each of {len(ids)} sequences")
         ends = [0, *accumulate(map(self._blocks_for, lengths))]
-        if len(lengths) != len(ids) or min(lengths, default=0) < 0 or ends[-1] != len(blocks):
-            raise SnapshotError(f"{len(ids)} sequences of {len(lengths)} lengths hold {len(blocks)} blocks, need {ends[-1]}")
+        if ends[-1] != len(blocks):
+            raise ArgumentError("sequence_blocks", f"{len(blocks)} blocks", f"{ends[-1]} for these lengths")
         if len(set(ids)) != len(ids) or not all(0 <= sequence < next_id for sequence in ids):
-            raise SnapshotError(f"sequence_ids: some are not unique or not below the next one, {next_id}")
+            raise ArgumentError("sequence_ids", f"{len(ids)} ids", f"unique ones below the next one, {next_id}")
         if holders != held:
-            raise SnapshotError("block_holders differ from the blocks that the sequences hold")
+            raise ArgumentError("block_holders", "other counts", "those of the blocks that the sequences hold")
         for sequence, length, first, end in zip(ids, lengths, ends, ends[1:], strict=False):
             self._sequences[sequence] = Sequence(array("i", blocks[first:end]), length, self.clock)
         self.pool.adopt(blocks)

@@ -104,10 +104,12 @@ def _slots(rows: Rows[GrownRow], block_size: int) -> torch.Tensor:
     touched, begin, end = array("i"), array("i"), array("i")
     for row in rows:
         first, last = row.start // block_size, (row.end - 1) // block_size
-        touched += row.blocks[first : last + 1]
         begin.append(row.start % block_size)
-        begin += array("i", [0]) * (last - first)
-        end += array("i", [block_size]) * (last - first)
+        if first < last:
+            touched += row.blocks[first:last]
+            begin += array("i", [0]) * (last - first)
+            end += array("i", [block_size]) * (last - first)
+        touched.append(row.blocks[last])
         end.append((row.end - 1) % block_size + 1)
     offsets = torch.arange(block_size, dtype=torch.int32, device="cpu")
     kept = (offsets >= _int32(begin)[:, None]) & (offsets < _int32(end)[:, None])

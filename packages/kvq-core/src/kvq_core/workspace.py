@@ -30,8 +30,14 @@ class _Workspaces:
 _WORKSPACES = _Workspaces()
 
 
-def workspace(device: torch.device, rows: int, head_size_v: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(acc [rows * head_size_v], max [rows], sum [rows]) float32, uninitialized, for the current stream."""
-    buffer = _WORKSPACES.get(device, rows * (head_size_v + 2))
-    acc, top, total = rows * head_size_v, rows * (head_size_v + 1), rows * (head_size_v + 2)
-    return buffer[:acc], buffer[acc:top], buffer[top:total]
+def workspace(
+    device: torch.device, row_blocks: int, rows: int, head_size_v: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialized buffers for the current stream.
+
+    plan [row_blocks * 2] int32, acc [rows * head_size_v], max [rows] and sum [rows] float32.
+    """
+    noted = -(-row_blocks * 2 // 64) * 64
+    acc = noted + rows * head_size_v
+    buffer = _WORKSPACES.get(device, acc + 2 * rows)
+    return buffer[:noted].view(torch.int32), buffer[noted:acc], buffer[acc : acc + rows], buffer[acc + rows : acc + 2 * rows]

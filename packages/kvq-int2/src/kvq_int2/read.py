@@ -15,7 +15,7 @@ from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, query_rows
+from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, places, query_rows
 from kvq_core.launch import launch_attention
 from kvq_core.spec import Attention
 from kvq_int2.codec import READ_LEVEL
@@ -34,6 +34,8 @@ def launch_read(attention: Attention) -> None:
 def attend(
     queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, num_blocks, C: tl.constexpr
 ):
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     work = find_work(item, num_seqs, batch, scoring, splits, C)
@@ -47,10 +49,10 @@ def attend(
     largest = 1e-30
     for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
         tile = key_tile(start, work, batch, table_stride, num_blocks, C)
-        k = load_lanes(keys, tile, kv_head, C.key)
-        k_scale = load_scales(keys, tile, kv_head)
-        v_scale = load_scales(values, tile, kv_head)
-        v = load_lanes(values, tile, kv_head, C.value)
+        k_place, v_place = places(keys, values, tile, C)
+        k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+        k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+        v = load_lanes(values, tile, v_place, kv_head, V_HEADS)
         s = scores(q, unpack(k, C.use_asm), C) * by_row(unit, C) * by_key(k_scale, C)
         s = finish_scores(s, rows, tile, work, scoring, C)
         p, alpha, state = softmax_step(s, state, C)

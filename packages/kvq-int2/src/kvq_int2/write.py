@@ -22,11 +22,13 @@ def launch_write(rows: NewRows) -> None:
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
     rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
-        write_plane(key, keys, rows, C.key, C)
+        write_plane(key, keys, rows, K_HEADS, C)
     else:
-        write_plane(value, values, rows, C.value, C)
+        write_plane(value, values, rows, V_HEADS, C)
 
 
 @triton.jit
@@ -38,14 +40,14 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
         peak = tl.maximum(peak, tl.max(tl.abs(y[s]), 1))
     # Squares of the row over its largest magnitude neither overflow nor vanish.
     inverse = 1.0 / tl.where(peak > 0.0, peak, 1.0)
-    squares = tl.zeros([C.rows], tl.float32)
+    squares = tl.zeros_like(peak)
     for s in tl.static_range(8):
         unit = y[s] * inverse[:, None]
         squares += tl.sum(unit * unit, 1)
     norm = tl.sqrt(squares)
     ROOT: tl.constexpr = HEADS.size**0.5
     boundary = peak * norm * (BOUNDARY / ROOT)
-    lanes = tl.zeros([C.rows, HEADS.width], tl.int32)
+    lanes = tl.zeros_like(y[0]).to(tl.int32)
     for s in tl.static_range(8):
         lanes |= (y[s] < 0.0).to(tl.int32) << (15 - s)
         outer = (tl.abs(y[s]) >= boundary[:, None]) & (peak > 0.0)[:, None]

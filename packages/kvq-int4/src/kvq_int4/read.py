@@ -19,7 +19,7 @@ from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, query_rows
+from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, places, query_rows
 from kvq_core.launch import launch_attention
 from kvq_core.spec import Attention
 from kvq_int4.write import FORMAT
@@ -36,6 +36,8 @@ def launch_read(attention: Attention) -> None:
 def attend(
     queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, num_blocks, C: tl.constexpr
 ):
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     work = find_work(item, num_seqs, batch, scoring, splits, C)
@@ -46,14 +48,16 @@ def attend(
     q = query_operand(q, C)
     state = softmax_start(C.rows)
     acc = accumulator(C)
-    zeros = tl.zeros([C.rows], tl.float32)
+    zeros = tl.zeros_like(state.sum)
     largest = 1e-30
     for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
         tile = key_tile(start, work, batch, table_stride, num_blocks, C)
-        k = load_lanes(keys, tile, kv_head, C.key)
-        k_scale, k_zero = split_word(load_scales(keys, tile, kv_head))
-        v_scale, v_zero = split_word(load_scales(values, tile, kv_head))
-        v = load_lanes(values, tile, kv_head, C.value)
+        k_place, v_place = places(keys, values, tile, C)
+        k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+        k_word, v_word = load_scales(keys, values, tile, kv_head, C)
+        k_scale, k_zero = split_word(k_word)
+        v_scale, v_zero = split_word(v_word)
+        v = load_lanes(values, tile, v_place, kv_head, V_HEADS)
         s = scores(q, unpack(k, C.use_asm), C) * by_row(unit, C) - by_key(k_zero, C) * by_row(q_sum, C)
         s = finish_scores(s * by_key(k_scale, C), rows, tile, work, scoring, C)
         p, alpha, state = softmax_step(s, state, C)
@@ -69,14 +73,14 @@ def attend(
 def half_queries(q, unit, C: tl.constexpr):
     """(float16 streams with the nibbles' powers of two folded in, factor of their products [ROWS], factor of zero points [ROWS])."""
     peak = largest_in_row(q)
-    total = tl.zeros([C.rows], tl.float32)
+    total = tl.zeros_like(peak)
     half = ()
     for s in tl.static_range(4):
-        FOLD: tl.constexpr = 0.0625 if s % 2 == 1 else 1.0
-        x = (q[s] * (64.0 / peak * FOLD)[:, None]).to(tl.float16)
-        total += tl.sum(x.to(tl.float32), 1) * (1.0 / FOLD)
+        fold = 0.0625 if s % 2 == 1 else 1.0
+        x = (q[s] * (64.0 / peak * fold)[:, None]).to(tl.float16)
+        total += tl.sum(x.to(tl.float32), 1) * (1.0 / fold)
         half = half + (x,)
-    unit = unit * peak * (1.0 / (64.0 * C.key.block))
+    unit = unit * peak * (1.0 / (64.0 * C.key_heads.block))
     return half, unit * SUBNORMAL, total * unit
 
 
@@ -85,8 +89,8 @@ def whole_values(acc, zeros, unit, C: tl.constexpr):
     """Accumulated codes -> accumulated values."""
     result = ()
     for s in tl.static_range(4):
-        FOLD: tl.constexpr = 0.0625 if s % 2 == 1 else 1.0
-        result = result + ((acc[s] * (SUBNORMAL * FOLD) - zeros[:, None]) * unit,)
+        fold = 0.0625 if s % 2 == 1 else 1.0
+        result = result + ((acc[s] * (SUBNORMAL * fold) - zeros[:, None]) * unit,)
     return result
 
 

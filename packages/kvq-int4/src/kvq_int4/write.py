@@ -23,17 +23,20 @@ def launch_write(rows: NewRows) -> None:
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
     rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
-        write_plane(key, keys, rows, C.key, C)
+        write_plane(key, keys, rows, K_HEADS, C)
     else:
-        write_plane(value, values, rows, C.value, C)
+        write_plane(value, values, rows, V_HEADS, C)
 
 
 @triton.jit
 def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     x = to_streams(load_rows(source, rows, HEADS, C), C.rows, HEADS.width, 4)
-    y = rotate(x, HEADS, C.format.signs, C.upcast_dots)
+    SIGNS: tl.constexpr = C.format.signs
+    y = rotate(x, HEADS, SIGNS, C.upcast_dots)
     low = tl.min(in_head(y[0], float("inf"), HEADS), 1)
     high = tl.max(in_head(y[0], float("-inf"), HEADS), 1)
     for s in tl.static_range(1, 4):
@@ -42,7 +45,7 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     scale = tl.maximum((high - low) * (1.0 / 15.0), MIN_SCALE)
     inverse = 1.0 / scale
     zero = tl.minimum(tl.maximum(tl.floor(-low * inverse + 0.5), 0.0), 15.0)
-    lanes = tl.zeros([C.rows, HEADS.width], tl.int32)
+    lanes = tl.zeros_like(y[0]).to(tl.int32)
     for s in tl.static_range(4):
         code = tl.floor(y[s] * inverse[:, None] + (zero + 0.5)[:, None])
         lanes |= tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32) << (4 * s)

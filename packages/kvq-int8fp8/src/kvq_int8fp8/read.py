@@ -17,7 +17,7 @@ from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, query_rows
+from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, places, query_rows
 from kvq_core.launch import launch_attention
 from kvq_core.spec import Attention
 from kvq_int8fp8.write import format_of
@@ -38,6 +38,8 @@ def attend(
     INT8: tl.constexpr = C.format.variant == "int8"
     PER_TENSOR: tl.constexpr = C.format.variant == "fp8_per_tensor"
     UNIT: tl.constexpr = INT8_UNIT if INT8 else FP8_UNIT
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     work = find_work(item, num_seqs, batch, scoring, splits, C)
@@ -50,23 +52,26 @@ def attend(
     q = query_operand(q, C)
     state = softmax_start(C.rows)
     acc = accumulator(C)
-    zeros = tl.zeros([C.rows], tl.float32)
+    zeros = tl.zeros_like(state.sum)
     largest = 1e-30
     for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
         tile = key_tile(start, work, batch, table_stride, num_blocks, C)
-        k = load_lanes(keys, tile, kv_head, C.key)
-        v = load_lanes(values, tile, kv_head, C.value)
+        k_place, v_place = places(keys, values, tile, C)
+        k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+        v = load_lanes(values, tile, v_place, kv_head, V_HEADS)
+        if not PER_TENSOR:
+            k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
         s = scores(q, unpack(k, INT8, C.use_asm), C) * by_row(unit * UNIT, C)
         if INT8:
             s = s - by_row(128.0 * q_sum * unit, C)
         if not PER_TENSOR:
-            s = s * by_key(load_scales(keys, tile, kv_head), C)
+            s = s * by_key(k_scale, C)
         s = finish_scores(s, rows, tile, work, scoring, C)
         p, alpha, state = softmax_step(s, state, C)
         if PER_TENSOR:
             weights = (p * 256.0).to(tl.float16)
         else:
-            weights, shrink, largest = weigh(p, load_scales(values, tile, kv_head), largest, C)
+            weights, shrink, largest = weigh(p, v_scale, largest, C)
             alpha = alpha * shrink
         if INT8:
             zeros = zeros * alpha + tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * 128.0
@@ -83,7 +88,7 @@ def attend(
 def half_queries(q, unit, C: tl.constexpr):
     """(float16 streams, factor of their products [ROWS], sum of each row [ROWS])."""
     peak = largest_in_row(q)
-    total = tl.zeros([C.rows], tl.float32)
+    total = tl.zeros_like(peak)
     half = ()
     for s in tl.static_range(2):
         x = (q[s].to(tl.float32) * (64.0 / peak)[:, None]).to(tl.float16)
@@ -116,11 +121,10 @@ def unpack_int8_asm(lanes):
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 offset;
-        xor.b32 offset, $2, 0x80808080;
-        and.b32 $0, offset, 0x00ff00ff;
-        shr.u32 offset, offset, 8;
-        and.b32 $1, offset, 0x00ff00ff;
+        .reg .b32 high;
+        shr.u32 high, $2, 8;
+        lop3.b32 $0, $2, 0x00ff00ff, 0x00800080, 0x6a;
+        lop3.b32 $1, high, 0x00ff00ff, 0x00800080, 0x6a;
         }
         """,
         "=&r,=&r,r",

@@ -29,11 +29,13 @@ def launch_write(rows: NewRows, *, is_int8: bool, per_tensor: bool) -> None:
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
     rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
-        write_plane(key, keys, rows, C.key, C)
+        write_plane(key, keys, rows, K_HEADS, C)
     else:
-        write_plane(value, values, rows, C.value, C)
+        write_plane(value, values, rows, V_HEADS, C)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """What the kernels are told: run-time values in NamedTuples, compile-time values in one frozen dataclass each.
 
-A field that is ``None`` switches its feature off at compile time: ``partials is None`` *is* the 2D kernel.
+A pointer that is ``None`` switches its feature off at compile time. (Test the pointer, not the bundle: Triton 3.6 cannot compare a tuple
+that holds None or a specialized 1.)
 """
 
 from dataclasses import dataclass
@@ -42,14 +43,14 @@ class Batch(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """mm_prefix_range [num_seqs, count, 2]."""
+    """mm_prefix_range [num_seqs, count, 2]; ``ptr`` None: no ranges."""
 
     ptr: Any
     count: Any
 
 
 class QQBias(NamedTuple):
-    """Bias among a sequence's new tokens, [size, size]."""
+    """Bias among a sequence's new tokens, [size, size]; ``ptr`` None: no bias."""
 
     ptr: Any
     stride: Any
@@ -57,7 +58,7 @@ class QQBias(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a score comes from a query and a key. All but ``softmax_scale`` may be None."""
+    """How a score comes from a query and a key. ``window_left``, ``softcap``, ``sinks`` and ``alibi_slopes`` may be None."""
 
     softmax_scale: Any
     window_left: Any
@@ -69,7 +70,7 @@ class Scoring(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How the keys are split: into about ``target`` chunks of at least ``min_chunk`` tokens over the batch, or ``segments`` a sequence."""
+    """The keys' split: about ``target`` chunks of at least ``min_chunk`` tokens over the batch, or ``segments`` a sequence."""
 
     target: Any
     min_chunk: Any
@@ -77,11 +78,15 @@ class Splits(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Where programs leave their share: acc [n, head_size_v] float32 (stream-major columns), max and sum [n] float32."""
+    """Where programs leave their share: acc [n, head_size_v] float32 (stream-major columns), max and sum [n] float32.
+
+    ``plan`` [row blocks, 2] int32: how many chunks, and the item of the first.
+    """
 
     acc: Any
     max: Any
     sum: Any
+    plan: Any
     row_stride: Any
 
 
@@ -184,6 +189,10 @@ class ReadConfig:
     keys_first: bool
     min_query_len: int
     max_query_len: int
+    max_row_blocks: int  # of a sequence; only a split needs it
+    split: str  # "" (2D), "chunks" (kvq's plan) or "segments" (an engine's scratch)
+    same_strides: bool  # of the two planes
+    wide_pages: bool  # offsets inside a page need 64 bits
     alibi_sqrt: bool
     output: str
     use_asm: bool
@@ -199,11 +208,11 @@ class ReadConfig:
         return self.format.streams
 
     @property
-    def key(self) -> Heads:
+    def key_heads(self) -> Heads:
         return Heads(self.head_size, self.format.streams)
 
     @property
-    def value(self) -> Heads:
+    def value_heads(self) -> Heads:
         return Heads(self.head_size_v, self.format.streams)
 
 
@@ -220,9 +229,9 @@ class WriteConfig:
     upcast_dots: bool
 
     @property
-    def key(self) -> Heads:
+    def key_heads(self) -> Heads:
         return Heads(self.head_size, self.format.streams)
 
     @property
-    def value(self) -> Heads:
+    def value_heads(self) -> Heads:
         return Heads(self.head_size_v, self.format.streams)

@@ -33,13 +33,16 @@ def visible(rows, tile, seq, scoring, C: tl.constexpr):
     """Mask of the scores that count."""
     p = by_row(rows.position, C)
     j = by_key(tile.position, C)
-    seen = j <= p
+    seen = by_key(tile.valid, C)
+    # A sequence's only row is its newest token: the end of the keys is the causal limit.
+    if C.max_query_len > 1:
+        seen = seen & (j <= p)
     if scoring.window_left is not None:
         seen = seen & (p - j <= scoring.window_left)
-    if scoring.ranges is not None:
+    if scoring.ranges.ptr is not None:
         for r in range(scoring.ranges.count):
             start = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2)
             end = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2 + 1)
-            both = (p >= start) & (p <= end) & (j >= start) & (j <= end) & (start < end)
+            both = by_key(tile.valid, C) & (p >= start) & (p <= end) & (j >= start) & (j <= end) & (start < end)
             seen = seen | both
-    return seen & by_key(tile.valid, C)
+    return seen

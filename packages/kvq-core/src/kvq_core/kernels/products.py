@@ -12,7 +12,7 @@ def query_operand(streams, C: tl.constexpr):
     """Query streams [ROWS, WIDTH], turned once so that every tile can multiply them."""
     if C.keys_first:
         result = ()
-        for s in tl.static_range(C.streams):
+        for s in tl.static_range(tl.constexpr(C.streams)):
             result = result + (tl.trans(streams[s]),)
     else:
         result = streams
@@ -23,7 +23,7 @@ def query_operand(streams, C: tl.constexpr):
 def scores(q, k, C: tl.constexpr):
     """q.k summed over streams: [KEYS, ROWS] if keys come first, else [ROWS, KEYS]."""
     s = None
-    for i in tl.static_range(C.streams):
+    for i in tl.static_range(tl.constexpr(C.streams)):
         if C.keys_first:
             s = dot(k[i], q[i], s, C.upcast_dots)
         else:
@@ -37,7 +37,7 @@ def accumulate(weights, v, acc, alpha, C: tl.constexpr):
     if C.keys_first:
         weights = tl.trans(weights)
     result = ()
-    for i in tl.static_range(C.streams):
+    for i in tl.static_range(tl.constexpr(C.streams)):
         result = result + (dot(weights, v[i], acc[i] * alpha[:, None], C.upcast_dots),)
     return result
 
@@ -45,9 +45,11 @@ def accumulate(weights, v, acc, alpha, C: tl.constexpr):
 @triton.jit
 def accumulator(C: tl.constexpr):
     """Zero accumulators, [ROWS, WIDTH] float32 x STREAMS."""
+    ROWS: tl.constexpr = C.rows
+    WIDTH: tl.constexpr = C.value_heads.width
     acc = ()
-    for _ in tl.static_range(C.streams):
-        acc = acc + (tl.zeros([C.rows, C.value.width], tl.float32),)
+    for _ in tl.static_range(tl.constexpr(C.streams)):
+        acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
     return acc
 
 

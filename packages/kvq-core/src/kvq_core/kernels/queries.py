@@ -11,7 +11,8 @@ from kvq_core.kernels.rounding import to_fp8_bits
 @triton.jit
 def load_queries(queries, rows, C: tl.constexpr):
     """The tile's query rows as streams [ROWS, WIDTH], rotated (then float32) if the keys are."""
-    HEADS: tl.constexpr = C.key
+    HEADS: tl.constexpr = C.key_heads
+    SIGNS: tl.constexpr = C.format.signs
     channel = tl.arange(0, HEADS.width * HEADS.streams)
     mask = rows.valid[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
@@ -20,7 +21,7 @@ def load_queries(queries, rows, C: tl.constexpr):
     x = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
     streams = to_streams(x, C.rows, HEADS.width, HEADS.streams)
     if C.format.rotated:
-        streams = rotate(streams, HEADS, C.format.signs, C.upcast_dots)
+        streams = rotate(streams, HEADS, SIGNS, C.upcast_dots)
     return streams
 
 
@@ -36,11 +37,12 @@ def largest_in_row(streams):
 @triton.jit
 def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr):
     """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order."""
-    HEADS: tl.constexpr = C.value
+    HEADS: tl.constexpr = C.value_heads
+    SIGNS: tl.constexpr = C.format.signs
     if C.format.rotated:
-        streams = unrotate(streams, HEADS, C.format.signs, C.upcast_dots)
+        streams = unrotate(streams, HEADS, SIGNS, C.upcast_dots)
     x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
-    if C.format.signs is not None:
+    if SIGNS is not None:
         x = x * (1.0 / HEADS.block)
     if output_scale is not None:
         x = x / tl.load(output_scale)

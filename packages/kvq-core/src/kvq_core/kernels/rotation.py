@@ -25,13 +25,20 @@ def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr):
 
 
 @triton.jit
+def sign_word(SIGNS: tl.constexpr, WORD: tl.constexpr, WIDTH: tl.constexpr):
+    """Bits 32 WORD .. 32 WORD + 31 of the sign vector, as a signed word in every lane."""
+    BITS: tl.constexpr = ((SIGNS >> (32 * WORD)) & 0xFFFFFFFF) - ((SIGNS >> (32 * WORD + 31)) & 1) * 0x100000000
+    return tl.full([WIDTH], BITS, tl.int32)
+
+
+@triton.jit
 def apply_signs(x, SIGNS: tl.constexpr, STREAM: tl.constexpr, STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """D x for one stream's channels of rows [R, WIDTH]: a flipped sign bit, exact in every dtype."""
     channel = (tl.arange(0, WIDTH) * STREAMS + STREAM) % BLOCK
     bit = tl.zeros([WIDTH], tl.int32)
     for word in tl.static_range((BLOCK + 31) // 32):
-        WORD: tl.constexpr = ((SIGNS >> (32 * word)) & 0xFFFFFFFF) - ((SIGNS >> (32 * word + 31)) & 1) * 0x100000000
-        bit = tl.where(channel // 32 == word, (tl.full([WIDTH], WORD, tl.int32) >> (channel % 32)) & 1, bit)
+        bits = sign_word(SIGNS, word, WIDTH)
+        bit = tl.where(channel // 32 == word, (bits >> (channel % 32)) & 1, bit)
     if x.dtype == tl.float32:
         flip = (1 - bit) << 31
         y = (x.to(tl.int32, bitcast=True) ^ flip[None, :]).to(tl.float32, bitcast=True)

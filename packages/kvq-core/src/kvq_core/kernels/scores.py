@@ -31,7 +31,7 @@ def finish_scores(s, rows, tile, work, scoring, C: tl.constexpr):
         if C.alibi_sqrt:
             distance = tl.sqrt(tl.maximum(distance, 0.0))
         s -= by_row(slope, C) * distance
-    if scoring.qq_bias is not None:
+    if scoring.qq_bias.ptr is not None:
         s += qq_bias(rows, tile, work, scoring.qq_bias, C) * LOG2E
     return s
 

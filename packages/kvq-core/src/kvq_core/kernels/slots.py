@@ -71,6 +71,6 @@ def in_head(x, fill: tl.constexpr, HEADS: tl.constexpr):
 def has_nan(streams, HEADS: tl.constexpr):
     """[ROWS] bool: whether any channel of a row is NaN (the hardware's min and max skip NaN)."""
     count = tl.sum((streams[0] != streams[0]).to(tl.int32), 1)
-    for s in tl.static_range(1, HEADS.streams):
+    for s in tl.static_range(1, tl.constexpr(HEADS.streams)):
         count += tl.sum((streams[s] != streams[s]).to(tl.int32), 1)
     return count > 0

@@ -32,7 +32,7 @@ def sequence_facts(seqs, num_seqs, batch, scoring, C: tl.constexpr):
     seq_len = tl.load(batch.seqused_k + seqs, mask=inside, other=0)
     served = inside & (query_len >= C.min_query_len) & (query_len <= C.max_query_len)
     row_blocks = tl.where(served, (query_len + C.tokens - 1) // C.tokens, 0)
-    if scoring.ranges is None:
+    if scoring.ranges.ptr is None:
         first_key = visible_start(seq_len - query_len, scoring.window_left, C.keys)
     else:
         first_key = query_len * 0
@@ -54,11 +54,11 @@ def chunk_length(num_seqs, batch, scoring, splits, C: tl.constexpr):
 @triton.jit
 def chunks_of(keys, chunk, splits, C: tl.constexpr):
     """(number of chunks, their length) for sequences with ``keys`` visible keys; at least one chunk, so that zeros get written."""
-    if splits is None:
+    if C.split == "":
         count = keys * 0 + 1
         length = (keys + C.keys - 1) // C.keys * C.keys
     else:
-        if splits.segments is None:
+        if C.split == "chunks":
             count = tl.maximum((keys + chunk - 1) // chunk, 1)
         else:
             count = keys * 0 + splits.segments
@@ -72,9 +72,8 @@ def chunks_of(keys, chunk, splits, C: tl.constexpr):
 def find_work(item, num_seqs, batch, scoring, splits, C: tl.constexpr):
     """The :class:`Work` of item number ``item``; ``seq >= num_seqs`` if there is none."""
     chunk = 0
-    if splits is not None:
-        if splits.segments is None:
-            chunk = chunk_length(num_seqs, batch, scoring, splits, C)
+    if C.split == "chunks":
+        chunk = chunk_length(num_seqs, batch, scoring, splits, C)
     seq = 0
     before = 0
     running = 0
@@ -105,7 +104,7 @@ def work_of(seq, row_block, chunk, count, length, num_seqs, batch, scoring, C: t
     row_start = row_block * C.tokens
     num_rows = tl.minimum(query_len - row_start, C.tokens)
     low, high = visible_range(seq, context_len + row_start, context_len + row_start + num_rows, seq_len, scoring, C)
-    if scoring.ranges is None:
+    if scoring.ranges.ptr is None:
         origin = visible_start(context_len, scoring.window_left, C.keys)
     else:
         origin = context_len * 0
@@ -119,7 +118,7 @@ def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.con
     """Keys [low, high) that rows at positions [first, end) may see; low is a multiple of the tile."""
     low = visible_start(first_position, scoring.window_left, C.keys)
     high = tl.minimum(tl.maximum(end_position, 0), seq_len)
-    if scoring.ranges is not None:
+    if scoring.ranges.ptr is not None:
         for r in range(scoring.ranges.count):
             start = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2)
             end = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2 + 1)
@@ -147,18 +146,37 @@ def key_tile(start, work, batch, table_stride, num_blocks, C: tl.constexpr):
     block = tl.load(entry, mask=valid, other=-1)
     # The unsigned view catches negative ids too.
     valid = valid & (block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True))
-    return KeyTile(position, tl.where(valid, block, 0).to(tl.int64), position % C.block_size, valid)
+    return KeyTile(position, tl.where(valid, block, 0), position % C.block_size, valid)
 
 
 @triton.jit
-def load_lanes(plane, tile, kv_head, HEADS: tl.constexpr, CLEAR: tl.constexpr = False):
+def page_offset(tile, block_stride, slot_stride, C: tl.constexpr):
+    """Where a tile's keys lie, [KEYS] int64. Offsets inside a page are 32-bit unless the page spans more than that."""
+    slot = tile.slot
+    if C.wide_pages:
+        slot = slot.to(tl.int64)
+    return tile.block.to(tl.int64) * block_stride + slot * slot_stride
+
+
+@triton.jit
+def places(keys, values, tile, C: tl.constexpr):
+    """Offsets of a tile's codes in both planes; computed once where the planes have the same strides."""
+    k = page_offset(tile, keys.block_stride, keys.slot_stride, C)
+    if C.same_strides:
+        v = k
+    else:
+        v = page_offset(tile, values.block_stride, values.slot_stride, C)
+    return k, v
+
+
+@triton.jit
+def load_lanes(plane, tile, place, kv_head, HEADS: tl.constexpr, CLEAR: tl.constexpr = False):
     """The codes of a tile, [KEYS, WIDTH].
 
     Invalid keys read some existing block's bytes, or 0 with CLEAR: modes whose codes can be NaN need that, since 0 * NaN is NaN.
     """
-    offset = tile.block * plane.block_stride + tile.slot * plane.slot_stride + kv_head * plane.head_stride
     lane = tl.arange(0, HEADS.width)
-    at = plane.codes + offset[:, None] + lane[None, :]
+    at = plane.codes + kv_head.to(tl.int64) * plane.head_stride + place[:, None] + lane[None, :]
     inside = (lane < HEADS.lanes)[None, :]
     if CLEAR:
         lanes = tl.load(at, mask=tile.valid[:, None] & inside, other=0)
@@ -170,7 +188,14 @@ def load_lanes(plane, tile, kv_head, HEADS: tl.constexpr, CLEAR: tl.constexpr = 
 
 
 @triton.jit
-def load_scales(plane, tile, kv_head):
-    """The scales of a tile, [KEYS] float32; 0 for invalid keys."""
-    offset = tile.block * plane.scale_block_stride + tile.slot * plane.scale_slot_stride + kv_head * plane.scale_head_stride
-    return tl.load(plane.scales + offset, mask=tile.valid, other=0.0)
+def load_scales(keys, values, tile, kv_head, C: tl.constexpr):
+    """The scales of a tile's keys and values, [KEYS] float32 each; 0 for invalid keys."""
+    k_place = page_offset(tile, keys.scale_block_stride, keys.scale_slot_stride, C)
+    if C.same_strides:
+        v_place = k_place
+    else:
+        v_place = page_offset(tile, values.scale_block_stride, values.scale_slot_stride, C)
+    head = kv_head.to(tl.int64)
+    k = tl.load(keys.scales + head * keys.scale_head_stride + k_place, mask=tile.valid, other=0.0)
+    v = tl.load(values.scales + head * values.scale_head_stride + v_place, mask=tile.valid, other=0.0)
+    return k, v

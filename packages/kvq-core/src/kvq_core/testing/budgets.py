@@ -1,17 +1,20 @@
 """How far a result may be from the exact one: bounds derived from what the arithmetic must round, never tuned until green.
 
 **Reads.** A kernel rounds the query once (after rotating it, where the mode rotates) and each probability once, to the 16-bit
-operands of the tensor cores; everything else is float32, and the result is rounded to ``out``'s dtype. With unit roundoff u of the
-operands, f = 2^-24 of float32, and r the mode's ``read_level_error`` (the relative error its kernels make in a decoded element)::
+operands of the tensor cores; everything else is float32, and the result is rounded to ``out``'s dtype. Let u be the unit roundoff of
+the operands, f = 2^-24 that of float32, and r the mode's ``read_level_error`` (:func:`level_error`). To first order an error e of the
+query moves the result by ``scale * sum_d e_d G_dc``, with ``G_dc = sum_j p_j c_j k_jd (v_jc - out_c)`` and c_j the softcap's slope.
+Rounding errors are independent and spread evenly over +-u|q_d|, so that this has the standard deviation ``sigma_c`` below, and the sum
+over channels is near Gaussian: 6 sigma is one in 5e8. The rest is bounded by the triangle inequality::
 
-    score     d_j = 6 (u + sqrt(3) r) / sqrt(3) * scale * sqrt(sum_c q_c^2 k_jc^2)  + r |s_j|
-                    + D f scale |q| |k_j| + 8 f (|s_j| + softcap)
-    weights   |out' - out| <= sum_j p_j (e^d_j - 1) (|v_j| + |out|) / (sum_j p_j e^-d_j + p_sink)        exactly
-    products  (u + 6 f sqrt(n) + 16 f) sum_j p_j |v_j|  +  r sum_j p_j (|v_j| + 6 ||v_j|| / sqrt(Dv))
+    scores    (6 sigma_c + sum_j p_j w_j (|v_j| + |out|)) / (sum_j p_j e^-d_j + p_sink)
+              sigma_c = u / sqrt(3) * scale * sqrt(sum_d q_d^2 G_dc^2)
+              d_j = 6 u / sqrt(3) * scale * sqrt(sum_d q_d^2 k_jd^2) + t_j           w_j = e^d_j - 1 - d_j + t_j + d_j^2 / softcap
+              t_j = r (|s_j| + 6 scale |q| |k_j| / sqrt(D)) + D f scale |q| |k_j| + 8 f (|s_j| + softcap)
+    products  u sum_j p_j |v_j|  +  f (6 sqrt(n) + 16) sum_j p_j ||v_j||  +  r sum_j p_j (|v_j| + 6 ||v_j|| / sqrt(Dv))
 
-The first line: rounding errors are independent and uniform in +-u|q_c|, of standard deviation u|q_c| / sqrt(3); the sum over channels
-is near Gaussian, and 6 sigma is one in 5e8. Since a mode may round in a rotated basis, the largest of the sum over the plain, the
-Hadamard and the randomized Hadamard basis counts. The second is an identity plus the triangle inequality. Softcap maps d_j through tanh.
+A mode may round in a rotated basis, which is its own business: the largest sigma over the plain, the Hadamard and the randomized
+Hadamard basis counts.
 
 **Round trips.** One function for each kind of quantizer, in float64, from the definition of the kind.
 """
@@ -36,26 +39,40 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def level_error(backend: object) -> float:
+    """``backend.read_level_error``, for modes whose kernels take levels a little beside ``decode``'s: at most how far, relative to the
+    root mean square of the row (where the mode quantizes it). 0 if the mode does not say."""
+    return float(getattr(backend, "read_level_error", 0.0))
+
+
 def read(exact: Exact, softmax_scale: float, softcap: float, operand: torch.dtype, level_error: float = 0.0) -> torch.Tensor:
     """The bound [Hq, n, Dv] on |float32 result - exact.out| for kernels whose matrix operands are ``operand``."""
     u = unit_roundoff(operand)
+    deviation = SIGMAS * u / math.sqrt(3) * softmax_scale
     size, num_keys = exact.q.shape[-1], exact.k.shape[1]
-    spread = _largest_spread(exact.q, exact.k) * softmax_scale
     lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
-    score = SIGMAS * (u / math.sqrt(3) + level_error) * spread + level_error * exact.raw.abs() + size * F32 * lengths
-    if softcap:
-        up, down = (torch.tanh((exact.raw + side * score) / softcap) for side in (1, -1))
-        score = softcap * torch.maximum(up - exact.capped / softcap, exact.capped / softcap - down)
-    score = score + 8 * F32 * (exact.capped.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
+    rest = level_error * (exact.raw.abs() + SIGMAS * lengths / math.sqrt(size)) + size * F32 * lengths
+    rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
+    from_query = deviation * _largest_spread(exact.q, exact.k)
 
     p, v = exact.weights, exact.v.abs()
+    score = from_query + rest
+    slope = torch.ones_like(p)
+    beyond = torch.expm1(score.clamp(max=50)) - score + rest
+    if softcap:
+        # No score leaves +-softcap; and the cap's second derivative is below 1 / softcap.
+        up, down = (softcap * torch.tanh((exact.raw + side * score) / softcap) for side in (1, -1))
+        score = torch.maximum(up - exact.capped, exact.capped - down) + 16 * F32 * softcap
+        slope = 1 - (exact.capped / softcap).square()
+        beyond = torch.minimum(beyond + from_query.square() / softcap, torch.expm1(score) + slope * from_query)
     sink = (1 - p.sum(-1, keepdim=True)).clamp(min=0) * (p.sum(-1, keepdim=True) > 0)
-    moved = p * torch.expm1(score.clamp(max=50))
-    least = (p * torch.exp(-score)).sum(-1, keepdim=True) + sink
-    weights = (moved @ v + moved.sum(-1, keepdim=True) * exact.out.abs()) / least.clamp(min=SMALLEST)
-    products = (u + (SIGMAS * math.sqrt(num_keys) + 16) * F32) * (p @ v)
-    lengths_v = exact.v.norm(dim=-1, keepdim=True) / math.sqrt(exact.v.shape[-1])
-    levels = level_error * (p @ (v + SIGMAS * lengths_v))
+    least = ((p * torch.exp(-score)).sum(-1, keepdim=True) + sink).clamp(min=SMALLEST)
+    moved = p * beyond
+    weights = (deviation * _largest_effect(exact, p * slope) + moved @ v + moved.sum(-1, keepdim=True) * exact.out.abs()) / least
+    # Sums run over codes in the mode's own basis, so that what float32 loses there is relative to the whole row.
+    rows = p @ exact.v.norm(dim=-1, keepdim=True)
+    products = u * (p @ v) + (SIGMAS * math.sqrt(num_keys) + 16) * F32 * rows
+    levels = level_error * (p @ v + SIGMAS / math.sqrt(v.shape[-1]) * rows)
     return weights + products + levels
 
 
@@ -65,15 +82,30 @@ def stored(bound: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> torc
     return bound + unit_roundoff(dtype) * (exact.abs() + bound) + info.tiny * info.eps
 
 
+def _bases(x: torch.Tensor) -> list[torch.Tensor]:
+    """``x`` [..., D] in the orthonormal bases that a mode may round in."""
+    norm = math.sqrt(block_of(x.shape[-1]))
+    return [x, block_hadamard(x) / norm, single_rht(x) / norm]
+
+
 def _largest_spread(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """sqrt(sum_c q_c^2 k_c^2) [Hq, n, m], the largest over the bases a mode may round in."""
-    spread = None
-    for basis in (lambda x: x, block_hadamard, single_rht):
-        norm = 1.0 if basis is not block_hadamard and basis is not single_rht else math.sqrt(block_of(q.shape[-1]))
-        here = ((basis(q) / norm).square() @ (basis(k) / norm).square().transpose(1, 2)).sqrt()
-        spread = here if spread is None else torch.maximum(spread, here)
-    assert spread is not None
-    return spread
+    """sqrt(sum_d q_d^2 k_jd^2) [Hq, n, m], the largest over the bases."""
+    return torch.stack([(a.square() @ b.square().transpose(1, 2)).sqrt() for a, b in zip(_bases(q), _bases(k), strict=True)]).amax(0)
+
+
+def _largest_effect(exact: Exact, weights: torch.Tensor) -> torch.Tensor:
+    """sqrt(sum_d q_d^2 G_dc^2) [Hq, n, Dv], the largest over the bases; ``weights`` [Hq, n, m] are p_j c_j."""
+    q, k, v = exact.q, exact.k, exact.v
+    effect = torch.empty_like(exact.out)
+    per_row = k.shape[0] * (k.shape[1] + v.shape[2]) * k.shape[2]
+    step = max(1, 2**26 // max(per_row, 1))
+    for first in range(0, q.shape[1], step):
+        at = slice(first, first + step)
+        weighted = weights[:, at, :, None] * k[:, None]
+        gains = v.transpose(1, 2)[:, None] @ weighted - exact.out[:, at, :, None] * weighted.sum(2)[:, :, None]
+        squares = [(a[:, at, None].square() * g.square()).sum(-1) for a, g in zip(_bases(q), _bases(gains), strict=True)]
+        effect[:, at] = torch.stack(squares).amax(0).sqrt()
+    return effect
 
 
 # -- round trips: |y - y'| in the space a mode quantizes in ----------------------------------------------------------------

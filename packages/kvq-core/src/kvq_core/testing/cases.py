@@ -6,6 +6,7 @@ float16 is the default dtype because its budgets are the tightest of the 16-bit 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -74,8 +75,8 @@ def _short(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-_MIXED = {"query_lens": (1, 7, 0, 20, 3), "seq_lens": (33, 39, 16, 20, 52)}
-_LONG = {"query_lens": (1, 6), "seq_lens": (70, 45)}
+_MIXED: dict[str, Any] = {"query_lens": (1, 7, 0, 20, 3), "seq_lens": (33, 39, 16, 20, 52)}
+_LONG: dict[str, Any] = {"query_lens": (1, 6), "seq_lens": (70, 45)}
 
 OPTIONS = (
     Case(**_MIXED),

@@ -34,9 +34,15 @@ class Place:
 
 
 def choose_interpreter() -> None:
-    """Set ``TRITON_INTERPRET=1`` unless there is a GPU. Call it before anything imports triton, which reads it then."""
+    """Have kernels interpreted unless there is a GPU. Call it before anything imports triton, whose own functions decide at import.
+
+    The knob stays set where :func:`enter` takes the variable away, so that kernels first imported there are interpreted later, too.
+    """
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+        import triton
+
+        triton.knobs.runtime.interpret = True
 
 
 def params(*names: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +44,15 @@ class Poisoned:
         """Back to the last :meth:`settle`."""
         self.raw.copy_(self._before)
 
+    def spoil(self, name: str, where: tuple[torch.Tensor, ...]) -> None:
+        """0xFF into every byte of ``field[where]``."""
+        field = self.fields[name]
+        field.of(self.raw, _INTEGERS[field.dtype.itemsize])[where] = -1
+
     def changed(self) -> bool:
         return not torch.equal(self.raw, self._before)
 
-    def assert_only_changed(self, index: dict[str, tuple[torch.Tensor, ...]], what: str) -> None:
+    def assert_only_changed(self, index: Mapping[str, tuple[torch.Tensor | slice, ...]], what: str) -> None:
         """Fail if a byte outside ``field[index]`` of the given fields changed since :meth:`settle`."""
         allowed = torch.zeros_like(self.raw)
         for name, where in index.items():
@@ -54,11 +60,11 @@ class Poisoned:
             field.of(allowed, _INTEGERS[field.dtype.itemsize])[where] = -1
         stray = ((self.raw != self._before) & (allowed == 0)).nonzero().flatten()
         if len(stray):
-            raise AssertionError(f"{what} changed {len(stray)} bytes it does not own, first byte {int(stray[0])} of {self._nearest(int(stray[0]))}")
+            raise AssertionError(f"{what} changed {len(stray)} bytes it does not own, the first {self._where(int(stray[0]))}")
 
-    def _nearest(self, byte: int) -> str:
+    def _where(self, byte: int) -> str:
         name = min(self.fields, key=lambda n: (self.fields[n].offset > byte, abs(self.fields[n].offset - byte)))
-        return f"the buffer ({byte - self.fields[name].offset} bytes after the start of {name})"
+        return f"{byte - self.fields[name].offset} bytes after the start of {name}"
 
 
 def lay_out(parts: dict[str, tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]], device: torch.device) -> Poisoned:

@@ -73,7 +73,7 @@ class Scene:
             codes, scales = self.backend.encode(x, scale=self.given_scales.get(scale_name))
             cache = self.pages[codes_name]
             cache[block, offset] = codes.view(cache.dtype)
-            if self.backend.needs_scale_caches:
+            if scales is not None:
                 self.pages[scale_name][block, offset] = scales
         self.pages.settle()
         return self

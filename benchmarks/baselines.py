@@ -1,0 +1,76 @@
+"""What the modes are held against: FlashInfer's bf16 kernels where they can be imported, and a plain bf16 copy for writes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from shapes import DTYPE, Read, Write
+from timing import Call
+
+WORKSPACE_BYTES = 512 << 20
+
+
+def flashinfer() -> Any | None:
+    """The module, or ``None`` where it is not installed or does not import."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    try:
+        return importlib.import_module("flashinfer")
+    except Exception:  # whatever its import does on a machine that it does not know
+        return None
+
+
+def _pages(setting: Read, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pages [blocks, 2, heads, slots, head_size], indptr, shuffled indices, slots used of each last page)."""
+    blocks = torch.tensor((0, *setting.blocks), dtype=torch.int32)
+    shape = (sum(setting.blocks), 2, setting.kv_heads, setting.block_size, setting.head_size)
+    pages = torch.randn(shape, device=device, dtype=DTYPE)
+    last = torch.tensor([(n - 1) % setting.block_size + 1 for n in setting.seq_lens], dtype=torch.int32)
+    order = torch.randperm(shape[0], device=device, dtype=torch.int32)
+    return pages, blocks.cumsum(0, dtype=torch.int32).to(device), order, last.to(device)
+
+
+def decode(setting: Read, device: torch.device) -> Call | None:
+    """FlashInfer's bf16 decode (tensor cores) over the setting's pages, planned; ``None`` without FlashInfer.
+
+    Several query rows a sequence are its prefill kernel's business.
+    """
+    if setting.query_len > 1:
+        return prefill(setting, device)
+    module = flashinfer()
+    if module is None:
+        return None
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    pages, indptr, order, last = _pages(setting, device)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    heads = (setting.query_heads, setting.kv_heads, setting.head_size, setting.block_size)
+    wrapper.plan(indptr, order, last, *heads, q_data_type=DTYPE, kv_data_type=DTYPE)
+    q = torch.randn(setting.num_seqs, setting.query_heads, setting.head_size, device=device, dtype=DTYPE)
+    return lambda: wrapper.run(q, pages)
+
+
+def prefill(setting: Read, device: torch.device) -> Call | None:
+    """FlashInfer's bf16 prefill (FA3 on Hopper), causal, planned; ``None`` without FlashInfer."""
+    module = flashinfer()
+    if module is None:
+        return None
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    pages, indptr, order, last = _pages(setting, device)
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if hopper else "auto")
+    rows = torch.arange(setting.num_seqs + 1, device=device, dtype=torch.int32) * setting.query_len
+    heads = (setting.query_heads, setting.kv_heads, setting.head_size, setting.block_size)
+    wrapper.plan(rows, indptr, order, last, *heads, causal=True, q_data_type=DTYPE, kv_data_type=DTYPE)
+    q = torch.randn(setting.num_seqs * setting.query_len, setting.query_heads, setting.head_size, device=device, dtype=DTYPE)
+    return lambda: wrapper.run(q, pages)
+
+
+def copy(setting: Write, device: torch.device) -> Call:
+    """A bf16 write that need not even scatter: K and V, side by side, copied in one launch."""
+    rows = torch.randn(2, setting.tokens, setting.kv_heads, setting.head_size, device=device).to(DTYPE)
+    pages = torch.empty_like(rows)
+    return lambda: pages.copy_(rows)

@@ -1,0 +1,62 @@
+"""One line of the table, and how a line comes about whatever goes wrong in it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from timing import Call, Timer
+
+FLASHINFER, COPY = "flashinfer bf16", "torch copy bf16"
+PEERS = (FLASHINFER, COPY)
+"""Rows of the table that are no mode of ours."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. ``bytes`` must cross the memory bus once, ``flops`` be done (0: none counted). ``error``: why there is no time."""
+
+    op: str
+    mode: str
+    setting: str
+    us: float | None = None
+    host_us: float | None = None
+    bytes: int = 0
+    flops: int = 0
+    repeats: int = 0
+    method: str = ""
+    error: str = ""
+
+
+def measured(timer: Timer, row: Row, build: Callable[[], Call], *, allow_eager: bool = False) -> Row:
+    """``row`` with the times of what ``build`` returns, or with the error; the memory is free again either way."""
+    error = ""
+    call: Call | None = None
+    try:
+        call = build()
+        timing = timer.measure(call, row.bytes, allow_eager=allow_eager)
+        return Row(row.op, row.mode, row.setting, timing.device_us, timing.host_us, row.bytes, row.flops, timing.repeats, timing.method)
+    except Exception as caught:  # out of memory, a kernel that does not compile: the other rows still count
+        error = brief(caught)
+    finally:
+        call = None
+        release(timer.device)
+    return Row(row.op, row.mode, row.setting, bytes=row.bytes, flops=row.flops, error=error)
+
+
+def brief(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def release(device: torch.device) -> None:
+    """Give memory that nothing refers to back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # after a kernel's fault everything fails; each row will say so
+            torch.cuda.empty_cache()

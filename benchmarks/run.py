@@ -1,0 +1,198 @@
+"""The whole table, from one command: ``python benchmarks/run.py``.
+
+Decode, prefill and write of every installed mode, against ``none`` and FlashInfer's bf16 kernels in the same run. Nothing is timed
+before every mode has passed the correctness gate. Prints the tables; writes ``benchmarks.json`` and ``benchmarks.png``.
+
+Exit status: 0; 1 if a row ended in an error; 2 for a machine without CUDA or a wrong command line; 3 if the gate is red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import checkout
+
+checkout.use()
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import baselines  # noqa: E402
+import bench_decode  # noqa: E402
+import bench_prefill  # noqa: E402
+import bench_write  # noqa: E402
+import gate  # noqa: E402
+import report  # noqa: E402
+import shapes  # noqa: E402
+from kvq_core import KVQError, QuantKVBackend, get_backend, list_backends  # noqa: E402
+from rows import Row  # noqa: E402
+from timing import Timer  # noqa: E402
+
+OK, ROW_ERROR, CANNOT_RUN, GATE_RED = 0, 1, 2, 3
+H200_READ = 4.3e12
+"""Bytes a second that pure reads reach on an H200 (4.39e12 measured; copies 4.24e12)."""
+_RUN = {"decode": bench_decode.run, "prefill": bench_prefill.run, "write": bench_write.run}
+Plan = tuple[tuple[str, tuple[shapes.Setting, ...]], ...]
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only decode in settings A, B and C")
+    parser.add_argument("--modes", nargs="+", metavar="MODE", help="only these (with commas or spaces); none is always among them")
+    parser.add_argument("--settings", metavar="A,B,...", help="only these, or all of decode, prefill or write; see shapes.py")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"), metavar="DIR", help="for the JSON and the PNG")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show the difference to an earlier run")
+    parser.add_argument("--no-peers", action="store_true", help="leave FlashInfer and the plain copy out")
+    return parser.parse_args(argv)
+
+
+def backends_of(names: Sequence[str] | None) -> list[QuantKVBackend]:
+    """``none`` first, then the modes named, or all that are installed."""
+    given = [name for part in names or () for name in part.split(",") if name]
+    wanted = given or sorted({entry.mode for entry in list_backends()})
+    found = {backend.mode: backend for backend in map(get_backend, ["none", *wanted])}
+    return list(found.values())
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    if options.settings:
+        return shapes.chosen([name.strip() for name in options.settings.split(",") if name.strip()])
+    return shapes.QUICK if options.quick else shapes.DEFAULT
+
+
+def _output(*command: str) -> str:
+    """First line of what a command prints; ``unknown`` if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return (done.stdout.strip().splitlines() or ["unknown"])[0]
+
+
+def installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
+    """What the figures were measured on and with; ``hbm`` in bytes a second is what 100 % means."""
+    name = torch.cuda.get_device_name(device)
+    copied = timer.copy_bandwidth()
+    return {
+        "gpu": name,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "flashinfer": installed("flashinfer-python"),
+        "commit": _output("git", "-C", str(checkout.ROOT), "describe", "--always", "--dirty"),
+        "copy_bandwidth": copied,
+        "hbm": H200_READ if "H200" in name else copied,
+        "floor_us": timer.floor(),
+    }
+
+
+def header(facts: dict[str, Any]) -> str:
+    """The facts, and how to read the figures."""
+    source = "of an H200" if facts["hbm"] == H200_READ else "as copying measured it"
+    copied, whole = facts["copy_bandwidth"] / 1e12, facts["hbm"] / 1e12
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("driver", "python", "torch", "triton", "flashinfer", "commit"))
+    return "\n".join(
+        (
+            f"{facts['gpu']}: {versions}",
+            f"copy measured here: {copied:.2f} TB/s (read + write); 100 % HBM = {whole:.2f} TB/s, {source}",
+            f"us: median CUDA-graph replay, cold cache, {facts['floor_us']:.1f} us of it the replay of an empty kernel; "
+            "host us: one eager call of the door",
+        )
+    )
+
+
+def gate_is_green(backends: Sequence[QuantKVBackend], plan: Plan, device: torch.device, bar: tqdm[Any]) -> bool:
+    """Check every mode; print each fault and one line in the end."""
+    cases = gate.shapes_of([setting for _, settings in plan for setting in settings])
+    bar.reset(total=len(backends) * len(cases))
+    verdicts = []
+    for verdict in gate.check_all(backends, cases, device):
+        bar.set_description(f"gate, {verdict.mode}")
+        bar.update()
+        verdicts.append(verdict)
+    red = [v for v in verdicts if not v.green]
+    for v in red:
+        bar.write(f"RED  {v.mode}, {v.problem}: {v.fault}")
+    worst = max((v.read_error for v in verdicts if v.green), default=0.0)
+    if red:
+        bar.write(f"correctness gate: {len(red)} of {len(verdicts)} checks are red; no speed is reported", file=sys.stderr)
+    else:
+        bar.write(f"correctness gate: green, {len(verdicts)} checks, worst relative error of a read {worst:.1e}\n")
+    return not red
+
+
+def measure(backends: Sequence[QuantKVBackend], plan: Plan, timer: Timer, *, peers: bool, bar: tqdm[Any]) -> list[Row]:
+    """Every row of the plan."""
+    has_peer = {"decode": baselines.flashinfer() is not None, "prefill": baselines.flashinfer() is not None, "write": True}
+    bar.reset(total=sum(len(settings) * (len(backends) + (peers and has_peer[op])) for op, settings in plan))
+    found = []
+    for op, settings in plan:
+        for row in _RUN[op](backends, settings, timer, peers=peers):
+            bar.set_description(f"{op} {row.setting}, {row.mode}")
+            bar.update()
+            found.append(row)
+    return found
+
+
+def show(plan: Plan, facts: dict[str, Any], rows: Sequence[Row], out: Path) -> None:
+    """Print the tables, write the JSON and the PNG."""
+    lines = report.lines(rows, facts["hbm"])
+    for op, settings in plan:
+        print(f"{op}\n" + "\n".join(f"  {setting}" for setting in settings) + f"\n\n{report.table(op, lines)}\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "benchmarks.json").write_text(json.dumps(report.as_json(facts, rows, facts["hbm"]), indent=1) + "\n")
+    written = [str(out / "benchmarks.json")]
+    try:
+        report.plot(lines, f"kvq {facts['commit']} on {facts['gpu']}", out / "benchmarks.png")
+        written.append(str(out / "benchmarks.png"))
+    except ImportError:
+        print("no plot: matplotlib is not installed", file=sys.stderr)
+    print(f"written: {', '.join(written)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    try:
+        plan, backends = plan_of(options), backends_of(options.modes)
+        old = report.load(options.compare) if options.compare else None
+    except (ValueError, KVQError) as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    if not torch.cuda.is_available():
+        print("run.py: the benchmarks time kernels on a CUDA GPU, and torch sees none on this machine", file=sys.stderr)
+        return CANNOT_RUN
+    begin = time.perf_counter()
+    device = torch.device("cuda", torch.cuda.current_device())
+    timer = Timer(device)
+    facts = machine(device, timer)
+    print(header(facts), flush=True)
+    with tqdm(total=0, file=sys.stderr, disable=not sys.stderr.isatty(), leave=False) as bar, torch.inference_mode():
+        if not gate_is_green(backends, plan, device, bar):
+            return GATE_RED
+        rows = measure(backends, plan, timer, peers=not options.no_peers, bar=bar)
+    facts["seconds"] = round(time.perf_counter() - begin, 1)
+    show(plan, facts, rows, options.out)
+    if old is not None:
+        print("\n" + report.changes_table(old, facts, report.compare(old, rows)))
+    print(f"{facts['seconds']:.0f} s")
+    return ROW_ERROR if any(row.error for row in rows) else OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What is measured: the settings, as values, and the bytes and operations that each of them must move and do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kvq_core import QuantKVBackend
+
+DTYPE = torch.bfloat16
+"""Of queries, outputs and new rows, everywhere."""
+
+
+def row_bytes(backend: QuantKVBackend, head_size: int) -> int:
+    """Bytes that ``backend`` stores for one K or V row of one token and head: the codes, and the float32 scale if it has one."""
+    codes = backend.packed_head_size(head_size) * backend.cache_dtype(DTYPE).itemsize
+    return codes + (4 if backend.needs_scale_caches else 0)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Attention of ``query_len`` new tokens of each sequence over its ``seq_lens`` keys (the new ones included), causal."""
+
+    name: str
+    seq_lens: tuple[int, ...]
+    query_len: int = 1
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.seq_lens or min(self.seq_lens) < self.query_len or self.query_heads % self.kv_heads:
+            raise ValueError(f"not a setting: {self!r}")
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of each sequence."""
+        return tuple(-(-n // self.block_size) for n in self.seq_lens)
+
+    def bytes(self, backend: QuantKVBackend) -> int:
+        """Packed bytes of K and V that must be read once: codes and scales."""
+        return 2 * sum(self.seq_lens) * self.kv_heads * row_bytes(backend, self.head_size)
+
+    @property
+    def flops(self) -> int:
+        """Operations of the two products, over the keys that causality leaves."""
+        pairs = sum(self.query_len * (n - self.query_len) + self.query_len * (self.query_len + 1) // 2 for n in self.seq_lens)
+        return 4 * self.query_heads * self.head_size * pairs
+
+    def __str__(self) -> str:
+        low, high = min(self.seq_lens), max(self.seq_lens)
+        keys = f"{high}" if low == high else f"{low}..{high}"
+        heads = f"{self.query_heads}/{self.kv_heads} heads of {self.head_size}"
+        return f"{self.name}: {self.num_seqs} x {self.query_len} queries over {keys} keys, {heads}, blocks of {self.block_size}"
+
+
+@dataclass(frozen=True)
+class Write:
+    """``tokens`` new K and V rows for each head. ``scattered``: each goes to another block (decode), or they fill blocks (prefill)."""
+
+    name: str
+    tokens: int
+    scattered: bool = False
+    kv_heads: int = 8
+    head_size: int = 128
+    block_size: int = 16
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tokens if self.scattered else -(-self.tokens // self.block_size)
+
+    def bytes(self, backend: QuantKVBackend) -> int:
+        """Rows read and packed rows written, K and V, and the slots."""
+        return 2 * self.tokens * self.kv_heads * (self.head_size * DTYPE.itemsize + row_bytes(backend, self.head_size)) + 8 * self.tokens
+
+    def __str__(self) -> str:
+        where = "scattered" if self.scattered else "in whole blocks"
+        return f"{self.name}: {self.tokens} tokens {where}, {self.kv_heads} heads of {self.head_size}, K and V"
+
+
+Setting = Read | Write
+
+HEADLINE = (
+    Read("A", (8192,) * 64),
+    Read("B", (131072,)),
+    Read("C", (4096,) * 128, query_heads=64),
+)
+DECODE = (
+    *HEADLINE,
+    Read("b1-512", (512,)),
+    Read("b32-512", (512,) * 32),
+    Read("b1-4096", (4096,)),
+    Read("ragged", (131072, *(1024,) * 63)),
+    # The bytes of ``ragged``, spread evenly.
+    Read("even", (3056,) * 64),
+)
+PREFILL = (
+    Read("q8192", (8192,), query_len=8192),
+    Read("q2048-32768", (32768,), query_len=2048),
+)
+WRITE = (
+    Write("w64", 64, scattered=True),
+    Write("w8192", 8192),
+)
+MORE = (
+    *(Read(f"A-q{n}", (8192,) * 64, query_len=n) for n in (2, 4, 8)),
+    *(Read(f"A-d{d}", (8192,) * 64, head_size=d) for d in (64, 96, 192, 256)),
+    *(Read(f"A-g{g}", (8192,) * 64, query_heads=8 * g) for g in (1, 7, 16)),
+    *(Read(f"A-p{p}", (8192,) * 64, block_size=p) for p in (32, 64, 128)),
+)
+"""Decode settings that only ``--settings`` asks for: more query rows, other head sizes, groups and blocks."""
+
+DEFAULT = (("decode", DECODE), ("prefill", PREFILL), ("write", WRITE))
+QUICK = (("decode", HEADLINE),)
+
+
+def chosen(names: list[str]) -> tuple[tuple[str, tuple[Setting, ...]], ...]:
+    """The settings of these names (or of an operation's name: all its default ones) by operation; ``ValueError`` for others."""
+    everything: tuple[tuple[str, tuple[Setting, ...]], ...] = (("decode", DECODE + MORE), ("prefill", PREFILL), ("write", WRITE))
+    defaults: dict[str, tuple[Setting, ...]] = dict(DEFAULT)
+    wanted = {n for name in names for n in ([s.name for s in defaults[name]] if name in defaults else [name])}
+    known = {s.name for _, settings in everything for s in settings}
+    if not wanted or not wanted <= known:
+        raise ValueError(
+            f"no such settings: {', '.join(sorted(wanted - known)) or 'none named'}; known: {', '.join([*defaults, *sorted(known)])}"
+        )
+    picked = ((op, tuple(s for s in settings if s.name in wanted)) for op, settings in everything)
+    return tuple((op, settings) for op, settings in picked if settings)

@@ -1,0 +1,248 @@
+"""Bad input: each raises :class:`ArgumentError`, names the argument, and changes not one byte. ``KVQ_DEBUG=1`` looks at values too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvq_core.errors import ArgumentError
+from kvq_core.testing.cases import Case
+from kvq_core.testing.places import Place
+from kvq_core.testing.scene import Scene
+from kvq_core.testing.subject import Subject
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+Change = Callable[[dict[str, Any], Scene], None]
+
+
+def _set(name: str, make: Callable[[torch.Tensor], Any]) -> Change:
+    def change(arguments: dict[str, Any], built: Scene) -> None:
+        arguments[name] = make(arguments[name])
+
+    return change
+
+
+def _gapped(x: torch.Tensor) -> torch.Tensor:
+    """The same values with a last dimension that is not contiguous."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def _wider(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, x[..., :8]), -1)
+
+
+def _more_heads(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, x[..., :1, :]), -2)
+
+
+def _resized(size: int, x: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(*x.shape[:2], size)
+
+
+def _odd_block(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :-1]
+
+
+def _scratch(**wrong: Callable[[Scene], Any]) -> Change:
+    """An engine's buffers for two segments, with something wrong."""
+
+    def change(arguments: dict[str, Any], built: Scene) -> None:
+        arguments.update(built.scratch(2) | {name: make(built) for name, make in wrong.items()})
+
+    return change
+
+
+WRITES: dict[str, tuple[str, Change]] = {
+    "key rank": ("key", _set("key", lambda x: x[0])),
+    "key dtype": ("key", _set("key", lambda x: x.double())),
+    "key strides": ("key", _set("key", _gapped)),
+    "key heads": ("value", _set("key", _more_heads)),
+    "both heads": ("key", lambda a, s: a.update(key=_more_heads(a["key"]), value=_more_heads(a["value"]))),
+    "value rank": ("value", _set("value", lambda x: x[None])),
+    "value dtype": ("value", _set("value", lambda x: x.to(torch.bfloat16))),
+    "value strides": ("value", _set("value", _gapped)),
+    "value tokens": ("value", _set("value", lambda x: x[1:])),
+    "slot rank": ("slot_mapping", _set("slot_mapping", lambda x: x[None])),
+    "slot dtype": ("slot_mapping", _set("slot_mapping", lambda x: x.int())),
+    "slot count": ("slot_mapping", _set("slot_mapping", lambda x: x[1:])),
+    "key_cache rank": ("key_cache", _set("key_cache", lambda x: x[0])),
+    "key_cache dtype": ("key_cache", _set("key_cache", lambda x: x.new_zeros(x.shape, dtype=torch.int32))),
+    "key_cache packed size": ("key_cache", _set("key_cache", _wider)),
+    "key_cache strides": ("key_cache", _set("key_cache", _gapped)),
+    "key_cache block size": ("key_cache", _set("key_cache", _odd_block)),
+    "value_cache packed size": ("value_cache", _set("value_cache", _wider)),
+    "value_cache blocks": ("value_cache", lambda a, s: _cut(a, s, "value_cache", "v_scale_cache")),
+}
+
+READS: dict[str, tuple[str, Change]] = {
+    "q rank": ("q", _set("q", lambda x: x[0])),
+    "q dtype": ("q", _set("q", lambda x: x.double())),
+    "q strides": ("q", _set("q", _gapped)),
+    "q heads": ("q", lambda a, s: a.update(q=_more_heads(a["q"]), out=_more_heads(a["out"]))),
+    "q head size": ("k_cache", _set("q", lambda x: torch.cat((x, x), -1))),
+    "out rank": ("out", _set("out", lambda x: x[0])),
+    "out dtype": ("out", _set("out", lambda x: x.to(torch.float8_e4m3fn))),
+    "out tokens": ("out", _set("out", lambda x: x[1:])),
+    "out heads": ("out", _set("out", _more_heads)),
+    "out strides": ("out", _set("out", _gapped)),
+    "out head size": ("v_cache", _set("out", lambda x: torch.cat((x, x), -1))),
+    "k_cache rank": ("k_cache", _set("k_cache", lambda x: x[0])),
+    "k_cache packed size": ("k_cache", _set("k_cache", _wider)),
+    "k_cache strides": ("k_cache", _set("k_cache", _gapped)),
+    "v_cache dtype": ("v_cache", _set("v_cache", lambda x: x.new_zeros(x.shape, dtype=torch.int32))),
+    "cu_seqlens_q dtype": ("cu_seqlens_q", _set("cu_seqlens_q", lambda x: x.long())),
+    "cu_seqlens_q length": ("cu_seqlens_q", _set("cu_seqlens_q", lambda x: x[1:])),
+    "cu_seqlens_q strides": ("cu_seqlens_q", _set("cu_seqlens_q", lambda x: torch.stack((x, x), -1)[:, 0])),
+    "seqused_k rank": ("seqused_k", _set("seqused_k", lambda x: x[None])),
+    "seqused_k dtype": ("seqused_k", _set("seqused_k", lambda x: x.float())),
+    "block_table rank": ("block_table", _set("block_table", lambda x: x[0])),
+    "block_table dtype": ("block_table", _set("block_table", lambda x: x.long())),
+    "block_table rows": ("block_table", _set("block_table", lambda x: x[:1])),
+    "block_table strides": ("block_table", _set("block_table", _gapped)),
+    "max_seqlen_q": ("max_seqlen_q", _set("max_seqlen_q", lambda x: -1)),
+    "softmax_scale": ("softmax_scale", _set("softmax_scale", lambda x: float("nan"))),
+    "window left": ("window_size", _set("window_size", lambda x: (-2, 0))),
+    "window ahead": ("window_size", _set("window_size", lambda x: (16, 3))),
+    "window length": ("window_size", _set("window_size", lambda x: (16,))),
+    "softcap": ("softcap", _set("softcap", lambda x: -1.0)),
+    "softcap infinite": ("softcap", _set("softcap", lambda x: float("inf"))),
+    "sinks length": ("sinks", lambda a, s: a.update(sinks=torch.zeros(a["q"].shape[1] + 1, device=s.device))),
+    "sinks dtype": ("sinks", lambda a, s: a.update(sinks=torch.zeros(a["q"].shape[1], dtype=torch.int32, device=s.device))),
+    "slopes length": ("alibi_slopes", lambda a, s: a.update(alibi_slopes=torch.zeros(1, device=s.device))),
+    "slopes rank": ("alibi_slopes", lambda a, s: a.update(alibi_slopes=torch.zeros(a["q"].shape[1], 1, device=s.device))),
+    "qq_bias square": ("qq_bias", lambda a, s: a.update(qq_bias=torch.zeros(3, 4, device=s.device))),
+    "qq_bias rank": ("qq_bias", lambda a, s: a.update(qq_bias=torch.zeros(4, device=s.device))),
+    "mm_prefix dtype": ("mm_prefix_range", lambda a, s: a.update(mm_prefix_range=torch.zeros(2, 1, 2, device=s.device))),
+    "mm_prefix shape": ("mm_prefix_range", lambda a, s: a.update(mm_prefix_range=s.tensor([[[1, 2, 3]]] * 2, torch.int32))),
+    "output_scale size": ("output_scale", lambda a, s: a.update(output_scale=torch.ones(2, device=s.device))),
+    "output_scale dtype": ("output_scale", lambda a, s: a.update(output_scale=torch.ones(1, device=s.device).half())),
+    "segments": ("num_par_softmax_segments", _scratch(num_par_softmax_segments=lambda s: 0)),
+    "scratch heads": ("softmax_segm_output", _scratch(softmax_segm_output=lambda s: torch.zeros(9, 1, 2, 64, device=s.device))),
+    "scratch segments": ("softmax_segm_max", _scratch(softmax_segm_max=lambda s: s.scratch(3)["softmax_segm_max"])),
+    "scratch dtype": ("softmax_segm_expsum", _scratch(softmax_segm_expsum=lambda s: s.scratch(2)["softmax_segm_max"].half())),
+}
+
+SCALES: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
+    "missing k scales": ("k_scale_cache", lambda x: None),
+    "missing v scales": ("v_scale_cache", lambda x: None),
+    "k scales dtype": ("k_scale_cache", lambda x: x.half()),
+    "v scales shape": ("v_scale_cache", lambda x: x.expand(2, *x.shape)),
+    "k scales elements": ("k_scale_cache", lambda x: x[:-1] if x.dim() == 3 else x.repeat(2)),
+}
+
+
+def _cut(arguments: dict[str, Any], built: Scene, cache: str, scale: str) -> None:
+    """One block fewer of one half."""
+    arguments[cache] = arguments[cache][1:]
+    if built.backend.needs_scale_caches:
+        arguments[scale] = arguments[scale][1:]
+
+
+class InputTests(Subject):
+    @pytest.mark.quick
+    @pytest.mark.parametrize("what", WRITES)
+    def test_bad_write(self, backend: QuantKVBackend, place: Place, what: str) -> None:
+        self.assert_refused(backend, place, "write", *WRITES[what])
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("what", READS)
+    def test_bad_read(self, backend: QuantKVBackend, place: Place, what: str) -> None:
+        self.assert_refused(backend, place, "read", *READS[what])
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("door", ["write", "read"])
+    @pytest.mark.parametrize("what", SCALES)
+    def test_bad_scales(self, backend: QuantKVBackend, place: Place, door: str, what: str) -> None:
+        if not backend.reads_scales:
+            pytest.skip(f"{backend.mode} takes no scales")
+        name, make = SCALES[what]
+        self.assert_refused(backend, place, door, name, _set(name, make))
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("door", ["write", "read"])
+    def test_bad_head_size(self, backend: QuantKVBackend, place: Place, door: str) -> None:
+        too_large = backend.max_head_size + backend.head_size_multiple
+        for size in (too_large, *([64 + backend.head_size_multiple // 2] if backend.head_size_multiple > 1 else [])):
+            name = "key" if door == "write" else "q"
+            self.assert_refused(backend, place, door, name, _set(name, functools.partial(_resized, size)))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+    @pytest.mark.parametrize(
+        ("door", "name"),
+        [("write", "value"), ("write", "slot_mapping"), ("write", "key_cache"), ("write", "value_cache")]
+        + [("read", name) for name in ("out", "k_cache", "v_cache", "cu_seqlens_q", "seqused_k", "block_table")],
+    )
+    def test_other_device(self, backend: QuantKVBackend, place: Place, door: str, name: str) -> None:
+        self.assert_refused(backend, place, door, name, _set(name, lambda x: x.cpu()))
+
+    def assert_refused(self, backend: QuantKVBackend, place: Place, door: str, argument: str, change: Change) -> None:
+        """The door refuses the changed arguments, names ``argument`` first, and leaves cache, output and scratch as they were."""
+        built = self.build(backend, Case(query_lens=(3, 1), seq_lens=(20, 9)), place).fill()
+        buffer = built.fresh_out()
+        arguments = built.write_arguments() if door == "write" else {"out": buffer["rows"], **built.read_arguments()}
+        change(arguments, built)
+        call = backend.reshape_and_cache if door == "write" else backend.unified_attention
+        with pytest.raises(ArgumentError) as caught:
+            call(**arguments)
+        error = caught.value
+        # The read door calls the caches k_cache and v_cache; one name for both doors is as good.
+        names = {argument, {"k_cache": "key_cache", "v_cache": "value_cache"}.get(argument, argument)}
+        assert error.argument in names, f"names {error.argument}: {error}"
+        assert str(error).startswith(f"{error.argument}: got ") and ", need " in str(error)
+        assert not built.pages.changed() and not buffer.changed(), "refused, but something was written"
+
+    # -- values, under KVQ_DEBUG=1 --------------------------------------------------------------------------------------
+
+    @pytest.mark.quick
+    def test_debug_slots(self, backend: QuantKVBackend, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVQ_DEBUG", "1")
+        built = self.build(backend, Case(), place)
+        built.pages.settle()
+        end = built.num_blocks * built.case.block_size
+        for row, slot in ((4, end), (4, int(built.slots[2]))):
+            slots = built.slots.clone()
+            slots[row] = slot
+            slots[11] = slot if slot == end else -1
+            with pytest.raises(ArgumentError, match=rf"slot_mapping: got slot {slot}\b.* row {row}\b"):
+                built.write(slot_mapping=slots)
+            assert not built.pages.changed()
+        built.write()
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize(
+        ("name", "at", "value", "message"),
+        [
+            ("block_table", (1, 1), -1, "block_table: got block -1 in row 1, column 1"),
+            ("block_table", (0, 2), 10**6, "block_table: got block 1000000 in row 0, column 2"),
+            ("seqused_k", (1,), 2, "seqused_k: got 2 for sequence 1"),
+            ("seqused_k", (0,), 10**5, "block_table: got 5 columns"),
+            ("cu_seqlens_q", (1,), 99, "cu_seqlens_q: got"),
+            ("cu_seqlens_q", (0,), 1, "cu_seqlens_q: got"),
+        ],
+    )
+    def test_debug_batch(
+        self,
+        backend: QuantKVBackend,
+        place: Place,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        at: tuple[int, ...],
+        value: int,
+        message: str,
+    ) -> None:
+        monkeypatch.setenv("KVQ_DEBUG", "1")
+        built = self.build(backend, Case(), place).fill()
+        built.read()
+        changed = built.read_arguments()[name].clone()
+        changed[at] = value
+        buffer = built.fresh_out()
+        with pytest.raises(ArgumentError, match=message):
+            backend.unified_attention(out=buffer["rows"], **built.read_arguments() | {name: changed})
+        assert not buffer.changed()

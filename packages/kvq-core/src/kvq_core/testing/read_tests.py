@@ -1,0 +1,181 @@
+"""The read door: attention over the decoded rows, whatever the options, the batch, the pages and the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvq_core.schedule import batch_invariant
+from kvq_core.testing import places, strategies
+from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, Case
+from kvq_core.testing.places import Place
+from kvq_core.testing.subject import Subject
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+_DECODE = Case(query_lens=(1, 1, 1), seq_lens=(70, 1, 33))
+_ROWS = Case(query_lens=(3, 1, 8), seq_lens=(70, 45, 33), queries_per_kv=3)
+_SPLIT = (
+    Case(query_lens=(1, 1), seq_lens=(560, 270), num_kv_heads=1),
+    Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, sinks=True, window=300),
+    Case(query_lens=(2, 20, 0), seq_lens=(300, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, head_size=96),
+)
+_INVARIANT = (
+    Case(query_lens=(1, 3, 1), seq_lens=(70, 33, 300), num_kv_heads=1),
+    Case(query_lens=(1, 1), seq_lens=(2100, 40), num_kv_heads=1, queries_per_kv=1),
+    Case(query_lens=(20, 1, 17), seq_lens=(33, 300, 60), num_kv_heads=1),
+)
+_INVARIANT_LARGE = (Case(query_lens=(1, 4, 300, 1, 1), seq_lens=(9000, 4100, 2600, 70, 1), head_size=128, dtype=torch.bfloat16),)
+
+
+class ReadTests(Subject):
+    @places.each(OPTIONS + SHAPES, large=LARGE, quick=QUICK)
+    def test_attention(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        self.assert_read(backend, self.build(backend, case, place).fill(), place)
+
+    def test_random_attention(self, backend: QuantKVBackend, place: Place) -> None:
+        def check(case: Case) -> None:
+            self.assert_read(backend, self.build(backend, case, place, seed=len(str(case))).fill(), place)
+
+        self.for_all(place, strategies.cases(backend, place), check, share=3)
+
+    @places.each((_ROWS, _DECODE), large=LARGE[:4], quick=(_ROWS,))
+    def test_what_was_written_is_read(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """Through both doors, with no ``encode`` between."""
+        built = self.build(backend, case, place)
+        built.write()
+        self.assert_read(backend, built, place)
+
+    # -- what must not matter -------------------------------------------------------------------------------------------
+
+    @places.each((_DECODE, _ROWS), quick=(_ROWS,))
+    def test_unused_bytes_do_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """Not one bit of the result may come from a slot that is not in use, whatever lies there."""
+        built = self.build(backend, case, place).fill()
+        used = built.pages.raw.clone()
+        wanted = built.read()
+        owned = torch.zeros_like(used, dtype=torch.bool)
+        _mark(built, owned)
+        noise = torch.randint(256, used.shape, generator=torch.Generator().manual_seed(5), dtype=torch.uint8).to(used.device)
+        for filling in (torch.zeros_like(used), torch.full_like(used, 0x7F), noise):
+            built.pages.raw.copy_(torch.where(owned, used, filling))
+            assert torch.equal(built.read(), wanted)
+
+    @places.each((_DECODE, _ROWS), large=LARGE[3:4])
+    def test_placement_does_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        outs = [self.build(backend, case, place, block_seed=seed).fill().read() for seed in (1, 2)]
+        assert torch.equal(*outs)
+
+    @places.each((_DECODE, _ROWS), large=LARGE[3:4])
+    def test_order_of_sequences_does_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        built = self.build(backend, case, place).fill()
+        order = list(range(case.num_seqs))[::-1]
+        self.assert_read(backend, built, place, order)
+        self.assert_read(backend, built, place, order[:1])
+
+    @places.each((_DECODE, _ROWS), large=LARGE[:2])
+    def test_engine_splits(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """With an engine's scratch and segment counts, 3D and 2D: always the same result."""
+        built = self.build(backend, case, place).fill()
+        for segments in (1, 3, 16):
+            self.assert_read(backend, built, place, seq_threshold_3D=128, **built.scratch(segments))
+        self.assert_read(backend, built, place, seq_threshold_3D=0, **built.scratch(2))
+
+    @places.each(_SPLIT, large=LARGE[:4])
+    def test_planned_splits(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """kvq's own plan."""
+        self.assert_read(backend, self.build(backend, case, place).fill(), place)
+
+    @places.each((_DECODE, _SPLIT[1]), large=LARGE[:4])
+    def test_longest_sequence_is_a_hint(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """``max_seqlen_k`` steers the plan only: too small or too large, the result is the same."""
+        built = self.build(backend, case, place).fill()
+        for hint in (1, 100_000):
+            self.assert_read(backend, built, place, max_seqlen_k=hint)
+
+    def test_query_lengths_are_bounded_from_above(self, backend: QuantKVBackend, place: Place) -> None:
+        built = self.build(backend, _ROWS, place).fill()
+        self.assert_read(backend, built, place, max_seqlen_q=50)
+
+    @places.each(_INVARIANT, large=_INVARIANT_LARGE)
+    def test_batch_invariance(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """Under the switch a sequence's result has the same bits alone, in its batch, and in another order."""
+        built = self.build(backend, case, place).fill()
+        with batch_invariant(True):
+            together = built.read()
+            self.assert_exact(backend, built, place, together)
+            parts = list(together.split(list(case.query_lens)))
+            for seq in range(case.num_seqs):
+                assert torch.equal(built.read([seq]), parts[seq]), f"sequence {seq} alone"
+            backwards = built.read(list(range(case.num_seqs))[::-1])
+            assert torch.equal(backwards, torch.cat(parts[::-1]))
+
+    # -- what must not spread -------------------------------------------------------------------------------------------
+
+    @pytest.mark.quick
+    def test_bad_query_row_stays_alone(self, backend: QuantKVBackend, place: Place) -> None:
+        built = self.build(backend, _ROWS, place).fill()
+        wanted = built.read().clone()
+        built.q[2, 1, 5] = torch.nan
+        got = built.read()
+        same = torch.ones(wanted.shape[:2], dtype=torch.bool, device=place.device)
+        same[2, 1] = False
+        assert torch.equal(got[same], wanted[same])
+        assert bool(got[2, 1].isnan().all()), "a NaN query gives a NaN result"
+
+    @pytest.mark.quick
+    def test_bad_key_stays_in_its_head_and_sequence(self, backend: QuantKVBackend, place: Place) -> None:
+        built = self.build(backend, _ROWS, place).fill()
+        wanted = built.read().clone()
+        # The newest key of sequence 1, key/value head 0.
+        at = built.first_key(2) - 1
+        built.key[at, 0, 3] = built.value[at, 0, 3] = torch.nan
+        got = built.fill().read()
+        row, group = built.first_row(1), built.case.queries_per_kv
+        same = torch.ones(wanted.shape[:2], dtype=torch.bool, device=place.device)
+        same[row, :group] = False
+        assert torch.equal(got[same], wanted[same])
+        if backend.needs_scale_caches or not backend.reads_scales:
+            assert bool(got[row, :group].isnan().any()), "what sees a NaN row is NaN"
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "first", "last"])
+    def test_blocks_outside_the_cache(self, backend: QuantKVBackend, place: Place, bad: int | str) -> None:
+        """Keys in such a block are not seen. The blocks just before and after the cache hold NaN here."""
+        built = self.build(backend, _ROWS, place).fill()
+        table = built.block_table.clone()
+        table[0, 1] = {"first": built.num_blocks, "last": -1}.get(str(bad), bad)  # type: ignore[arg-type]
+        table[2, 0] = built.num_blocks + 1
+        self.assert_read(backend, built, place, block_table=table)
+
+    def test_row_that_sees_nothing(self, backend: QuantKVBackend, place: Place) -> None:
+        """All its keys lie outside the cache: zeros, with sinks too."""
+        for sinks in (False, True):
+            built = self.build(backend, Case(query_lens=(1, 2), seq_lens=(9, 20), sinks=sinks), place).fill()
+            table = built.block_table.clone()
+            table[0] = -1
+            out = built.read(block_table=table)
+            assert torch.equal(out[0], torch.zeros_like(out[0]))
+            self.assert_exact(backend, built, place, out, block_table=table)
+
+    @pytest.mark.quick
+    def test_nothing_to_read(self, backend: QuantKVBackend, place: Place) -> None:
+        built = self.build(backend, Case(query_lens=(0, 0), seq_lens=(20, 0)), place).fill()
+        assert built.read().shape[0] == 0
+        assert built.read([]).shape[0] == 0
+
+
+def _mark(built: object, owned: torch.Tensor) -> None:
+    """Set the bytes of the slots in use."""
+    from kvq_core.testing.scene import Scene
+
+    assert isinstance(built, Scene)
+    marks = torch.zeros_like(built.pages.raw)
+    block, offset = built.slots // built.case.block_size, built.slots % built.case.block_size
+    for field in built.pages.fields.values():
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32}[field.dtype.itemsize]
+        field.of(marks, width)[block, offset] = -1
+    owned.copy_(marks != 0)

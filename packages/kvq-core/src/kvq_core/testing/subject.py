@@ -1,0 +1,136 @@
+"""What every part of the suite knows about the mode under test, and what a mode may say about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from kvq_core.errors import ArgumentError
+from kvq_core.registry import get_backend
+from kvq_core.testing import budgets, oracle, places, scene
+from kvq_core.testing.cases import Case
+from kvq_core.testing.places import Place
+from kvq_core.testing.scene import Scene
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+T = TypeVar("T")
+
+
+class Subject:
+    """The mode under test. Override the methods of the first half to hold a mode to its own mathematics."""
+
+    mode: ClassVar[str]
+
+    scale_tolerance: ClassVar[float] = 2.0**-20
+    """How far, relatively, a written scale may be from ``encode``'s: a few float32 roundings. More where the word holds something else."""
+
+    def make_backend(self) -> QuantKVBackend:
+        return get_backend(self.mode)
+
+    def space(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [..., d], seen where the mode quantizes them: float64, rotated if the mode rotates."""
+        return x.double()
+
+    def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        """The bound on |space(x) - space(decode(encode(x)))|, from the mode's mathematics (:mod:`kvq_core.testing.budgets`).
+
+        ``given`` is the scale for modes that are given it. The default asks little: no row may lose more than itself.
+        """
+        return self.space(x).norm(dim=-1, keepdim=True)
+
+    def rounding(self, x: torch.Tensor) -> torch.Tensor:
+        """How far [..., 1] two float32 evaluations of space(x) may be apart: ties within that may fall either way."""
+        return 4 * budgets.rotation(x.double())
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the mode's kernels round queries and probabilities to, for a model of ``dtype``."""
+        return torch.float16 if dtype == torch.float32 else dtype
+
+    # -- shared by the parts --------------------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def backend(self) -> QuantKVBackend:
+        return self.make_backend()
+
+    @pytest.fixture(params=places.params())
+    def place(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+        return places.enter(request.param, monkeypatch)
+
+    def fits(self, backend: QuantKVBackend, *head_sizes: int) -> bool:
+        try:
+            for size in head_sizes:
+                backend.check_head_size(size, "head_size")
+        except ArgumentError:
+            return False
+        return True
+
+    def build(self, backend: QuantKVBackend, case: Case, place: Place, seed: int = 0, block_seed: int | None = None) -> Scene:
+        if not self.fits(backend, case.head_size, case.value_size):
+            pytest.skip(f"{backend.mode} does not pack these head sizes")
+        return scene.build(case, backend, place.device, seed, block_seed)
+
+    def for_all(self, place: Place, strategy: SearchStrategy[T], check: Callable[[T], None], share: float = 1.0) -> None:
+        """Hold ``check`` to the place's number of examples (times ``share``) of ``strategy``: the same ones in every run."""
+
+        @settings(
+            max_examples=max(2, int(place.examples * share)),
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=(Phase.explicit, Phase.generate, *((Phase.shrink,) if place.name != "interpret" else ())),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategy)
+        def run(example: T) -> None:
+            check(example)
+
+        run()
+
+    def assert_read(self, backend: QuantKVBackend, built: Scene, place: Place, seqs: list[int] | None = None, **overrides: Any) -> None:
+        """Read through the door, and compare each sequence with float64 attention within the derived budget."""
+        out = built.read(seqs, **overrides)
+        self.assert_exact(backend, built, place, out, seqs, **overrides)
+
+    def assert_exact(
+        self, backend: QuantKVBackend, built: Scene, place: Place, out: torch.Tensor, seqs: list[int] | None = None, **overrides: Any
+    ) -> None:
+        """Fail unless ``out`` is the attention of ``built`` to within rounding."""
+        case = built.case
+        arguments = built.read_arguments(seqs) | overrides
+        operand = self.operand_dtype(case.dtype) if place.kernels else torch.float32
+        level_error = budgets.level_error(backend) if place.kernels else 0.0
+        for position, seq in enumerate(range(case.num_seqs) if seqs is None else seqs):
+            if not case.query_lens[seq]:
+                continue
+            exact = oracle.of_sequence(built, seq, arguments, position)
+            bound = budgets.read(exact, arguments["softmax_scale"], arguments["softcap"], operand, level_error)
+            wanted, scale = exact.out, arguments["output_scale"]
+            if scale is not None:
+                largest = torch.finfo(out.dtype).max
+                wanted, bound = (wanted / scale.double()).clamp(-largest, largest), bound / scale.double()
+            bound = budgets.stored(bound, wanted, out.dtype)
+            first = int(arguments["cu_seqlens_q"][position])
+            got = out[first : first + case.query_lens[seq]].double().transpose(0, 1)
+            assert_within(got, wanted, bound, f"{case}: sequence {seq}, [head, row, channel]")
+
+
+def assert_within(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> None:
+    """Fail, naming the worst element, unless |got - wanted| <= bound everywhere. NaN is never within."""
+    error = (got.double() - wanted.double()).abs()
+    good = error <= bound
+    if bool(good.all()):
+        return
+    ratio = torch.where(good, 0.0, (error / bound).nan_to_num(torch.inf))
+    worst = [int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape)]
+    at = tuple(worst)
+    raise AssertionError(
+        f"{what}: {int((~good).sum())} of {good.numel()} elements out of bounds, worst at {worst}: "
+        f"got {float(got[at])!r}, exact {float(wanted[at])!r}, bound {float(bound.expand_as(error)[at]):.3g}"
+    )

@@ -1,0 +1,151 @@
+"""The write door: the bytes are ``encode``'s, they go where ``slot_mapping`` says, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from kvq_core.testing import budgets, places, strategies
+from kvq_core.testing.cases import QUICK, SHAPES, Case
+from kvq_core.testing.places import Place
+from kvq_core.testing.scene import Scene
+from kvq_core.testing.subject import Subject, assert_within
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+_LARGE = (
+    Case(query_lens=(1,), seq_lens=(3000,), num_kv_heads=8, head_size=128, dtype=torch.bfloat16),
+    Case(query_lens=(1,), seq_lens=(700,), num_kv_heads=5, head_size=112, dtype=torch.float32, layout="interleaved"),
+)
+_DTYPES = tuple(Case(dtype=dtype) for dtype in strategies.DTYPES[1:])
+
+
+class WriteTests(Subject):
+    @places.each(SHAPES + _DTYPES, large=_LARGE, quick=QUICK)
+    def test_written_rows(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        self.assert_write(self.build(backend, case, place), str(case))
+
+    def test_random_rows(self, backend: QuantKVBackend, place: Place) -> None:
+        """Rows of every kind, in random layouts, some of them padding or out of the cache."""
+        examples = st.tuples(
+            strategies.cases(backend, place, plain=True),
+            st.lists(st.sampled_from(strategies.KINDS), min_size=1, max_size=7),
+            st.integers(0, 2**20),
+        )
+
+        def check(example: tuple[Case, list[str], int]) -> None:
+            case, kinds, seed = example
+            built = self.build(backend, case, place, seed)
+            generator = torch.Generator().manual_seed(seed)
+            for x in (built.key, built.value):
+                for token in range(x.shape[0]):
+                    for head in range(x.shape[1]):
+                        kind = kinds[(token * x.shape[1] + head) % len(kinds)]
+                        x[token, head] = strategies.row(kind, x.shape[2], x.dtype, generator).to(x.device, x.dtype)
+            self.assert_write(built, f"{case}, {kinds}, seed {seed}", skip=seed % 5)
+
+        self.for_all(place, examples, check, share=2)
+
+    def assert_write(self, built: Scene, what: str, skip: int = 3) -> None:
+        """Write all rows but every ``skip``-th (0: all), and compare with ``encode``, byte for byte outside the rows written."""
+        slots = built.slots.clone()
+        num_slots = built.num_blocks * built.case.block_size
+        outside = built.tensor([-1, num_slots, -num_slots, num_slots + 5, -(2**40), 2**40], torch.int64)
+        if skip:
+            dropped = torch.arange(0, slots.shape[0], skip, device=slots.device)
+            slots[dropped] = outside[torch.arange(dropped.shape[0], device=slots.device) % 6]
+        kept = (slots >= 0) & (slots < num_slots)
+        built.pages.settle()
+        built.write(slot_mapping=slots)
+        where = (slots[kept] // built.case.block_size, slots[kept] % built.case.block_size)
+        built.pages.assert_only_changed({name: where for name in built.pages.fields}, f"{what}: the write")
+        for half, x in (("key", built.key), ("value", built.value)):
+            self.assert_encoded(built, half, x[kept], slots[kept], what)
+
+    def assert_encoded(self, built: Scene, half: str, x: torch.Tensor, slots: torch.Tensor, what: str) -> None:
+        """The stored scales are ``encode``'s, and each stored code is as near to its value as ``encode``'s is.
+
+        So a code may differ only where the value lies midway between two levels, and then by one step.
+        """
+        backend, scale_name = built.backend, f"{half[0]}_scale_cache"
+        given = built.given_scales.get(scale_name)
+        codes, scales = backend.encode(x, scale=given)
+        stored = built.stored(f"{half}_cache", slots)
+        if backend.needs_scale_caches:
+            assert scales is not None
+            words = built.stored(scale_name, slots)
+            bound = scales.double().abs() * self.scale_tolerance + budgets.SMALLEST
+            assert_within(words, scales, bound, f"{what}: {scale_name} [row, head]")
+        else:
+            words = scales = given  # type: ignore[assignment]
+        if not backend.reads_scales:
+            assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8)), f"{what}: {half}_cache is not a copy"
+        wanted, got, y = (self.space(r) for r in (backend.decode(codes, scales), backend.decode(stored, words), x))
+        largest = wanted.abs().amax(-1, keepdim=True) if wanted.numel() else wanted
+        tolerance = 2 * self.rounding(x) + (2 * self.scale_tolerance + 64 * budgets.F32) * largest + x.shape[-1] * budgets.SMALLEST
+        nearness = "distance of stored levels from the rows [row, head, channel]"
+        assert_within((y - got).abs(), (y - wanted).abs(), tolerance, f"{what}: {half}: {nearness}")
+        differ = (got - wanted).abs() > tolerance
+        if differ.numel() >= 4096 and what == str(built.case):
+            share = float(differ.double().mean())
+            assert share < 1e-3, f"{what}: {half}: {share:.2%} of the levels of random rows differ, though ties are rare"
+
+    @pytest.mark.quick
+    def test_raw_byte_caches(self, backend: QuantKVBackend, place: Place) -> None:
+        """Engines keep 8-bit caches as uint8: the same bytes arrive through either view."""
+        built = self.build(backend, Case(), place)
+        accepted = backend.accepted_cache_dtypes(built.case.dtype)
+        bytes_of = []
+        for dtype in accepted:
+            built.pages.restore()
+            built.write(**{name: built.pages[name].view(dtype) for name in ("key_cache", "value_cache")})
+            bytes_of.append(built.pages.raw.clone())
+        assert all(torch.equal(b, bytes_of[0]) for b in bytes_of)
+        caches = [{name: built.pages[f"{half}_cache"].view(dtype) for half, name in _CACHES} for dtype in accepted]
+        outs = [built.read(None, **given) for given in caches]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_bad_values_stay_in_their_row(self, backend: QuantKVBackend, place: Place, bad: float) -> None:
+        built = self.build(backend, Case(head_size=96, num_kv_heads=3), place)
+        built.write()
+        clean = {name: _bytes_of_rows(built, name).clone() for name in built.pages.fields}
+        built.key[7, 1, 11] = bad
+        built.value[9, 0, 3] = bad
+        built.pages.restore()
+        built.write()
+        for name, before in clean.items():
+            row = (7, 1) if name.startswith("k") else (9, 0)
+            same = (_bytes_of_rows(built, name) == before).all(-1)
+            same[row] = True
+            assert bool(same.all()), f"{bad} in row {row} changed other rows of {name}"
+
+    @pytest.mark.quick
+    def test_nothing_to_write(self, backend: QuantKVBackend, place: Place) -> None:
+        built = self.build(backend, Case(), place)
+        built.write(key=built.key[:0], value=built.value[:0], slot_mapping=built.slots[:0])
+        built.write(slot_mapping=torch.full_like(built.slots, -1))
+        built.pages.assert_only_changed({}, "a write of nothing")
+
+    def test_rewriting_a_slot(self, backend: QuantKVBackend, place: Place) -> None:
+        """What a slot held before does not matter: the same rows leave the same bytes."""
+        built = self.build(backend, replace(Case(), layout="interleaved"), place)
+        built.write()
+        once = built.pages.raw.clone()
+        built.write(key=-3 * built.key.roll(1, 0), value=built.value.roll(1, 0))
+        built.write()
+        assert torch.equal(built.pages.raw, once)
+
+
+def _bytes_of_rows(built: Scene, name: str) -> torch.Tensor:
+    """[rows, heads, bytes] of what the pages hold."""
+    return built.stored(name).reshape(*built.key.shape[:2], -1).view(torch.uint8)
+
+
+_CACHES: tuple[tuple[str, Any], ...] = (("key", "k_cache"), ("value", "v_cache"))

@@ -1,0 +1,129 @@
+"""The budgets themselves: an attention that rounds as they assume stays inside them, and one that is wrong about one key does not."""
+
+import math
+
+import pytest
+import torch
+
+from kvq_core import get_backend
+from kvq_core.hadamard import block_of, single_rht
+from kvq_core.testing import budgets, oracle, scene
+from kvq_core.testing.cases import OPTIONS, Case
+from kvq_core.testing.oracle import Exact
+
+CPU = torch.device("cpu")
+PLAIN = Case(query_lens=(7, 1), seq_lens=(60, 200))
+
+
+def exacts(case: Case, seed: int = 0) -> list[Exact]:
+    built = scene.build(case, get_backend("none"), CPU, seed).fill()
+    arguments = built.read_arguments()
+    return [oracle.of_sequence(built, seq, arguments, seq) for seq in range(case.num_seqs) if case.query_lens[seq]]
+
+
+def bound(exact: Exact, case: Case, operand: torch.dtype) -> torch.Tensor:
+    return budgets.read(exact, case.head_size**-0.5, case.softcap, operand)
+
+
+def low_precision(exact: Exact, case: Case, operand: torch.dtype, rotated: bool) -> torch.Tensor:
+    """What the budgets allow for: the query rounded once (rotated, if so), the probabilities once, float32 between."""
+    q, k = exact.q.float(), exact.k.float()
+    if rotated:
+        q, k = single_rht(q), single_rht(k) / block_of(case.head_size)
+    raw = q.to(operand).float() @ k.transpose(1, 2) * case.head_size**-0.5
+    capped = case.softcap * torch.tanh(raw / case.softcap) if case.softcap else raw
+    # What comes after the cap (biases, masks, sinks) rounds nothing worth mentioning.
+    final = capped + (exact.final - exact.capped).float()
+    top = final.amax(-1, keepdim=True)
+    p = torch.exp(final - top)
+    log_total = torch.log(exact.weights.sum(-1, keepdim=True))
+    share = torch.exp(log_total).float()
+    with_sink = p.sum(-1, keepdim=True)
+    sink = with_sink * (1 - share) / share
+    return (p.to(operand).float() @ exact.v.float()) / (with_sink + sink)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("operand", [torch.float16, torch.bfloat16])
+def test_low_precision_stays_inside(operand: torch.dtype, rotated: bool) -> None:
+    largest = 0.0
+    for seed in range(20):
+        for exact in exacts(PLAIN, seed):
+            error = (low_precision(exact, PLAIN, operand, rotated).double() - exact.out).abs()
+            ratio = error / bound(exact, PLAIN, operand)
+            assert float(ratio.max()) <= 1
+            largest = max(largest, float(ratio.max()))
+    # Not far outside, either: 6 sigma and a triangle inequality leave the worst of some 80,000 elements a tenth of the budget and more.
+    assert largest > 0.1
+
+
+@pytest.mark.parametrize("case", [case for case in OPTIONS if case.dtype == torch.float16 and not case.sinks], ids=str)
+def test_low_precision_stays_inside_with_options(case: Case) -> None:
+    for exact in exacts(case):
+        error = (low_precision(exact, case, torch.float16, True).double() - exact.out).abs()
+        assert bool((error <= bound(exact, case, torch.float16)).all())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("operand", "share"), [(torch.float16, 0.25), (torch.bfloat16, 1.0)])
+def test_a_missing_key_shows(operand: torch.dtype, share: float) -> None:
+    """Leaving out any key that has ``share`` of the average weight is outside the budget, in 200 keys."""
+    shown = hidden = 0
+    for exact in exacts(PLAIN):
+        allowed = bound(exact, PLAIN, operand)
+        heads, rows, keys = exact.weights.shape
+        for j in range(keys):
+            without = exact.weights.clone()
+            without[:, :, j] = 0
+            out = without @ exact.v / without.sum(-1, keepdim=True).clamp(min=1e-30)
+            outside = ((out - exact.out).abs() > allowed).any(-1)
+            heavy = exact.weights[:, :, j] >= share / keys
+            heavy &= exact.weights.sum(-1) - exact.weights[:, :, j] > 1e-9
+            shown += int((outside & heavy).sum())
+            hidden += int((~outside & heavy).sum())
+        assert heads and rows
+    assert shown > 500 and hidden == 0
+
+
+@pytest.mark.quick
+def test_float32_is_held_to_float32() -> None:
+    for exact in exacts(PLAIN):
+        assert float(bound(exact, PLAIN, torch.float32).max()) < 3e-4 * float(exact.out.abs().max())
+
+
+@pytest.mark.quick
+def test_a_level_error_counts() -> None:
+    exact = exacts(PLAIN)[0]
+    plain = bound(exact, PLAIN, torch.float16)
+    assert bool((budgets.read(exact, PLAIN.head_size**-0.5, 0.0, torch.float16, level_error=1e-3) > plain).all())
+    assert budgets.level_error(get_backend("none")) == 0.0
+
+
+@pytest.mark.quick
+def test_softcap_bounds_what_a_huge_score_may_do() -> None:
+    case = Case(query_lens=(2,), seq_lens=(30,), softcap=20.0, score_gain=1000.0)
+    exact = exacts(case)[0]
+    assert bool(bound(exact, case, torch.float16).isfinite().all())
+    error = (low_precision(exact, case, torch.float16, True).double() - exact.out).abs()
+    assert bool((error <= bound(exact, case, torch.float16)).all())
+
+
+@pytest.mark.quick
+def test_round_trip_bounds_by_hand() -> None:
+    x = torch.tensor([[0.0, 1.0, -127.0, 63.4]], dtype=torch.float64)
+    assert torch.allclose(budgets.symmetric_levels(x, 127, 1e-6), torch.tensor(0.5, dtype=torch.float64), rtol=1e-4)
+    # 15 levels from -5 to 10: half a step everywhere, whose zero point is not clamped.
+    y = torch.linspace(-5, 10, 16, dtype=torch.float64)[None]
+    assert torch.allclose(budgets.affine_levels(y, 16, 1e-6, 4), torch.tensor(0.5, dtype=torch.float64), rtol=1e-4)
+    # A row all of one sign: the zero point stops at 0, and the levels end at 15 steps of 1 / 15.
+    positive = torch.tensor([[10.0, 11.0]], dtype=torch.float64)
+    beyond = budgets.affine_levels(positive, 16, 1e-6, 4) - 1 / 30
+    assert torch.allclose(beyond, torch.tensor([[9.0, 10.0]], dtype=torch.float64), rtol=1e-4)
+    one = torch.tensor([[1.0, 16.0, 448.0, 1e-9, 500.0]], dtype=torch.float64)
+    e4m3 = budgets.minifloat(one, torch.ones(1, 1, dtype=torch.float64), torch.float8_e4m3fn)
+    assert torch.allclose(e4m3, torch.tensor([[1 / 16, 1.0, 28.0, 2.0**-10, 31.25 + 52]], dtype=torch.float64), rtol=1e-4)
+    z = torch.tensor([[0.1, 0.97, 0.99, 3.0]], dtype=torch.float64)
+    rms = math.sqrt(float(z.square().mean()))
+    levels = budgets.gaussian_levels(z, 0.9816 / rms, 0.4528 / rms, 1.5104 / rms)
+    assert torch.allclose(levels, torch.tensor([[0.5288, 0.5288, 0.5288, 1.4896]], dtype=torch.float64), rtol=1e-4)

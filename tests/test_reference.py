@@ -1,0 +1,162 @@
+"""The dense attention, and the suite's oracle beside it, against loops over single elements and against torch's own attention."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvq_core import get_backend, reference
+from kvq_core.eager import gather
+from kvq_core.spec import Attention, Batch, Plane, Scoring, window_left
+from kvq_core.testing import oracle, scene
+from kvq_core.testing.cases import OPTIONS, Case
+
+CPU = torch.device("cpu")
+# Small ones, in the dtype that stores rows exactly.
+TRIED = [
+    Case(query_lens=(1, 4), seq_lens=(9, 7), num_kv_heads=1, dtype=torch.float32, head_size=16),
+    *(
+        Case(
+            query_lens=tuple(min(q, 6) for q in case.query_lens),
+            seq_lens=tuple(min(k, 20) for k in case.seq_lens),
+            num_kv_heads=2,
+            head_size=16,
+            dtype=torch.float32,
+            window=case.window,
+            softcap=case.softcap,
+            sinks=case.sinks,
+            alibi=case.alibi,
+            alibi_sqrt=case.alibi_sqrt,
+            qq_bias=case.qq_bias,
+            mm_prefix=tuple(tuple((min(a, 14), min(b, 19)) for a, b in ranges) for ranges in case.mm_prefix),
+            score_gain=case.score_gain,
+        )
+        for case in OPTIONS
+        if case.output is None and case.dtype == torch.float16
+    ),
+    Case(
+        query_lens=(5, 0, 3),
+        seq_lens=(12, 4, 3),
+        head_size=16,
+        head_size_v=24,
+        dtype=torch.float32,
+        window=2,
+        softcap=2.0,
+        sinks=True,
+        alibi=True,
+        alibi_sqrt=True,
+        qq_bias=2,
+        mm_prefix=(((0, 3),), ((0, 0),), ((1, 2),)),
+    ),
+]
+
+
+def attention_of(built: scene.Scene) -> Attention:
+    a = built.read_arguments()
+    names = ("sinks", "alibi_slopes", "use_alibi_sqrt", "qq_bias", "mm_prefix_range")
+    scoring = Scoring(a["softmax_scale"], window_left(a["window_size"]), a["softcap"], *(a[name] for name in names))
+    batch = Batch(a["cu_seqlens_q"], a["seqused_k"], a["block_table"], a["max_seqlen_q"], a["max_seqlen_k"])
+    planes = Plane(a["k_cache"], None, built.case.head_size), Plane(a["v_cache"], None, built.case.value_size)
+    return Attention(a["q"], built.fresh_out()["rows"], *planes, batch, scoring)
+
+
+def one_element(built: scene.Scene, seq: int, row: int, head: int) -> list[float]:
+    """One row of one head, a key at a time, in Python's floats: the specification, spelled out."""
+    case, a = built.case, built.read_arguments()
+    kv_head, first = head // case.queries_per_kv, built.first_key(seq)
+    num_keys, context = case.seq_lens[seq], case.seq_lens[seq] - case.query_lens[seq]
+    p = context + row
+    q = a["q"][built.first_row(seq) + row, head].tolist()
+    ranges = a["mm_prefix_range"][seq].tolist() if a["mm_prefix_range"] is not None else []
+    scores: list[tuple[float, int]] = []
+    for j in range(num_keys):
+        k = built.key[first + j, kv_head].tolist()
+        s = a["softmax_scale"] * math.fsum(x * y for x, y in zip(q, k, strict=True))
+        if case.softcap > 0:
+            s = case.softcap * math.tanh(s / case.softcap)
+        in_window = j <= p and (case.window < 0 or p - j < 1 + case.window)
+        if not in_window and not any(lo < hi and lo <= p <= hi and lo <= j <= hi for lo, hi in ranges):
+            continue
+        if case.alibi:
+            slope = float(a["alibi_slopes"][head])
+            if not case.alibi_sqrt:
+                s += slope * (j - p)
+            elif j <= p:
+                s -= slope * math.sqrt(p - j)
+        if 0 <= j - context < case.qq_bias and row < case.qq_bias:
+            s += float(a["qq_bias"][row, j - context])
+        scores.append((s, j))
+    if not scores:
+        return [0.0] * case.value_size
+    top = max(s for s, _ in scores)
+    total = math.fsum(math.exp(s - top) for s, _ in scores)
+    if case.sinks:
+        total += math.exp(float(a["sinks"][head]) - top)
+    out = [0.0] * case.value_size
+    for s, j in scores:
+        weight = math.exp(s - top) / total
+        for c, x in enumerate(built.value[first + j, kv_head].tolist()):
+            out[c] += weight * x
+    return out
+
+
+@pytest.mark.parametrize("case", TRIED, ids=str)
+def test_against_single_elements(case: Case) -> None:
+    built = scene.build(case, get_backend("none"), CPU).fill()
+    attention, arguments = attention_of(built), built.read_arguments()
+    dense = reference.attention(attention, lambda plane, blocks: gather(built.backend, plane, blocks), torch.float64)
+    for seq in range(case.num_seqs):
+        exact = oracle.of_sequence(built, seq, arguments, seq) if case.query_lens[seq] else None
+        for row in range(case.query_lens[seq]):
+            for head in range(case.num_query_heads):
+                wanted = torch.tensor(one_element(built, seq, row, head), dtype=torch.float64)
+                torch.testing.assert_close(dense[built.first_row(seq) + row, head], wanted, rtol=1e-9, atol=1e-11)
+                assert exact is not None
+                torch.testing.assert_close(exact.out[head, row], wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("group", [1, 4])
+def test_against_torch(group: int) -> None:
+    case = Case(query_lens=(1, 30, 7), seq_lens=(33, 30, 50), num_kv_heads=2, queries_per_kv=group, dtype=torch.float32)
+    built = scene.build(case, get_backend("none"), CPU).fill()
+    dense = reference.attention(attention_of(built), lambda plane, blocks: gather(built.backend, plane, blocks), torch.float64)
+    for seq, (rows, keys) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        q, k, v = (
+            x[first : first + n].double().transpose(0, 1)
+            for x, first, n in (
+                (built.q, built.first_row(seq), rows),
+                (built.key, built.first_key(seq), keys),
+                (built.value, built.first_key(seq), keys),
+            )
+        )
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        wanted = F.scaled_dot_product_attention(q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0), attn_mask=mask)
+        got = dense[built.first_row(seq) : built.first_row(seq) + rows].transpose(0, 1)
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_output_scale_clamps(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, 1.0, -3.0, 1e9, -1e9])
+    got = reference.to_output_dtype(x, dtype, torch.tensor(2.0)).float()
+    largest = torch.finfo(dtype).max
+    assert got.tolist() == [0.0, 0.5, -1.5, largest, -largest]
+    assert torch.equal(reference.to_output_dtype(x, torch.float32, None), x)
+
+
+def visible_rows(mask: torch.Tensor) -> Sequence[Sequence[int]]:
+    return [row.nonzero().flatten().tolist() for row in mask]
+
+
+@pytest.mark.quick
+def test_who_sees_what() -> None:
+    """The masks written out: an error here would be an error in everything that is compared with them."""
+    assert visible_rows(oracle.visible(2, 4, -1, [])) == [[0, 1, 2], [0, 1, 2, 3]]
+    assert visible_rows(oracle.visible(3, 4, 0, [])) == [[1], [2], [3]]
+    assert visible_rows(oracle.visible(2, 5, 2, [])) == [[1, 2, 3], [2, 3, 4]]
+    assert visible_rows(oracle.visible(3, 3, -1, [[0, 1]])) == [[0, 1], [0, 1], [0, 1, 2]]
+    assert visible_rows(oracle.visible(3, 3, 0, [[0, 1], [2, 2], [2, 1]])) == [[0, 1], [0, 1], [2]]

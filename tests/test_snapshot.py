@@ -1,0 +1,260 @@
+"""Saved caches: the same bytes and results come back, and nothing that does not fit is loaded."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvq_core import PagedKVCache, SnapshotError, get_backend, register_backend, unregister_backend
+from kvq_core.layout import LAYOUTS
+from kvq_core.none import NoneBackend
+
+pytestmark = pytest.mark.quick
+
+MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+
+
+def filled(mode="int4", layout="head_major", *, device, dtype=torch.bfloat16):
+    """A cache with a forked, a truncated and a freed sequence, and q rows with their step."""
+    scales = {"k_scale": [0.02, 0.07], "v_scale": 0.03} if mode == "fp8_per_tensor" else {}
+    cache = PagedKVCache(
+        mode,
+        num_blocks=9,
+        block_size=8,
+        num_kv_heads=2,
+        head_size=32,
+        head_size_v=16,
+        num_layers=2,
+        dtype=dtype,
+        layout=layout,
+        device=device,
+        **scales,
+    )
+    torch.manual_seed(3)
+    gone, a = cache.allocate_sequence(), cache.allocate_sequence()
+    step = write(cache, {gone: 9, a: 13})
+    b = cache.fork(a)
+    cache.free(gone)
+    write(cache, {b: 4})
+    cache.truncate(b, 15)
+    return cache, a, b, step
+
+
+def write(cache, counts):
+    step, g = cache.append(counts), cache.geometry
+    for layer in range(g.num_layers):
+        key, value = (torch.randn(step.num_tokens, g.num_kv_heads, size) for size in (g.head_size, g.head_size_v))
+        cache.write(layer, key.to(cache.device, g.dtype), value.to(cache.device, g.dtype), step)
+    return step
+
+
+def decode(cache, seqs, seed):
+    """One more token each: everything that a caller would see next."""
+    torch.manual_seed(seed)
+    step = write(cache, dict.fromkeys(seqs, 1))
+    q = torch.randn(len(seqs), 4, 32).to(cache.device, cache.geometry.dtype)
+    return [cache.attend(layer, q, step) for layer in range(2)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loaded_caches_go_on_bit_for_bit(mode, layout, device, tmp_path):
+    cache, a, b, _ = filled(mode, layout, device=device)
+    cache.save(tmp_path / "kv")
+    loaded = PagedKVCache.load(tmp_path / "kv", mode, device=device)
+    assert (loaded.mode, loaded.geometry) == (cache.mode, cache.geometry)
+    assert (loaded.sequences, loaded.num_free_blocks) == (cache.sequences, cache.num_free_blocks)
+    assert torch.equal(loaded.block_table([a, b]), cache.block_table([a, b]))
+    for layer in range(2):
+        for mine, theirs in zip(vars(cache.layer(layer)).values(), vars(loaded.layer(layer)).values(), strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert mine.stride() == theirs.stride()
+                assert torch.equal(bits(mine), bits(theirs))
+    assert loaded.allocate_sequence() == cache.allocate_sequence()
+    assert all(torch.equal(x, y) for x, y in zip(decode(cache, (b, a), 5), decode(loaded, (b, a), 5), strict=True))
+
+
+def bits(x):
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype, device, tmp_path):
+    cache, a, b, _ = filled("none", device=device, dtype=dtype)
+    cache.save(tmp_path / "kv")
+    loaded = PagedKVCache.load(tmp_path / "kv", device=device)
+    assert loaded.layer(1).key_cache.dtype == dtype
+    assert all(torch.equal(x, y) for x, y in zip(decode(cache, (a, b), 5), decode(loaded, (a, b), 5), strict=True))
+
+
+def test_without_sequences(device, tmp_path):
+    cache = PagedKVCache("int2", num_blocks=2, num_kv_heads=1, head_size=16)
+    cache.save(tmp_path / "kv")
+    loaded = PagedKVCache.load(tmp_path / "kv")
+    assert (loaded.sequences, loaded.num_free_blocks) == ((), 2)
+
+
+def test_a_loaded_cache_does_not_take_old_steps(device, tmp_path):
+    cache, *_ = filled(device=device)
+    step = write(cache, {cache.allocate_sequence(): 1})
+    cache.save(tmp_path / "kv")
+    loaded = PagedKVCache.load(tmp_path / "kv")
+    with pytest.raises(ValueError, match="step: got one of another cache"):
+        loaded.attend(0, torch.zeros(1, 4, 32, dtype=torch.bfloat16), step)
+
+
+def test_mode_may_be_an_alias_or_a_backend(device, tmp_path):
+    cache, *_ = filled("int4", device=device)
+    cache.save(tmp_path / "kv")
+    for mode in (None, "int4", "int4_per_token_head", get_backend("int4")):
+        assert PagedKVCache.load(tmp_path / "kv", mode).mode == "int4_per_token_head"
+
+
+def test_saving_replaces_and_leaves_nothing_else(device, tmp_path):
+    cache, *_ = filled(device=device)
+    path = tmp_path / "kv"
+    path.write_bytes(b"old")
+    cache.save(path)
+    cache.save(str(path))
+    assert os.listdir(tmp_path) == ["kv"]
+    assert PagedKVCache.load(path).sequences == cache.sequences
+
+
+def test_a_failed_save_leaves_the_old_file(device, tmp_path, monkeypatch):
+    cache, *_ = filled(device=device)
+    path = tmp_path / "kv"
+    cache.save(path)
+    old = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        cache.save(path)
+    assert os.listdir(tmp_path) == ["kv"] and path.read_bytes() == old
+
+
+def test_saving_where_no_folder_is(device, tmp_path):
+    cache, *_ = filled(device=device)
+    with pytest.raises(OSError):
+        cache.save(tmp_path / "missing" / "kv")
+
+
+def test_loading_what_is_not_there(device, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        PagedKVCache.load(tmp_path / "kv")
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------------
+
+
+def rewritten(path, change, device):
+    """Save a cache at ``path``, let ``change(tensors, header)`` meddle with it, and write it back."""
+    filled("fp8_per_tensor", device=device)[0].save(path)
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["kvq"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(tensors, header)
+    save_file(tensors, path, metadata={"kvq": json.dumps(header)})
+
+
+def geometry(**changes):
+    return lambda tensors, header: header["geometry"].update(changes)
+
+
+def replace(name, make):
+    return lambda tensors, header: tensors.update({name: make(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, h: h.update(format_version=2), "it has format version 2, this kvq reads version 1"),
+        (lambda t, h: h.update(mode="int3_per_token_head"), "no installed package provides mode 'int3_per_token_head'"),
+        (lambda t, h: h.update(mode="int4_per_token_head"), "key_cache' is U8 .* but the header asks for"),
+        (lambda t, h: t.pop("value_cache"), "tensor 'value_cache' is missing"),
+        (lambda t, h: t.pop("k_scale"), "tensor 'k_scale' is missing"),
+        (lambda t, h: t.pop("sequence_blocks"), "tensor 'sequence_blocks' is missing"),
+        (
+            replace("key_cache", lambda x: x[:, 1:].clone()),
+            r"'key_cache' is U8 \(2, 8, 2, 8, 32\), but the header asks for U8 \(2, 9, 2, 8, 32\)",
+        ),
+        (replace("key_cache", lambda x: x.view(torch.int8)), "'key_cache' is I8"),
+        (replace("sequence_ids", lambda x: x[None]), r"'sequence_ids' is I64 \(1, 2\), but the header asks for I64 \[n\]"),
+        (replace("key_cache", lambda x: x ^ 1), "'key_cache' is damaged"),
+        (replace("v_scale", lambda x: x * 2), "'v_scale' is damaged"),
+        (replace("sequence_lengths", lambda x: x + 1), "'sequence_lengths' is damaged"),
+        (geometry(num_blocks=10**12), "'key_cache' is U8"),
+        (geometry(num_blocks="9"), "num_blocks: got '9'"),
+        (geometry(block_size=12), "block_size: got 12"),
+        (geometry(layout="interleaved"), "tensor 'cells' is missing"),
+        (geometry(layout="NHD"), "layout: got 'NHD'"),
+        (geometry(dtype="int8"), "header is damaged"),
+        (lambda t, h: h["geometry"].pop("head_size"), "header is damaged: KeyError 'head_size'"),
+        (lambda t, h: h.pop("checksums"), "header is damaged"),
+        (lambda t, h: h.pop("format_version"), "header is damaged"),
+        (lambda t, h: h.update(next_id=1), "sequence_ids: got .*, need unique ones below the next one, 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message, device, tmp_path):
+    path = tmp_path / "kv"
+    rewritten(path, change, device)
+    with pytest.raises(SnapshotError, match=message) as caught:
+        PagedKVCache.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", ["int8", "none", "int8_per_token_head"])
+def test_another_mode_than_asked(asked, device, tmp_path):
+    filled("int4", device=device)[0].save(tmp_path / "kv")
+    with pytest.raises(SnapshotError, match=f"it holds mode int4_per_token_head, not {get_backend(asked).mode} as asked"):
+        PagedKVCache.load(tmp_path / "kv", asked)
+
+
+def test_a_mode_that_is_gone(device, tmp_path):
+    @register_backend
+    class Passing(NoneBackend):
+        mode = "passing"
+
+    try:
+        filled("passing", device=device)[0].save(tmp_path / "kv")
+        assert PagedKVCache.load(tmp_path / "kv").mode == "passing"
+    finally:
+        unregister_backend("passing")
+    with pytest.raises(SnapshotError, match="no installed package provides mode 'passing'"):
+        PagedKVCache.load(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.999])
+def test_truncated_files(kept, device, tmp_path):
+    path = tmp_path / "kv"
+    filled(device=device)[0].save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
+    with pytest.raises(SnapshotError, match="damaged, or no safetensors file"):
+        PagedKVCache.load(path)
+
+
+def test_any_flipped_byte_is_noticed(device, tmp_path):
+    path = tmp_path / "kv"
+    filled(device=device)[0].save(path)
+    whole = bytearray(path.read_bytes())
+    first = 8 + int.from_bytes(whole[:8], "little")
+    for position in {*range(first, len(whole), 997), len(whole) - 1, *range(0, 24, 3)}:
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(SnapshotError):
+            PagedKVCache.load(path)
+
+
+@pytest.mark.parametrize("metadata", [None, {"kvq": "{"}, {"kvq": "[]"}, {"other": "1"}])
+def test_other_safetensors_files(metadata, device, tmp_path):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "kv", metadata=metadata)
+    with pytest.raises(SnapshotError, match=r"not a saved PagedKVCache|header is damaged"):
+        PagedKVCache.load(tmp_path / "kv")

@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = Timer(device)
     facts = machine(device, timer)
     print(header(facts), flush=True)
-    with tqdm(total=0, file=sys.stderr, disable=not sys.stderr.isatty(), leave=False) as bar, torch.inference_mode():
+    with tqdm(total=0, file=sys.stderr, disable=not sys.stderr.isatty(), leave=False) as bar, torch.no_grad():
         if not gate_is_green(backends, plan, device, bar):
             return GATE_RED
         rows = measure(backends, plan, timer, peers=not options.no_peers, bar=bar)

@@ -151,7 +151,7 @@ def _launch(kernel: Any, attention: Attention, form: args.Format, problem: sched
         output,
         attention.output_scale,
         lengths,
-        score._replace(qq_bias=args.QQBias(None, 0, 0), alibi_slopes=None),
+        score._replace(qq_bias=None, alibi_slopes=None),
         splits,
         partials,
         num_kv_heads,
@@ -201,8 +201,11 @@ def _bundle_scoring(attention: Attention) -> args.Scoring:
         float(scoring.softcap) if scoring.softcap > 0 else None,
         scoring.sinks,
         scoring.alibi_slopes,
-        args.QQBias(None, 0, 0) if bias is None else args.QQBias(bias, bias.stride(0), bias.shape[0]),
-        args.Ranges(None, 0) if ranges is None else args.Ranges(ranges, ranges.shape[1]),
+        bias,
+        0 if bias is None else bias.stride(0),
+        0 if bias is None else bias.shape[0],
+        ranges,
+        0 if ranges is None else ranges.shape[1],
     )
 
 

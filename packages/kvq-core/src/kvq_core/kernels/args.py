@@ -1,7 +1,7 @@
 """What the kernels are told: run-time values in NamedTuples, compile-time values in one frozen dataclass each.
 
-A pointer that is ``None`` switches its feature off at compile time. (Test the pointer, not the bundle: Triton 3.6 cannot compare a tuple
-that holds None or a specialized 1.)
+A pointer that is ``None`` switches its feature off at compile time. Test the pointer, not the bundle, and do not nest bundles: Triton 3.6
+cannot compare a tuple that holds None or a specialized 1, and loses a specialized 1 two levels down.
 """
 
 from dataclasses import dataclass
@@ -42,23 +42,11 @@ class Batch(NamedTuple):
     block_table: Any
 
 
-class Ranges(NamedTuple):
-    """mm_prefix_range [num_seqs, count, 2]; ``ptr`` None: no ranges."""
-
-    ptr: Any
-    count: Any
-
-
-class QQBias(NamedTuple):
-    """Bias among a sequence's new tokens, [size, size]; ``ptr`` None: no bias."""
-
-    ptr: Any
-    stride: Any
-    size: Any
-
-
 class Scoring(NamedTuple):
-    """How a score comes from a query and a key. ``window_left``, ``softcap``, ``sinks`` and ``alibi_slopes`` may be None."""
+    """How a score comes from a query and a key. ``window_left``, ``softcap`` and the pointers may be None.
+
+    ``qq_bias`` is [qq_bias_size, qq_bias_size] with row stride ``qq_bias_stride``; ``ranges`` is mm_prefix_range [num_seqs, num_ranges, 2].
+    """
 
     softmax_scale: Any
     window_left: Any
@@ -66,7 +54,10 @@ class Scoring(NamedTuple):
     sinks: Any
     alibi_slopes: Any
     qq_bias: Any
+    qq_bias_stride: Any
+    qq_bias_size: Any
     ranges: Any
+    num_ranges: Any
 
 
 class Splits(NamedTuple):

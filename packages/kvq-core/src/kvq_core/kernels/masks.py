@@ -39,10 +39,10 @@ def visible(rows, tile, seq, scoring, C: tl.constexpr):
         seen = seen & (j <= p)
     if scoring.window_left is not None:
         seen = seen & (p - j <= scoring.window_left)
-    if scoring.ranges.ptr is not None:
-        for r in range(scoring.ranges.count):
-            start = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2)
-            end = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2 + 1)
+    if scoring.ranges is not None:
+        for r in range(scoring.num_ranges):
+            start = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2)
+            end = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2 + 1)
             both = by_key(tile.valid, C) & (p >= start) & (p <= end) & (j >= start) & (j <= end) & (start < end)
             seen = seen | both
     return seen

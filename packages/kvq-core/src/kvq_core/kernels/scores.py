@@ -31,14 +31,14 @@ def finish_scores(s, rows, tile, work, scoring, C: tl.constexpr):
         if C.alibi_sqrt:
             distance = tl.sqrt(tl.maximum(distance, 0.0))
         s -= by_row(slope, C) * distance
-    if scoring.qq_bias.ptr is not None:
-        s += qq_bias(rows, tile, work, scoring.qq_bias, C) * LOG2E
+    if scoring.qq_bias is not None:
+        s += query_query_bias(rows, tile, work, scoring, C) * LOG2E
     return s
 
 
 @triton.jit
-def qq_bias(rows, tile, work, bias, C: tl.constexpr):
+def query_query_bias(rows, tile, work, scoring, C: tl.constexpr):
     i = by_row(rows.index, C)
     column = by_key(tile.position - work.context_len, C)
-    inside = (column >= 0) & (column < bias.size) & (i < bias.size)
-    return tl.load(bias.ptr + i * bias.stride + column, mask=inside, other=0.0).to(tl.float32)
+    inside = (column >= 0) & (column < scoring.qq_bias_size) & (i < scoring.qq_bias_size)
+    return tl.load(scoring.qq_bias + i * scoring.qq_bias_stride + column, mask=inside, other=0.0).to(tl.float32)

@@ -32,7 +32,7 @@ def sequence_facts(seqs, num_seqs, batch, scoring, C: tl.constexpr):
     seq_len = tl.load(batch.seqused_k + seqs, mask=inside, other=0)
     served = inside & (query_len >= C.min_query_len) & (query_len <= C.max_query_len)
     row_blocks = tl.where(served, (query_len + C.tokens - 1) // C.tokens, 0)
-    if scoring.ranges.ptr is None:
+    if scoring.ranges is None:
         first_key = visible_start(seq_len - query_len, scoring.window_left, C.keys)
     else:
         first_key = query_len * 0
@@ -104,7 +104,7 @@ def work_of(seq, row_block, chunk, count, length, num_seqs, batch, scoring, C: t
     row_start = row_block * C.tokens
     num_rows = tl.minimum(query_len - row_start, C.tokens)
     low, high = visible_range(seq, context_len + row_start, context_len + row_start + num_rows, seq_len, scoring, C)
-    if scoring.ranges.ptr is None:
+    if scoring.ranges is None:
         origin = visible_start(context_len, scoring.window_left, C.keys)
     else:
         origin = context_len * 0
@@ -118,10 +118,10 @@ def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.con
     """Keys [low, high) that rows at positions [first, end) may see; low is a multiple of the tile."""
     low = visible_start(first_position, scoring.window_left, C.keys)
     high = tl.minimum(tl.maximum(end_position, 0), seq_len)
-    if scoring.ranges.ptr is not None:
-        for r in range(scoring.ranges.count):
-            start = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2)
-            end = tl.load(scoring.ranges.ptr + (seq * scoring.ranges.count + r) * 2 + 1)
+    if scoring.ranges is not None:
+        for r in range(scoring.num_ranges):
+            start = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2)
+            end = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2 + 1)
             touched = (start < end) & (start < end_position) & (end >= first_position)
             low = tl.where(touched, tl.minimum(low, tl.maximum(start, 0) // C.keys * C.keys), low)
             high = tl.where(touched, tl.maximum(high, tl.minimum(end + 1, seq_len)), high)

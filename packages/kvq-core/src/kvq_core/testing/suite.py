@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from kvq_core.testing.codec_tests import CodecTests
@@ -19,4 +21,4 @@ class BackendTests(CodecTests, WriteTests, ReadTests, InputTests, TorchTests):
     """
 
     # The interpreter computes with numpy, which speaks of every inf and NaN that the tests put there.
-    pytestmark = (pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"),)
+    pytestmark: ClassVar[list[pytest.MarkDecorator]] = [pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")]

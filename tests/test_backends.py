@@ -16,14 +16,21 @@ class TestNone(BackendTests):
         return dtype
 
 
-class TestInt8PerTokenHead(BackendTests):
+class QuantizedTests(BackendTests):
+    """The kernels of all quantized modes multiply in float16, whatever the model's dtype: codes are exact there."""
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float16
+
+
+class TestInt8PerTokenHead(QuantizedTests):
     mode = "int8_per_token_head"
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         return budgets.symmetric_levels(x.double(), 127, 1e-6)
 
 
-class TestFP8PerTokenHead(BackendTests):
+class TestFP8PerTokenHead(QuantizedTests):
     mode = "fp8_per_token_head"
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -31,7 +38,7 @@ class TestFP8PerTokenHead(BackendTests):
         return budgets.minifloat(x.double(), scale, torch.float8_e4m3fn)
 
 
-class TestFP8PerTensor(BackendTests):
+class TestFP8PerTensor(QuantizedTests):
     mode = "fp8_per_tensor"
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -39,7 +46,7 @@ class TestFP8PerTensor(BackendTests):
         return budgets.minifloat(x.double(), given.double(), torch.float8_e4m3fn)
 
 
-class TestInt4PerTokenHead(BackendTests):
+class TestInt4PerTokenHead(QuantizedTests):
     mode = "int4_per_token_head"
     # Four bits of the scale word hold the zero point: two scales one float32 step apart may differ by sixteen.
     scale_tolerance = 2.0**-18
@@ -51,7 +58,7 @@ class TestInt4PerTokenHead(BackendTests):
         return budgets.affine_levels(self.space(x), 16, 1e-6, lost_bits=4)
 
 
-class TestInt2PerTokenHead(BackendTests):
+class TestInt2PerTokenHead(QuantizedTests):
     mode = "int2_per_token_head"
 
     def space(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 DECODE_QUERY_LEN = 16
 # A decode tile holds at most this many query rows (tokens x heads of a group); more rows take more tiles.
 DECODE_ROWS = 64
-PREFILL_ROWS = 128
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
 INVARIANT_CHUNK = 2048
 UNLIMITED = 2**30
@@ -155,14 +154,16 @@ def decode_tile(problem: Problem, rows: int) -> Tile:
         keys = 64 if width <= 128 else 32 if width <= 256 else 16
         return Tile(rows, keys, 4, 2, keys_first=True, programs_per_sm=4)
     if problem.streams == 1:
-        return Tile(rows, 32 if width <= 128 else 16, 1, 3, keys_first=True, programs_per_sm=8)
-    return Tile(rows, 64 if width <= 128 else 32, 1, 2, keys_first=True, programs_per_sm=8 if problem.streams == 2 else 16)
+        # One long sequence: fewer, longer chunks; the loads in flight suffice and the merge is shorter.
+        return Tile(rows, 32 if width <= 128 else 16, 1, 3, keys_first=True, programs_per_sm=8 if problem.num_seqs > 4 else 4)
+    return Tile(rows, 64 if width <= 128 else 32, 1, 2, keys_first=True, programs_per_sm=8)
 
 
 def prefill_tile(problem: Problem) -> Tile:
-    """Many query rows: four warps share a tile of 128 rows; large heads take fewer rows, so that the accumulators stay in registers."""
+    """Many query rows: 64 a tile for four warps, so that accumulators and scores stay in registers; fewer for large heads."""
     width = problem.lanes * problem.streams
-    wide = 4 if problem.lane_bytes == 4 else 1
-    rows = max(PREFILL_ROWS // (1 if width <= 128 else 2 if width <= 256 else 4) // wide, power_of_two(problem.group))
-    keys = 64 if width <= 256 else 32
-    return Tile(rows, keys // (2 if wide > 1 else 1), 4, 3 if width <= 128 else 2, keys_first=False, programs_per_sm=1)
+    full_precision = problem.streams == 1 and problem.lane_bytes == 4
+    rows = 64 if width <= 256 and not full_precision else 32
+    keys = 64 if width <= 128 else 32 if width <= 512 else 16
+    rows = max(rows, power_of_two(problem.group))
+    return Tile(rows, keys // 2 if full_precision else keys, 4, 2, keys_first=False, programs_per_sm=1)

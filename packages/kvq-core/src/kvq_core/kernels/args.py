@@ -138,10 +138,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Heads:
-    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width`` (a power of two, at least 16)."""
+    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width`` (a power of two, at least ``least``)."""
 
     size: int
     streams: int
+    least: int = 16
 
     @property
     def lanes(self) -> int:
@@ -149,7 +150,7 @@ class Heads:
 
     @property
     def width(self) -> int:
-        return max(16, triton.next_power_of_2(self.lanes))
+        return max(self.least, triton.next_power_of_2(self.lanes))
 
     @property
     def padded(self) -> bool:
@@ -199,12 +200,17 @@ class ReadConfig:
         return self.format.streams
 
     @property
+    def width(self) -> int:
+        """Lanes of a key or value tile: the same for both. Triton 3.6 addresses shared memory wrongly where they differ (seen on sm_90)."""
+        return max(Heads(size, self.format.streams).width for size in (self.head_size, self.head_size_v))
+
+    @property
     def key_heads(self) -> Heads:
-        return Heads(self.head_size, self.format.streams)
+        return Heads(self.head_size, self.format.streams, self.width)
 
     @property
     def value_heads(self) -> Heads:
-        return Heads(self.head_size_v, self.format.streams)
+        return Heads(self.head_size_v, self.format.streams, self.width)
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,14 @@ SMALLEST = 2.0**-126
 """Below this float32 is subnormal, and hardware may flush it to zero."""
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number: the largest relative error of rounding to nearest."""
-    return torch.finfo(dtype).eps / 2
-
-
 def level_error(backend: object) -> float:
     """``backend.read_level_error``, for modes whose kernels take levels a little beside ``decode``'s: at most how far, relative to the
     root mean square of the row (where the mode quantizes it). 0 if the mode does not say."""
     return float(getattr(backend, "read_level_error", 0.0))
 
 
-def read(exact: Exact, softmax_scale: float, softcap: float, operand: torch.dtype, level_error: float = 0.0) -> torch.Tensor:
-    """The bound [Hq, n, Dv] on |float32 result - exact.out| for kernels whose matrix operands are ``operand``."""
-    u = unit_roundoff(operand)
+def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: float = 0.0) -> torch.Tensor:
+    """The bound [Hq, n, Dv] on |float32 result - exact.out| for kernels whose matrix operands have unit roundoff ``u``."""
     deviation = SIGMAS * u / math.sqrt(3) * softmax_scale
     size, num_keys = exact.q.shape[-1], exact.k.shape[1]
     lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
@@ -76,10 +70,10 @@ def read(exact: Exact, softmax_scale: float, softcap: float, operand: torch.dtyp
     return weights + products + levels
 
 
-def stored(bound: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``bound`` plus the rounding of a value within it of ``exact`` to ``dtype``."""
+def stored(bound: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, u: float) -> torch.Tensor:
+    """``bound`` plus the rounding of a value within it of ``exact`` to ``dtype``, of unit roundoff ``u``."""
     info = torch.finfo(dtype)
-    return bound + unit_roundoff(dtype) * (exact.abs() + bound) + info.tiny * info.eps
+    return bound + u * (exact.abs() + bound) + info.tiny * info.eps
 
 
 def _bases(x: torch.Tensor) -> list[torch.Tensor]:
@@ -141,13 +135,14 @@ def minifloat(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
     info = torch.finfo(dtype)
     clamped = (x.abs() - scale * info.max).clamp(min=0)
     # tiny is the smallest normal; the numbers below it are tiny * eps apart.
-    return scale * torch.maximum(x.abs() / scale * (info.eps / 2), torch.tensor(info.tiny * info.eps / 2)) + clamped + 4 * F32 * x.abs()
+    half_step = (x.abs() / scale * (info.eps / 2)).clamp(min=info.tiny * info.eps / 2)
+    return scale * half_step + clamped + 4 * F32 * x.abs()
 
 
 def gaussian_levels(y: torch.Tensor, boundary: float, inner: float, outer: float) -> torch.Tensor:
     """Four levels +-inner, +-outer times rms(y), cells cut at 0 and +-boundary: how far a cell's points are from its level."""
     rms = y.square().mean(-1, keepdim=True).sqrt()
     z = y.abs() / rms.clamp(min=1e-300)
-    within = torch.where(z < boundary, max(inner, boundary - inner), torch.maximum(z - outer, torch.tensor(outer - boundary)))
+    within = torch.where(z < boundary, max(inner, boundary - inner), (z - outer).clamp(min=outer - boundary))
     # A point at the boundary may fall on either side of it, at the same distance.
     return rms * within * (1 + 16 * F32) + 16 * F32 * y.abs().amax(-1, keepdim=True)

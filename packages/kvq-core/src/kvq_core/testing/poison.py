@@ -36,6 +36,11 @@ class Poisoned:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.fields[name].of(self.raw)
 
+    def integers(self, name: str) -> torch.Tensor:
+        """Field ``name``, seen as integers of its width."""
+        field = self.fields[name]
+        return field.of(self.raw, _INTEGERS[field.dtype.itemsize])
+
     def settle(self) -> None:
         """From here on, changes are counted."""
         self._before = self.raw.clone()
@@ -46,8 +51,7 @@ class Poisoned:
 
     def spoil(self, name: str, where: tuple[torch.Tensor, ...]) -> None:
         """0xFF into every byte of ``field[where]``."""
-        field = self.fields[name]
-        field.of(self.raw, _INTEGERS[field.dtype.itemsize])[where] = -1
+        self.integers(name)[where] = -1
 
     def changed(self) -> bool:
         return not torch.equal(self.raw, self._before)

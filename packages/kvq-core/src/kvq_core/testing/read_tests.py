@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from kvq_core.schedule import batch_invariant
 from kvq_core.testing import places, strategies
 from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, Case
 from kvq_core.testing.places import Place
+from kvq_core.testing.scene import Scene
 from kvq_core.testing.subject import Subject
 
 if TYPE_CHECKING:
@@ -57,8 +59,7 @@ class ReadTests(Subject):
         built = self.build(backend, case, place).fill()
         used = built.pages.raw.clone()
         wanted = built.read()
-        owned = torch.zeros_like(used, dtype=torch.bool)
-        _mark(built, owned)
+        owned = _bytes_in_use(built)
         noise = torch.randint(256, used.shape, generator=torch.Generator().manual_seed(5), dtype=torch.uint8).to(used.device)
         for filling in (torch.zeros_like(used), torch.full_like(used, 0x7F), noise):
             built.pages.raw.copy_(torch.where(owned, used, filling))
@@ -168,14 +169,10 @@ class ReadTests(Subject):
         assert built.read([]).shape[0] == 0
 
 
-def _mark(built: object, owned: torch.Tensor) -> None:
-    """Set the bytes of the slots in use."""
-    from kvq_core.testing.scene import Scene
-
-    assert isinstance(built, Scene)
-    marks = torch.zeros_like(built.pages.raw)
-    block, offset = built.slots // built.case.block_size, built.slots % built.case.block_size
-    for field in built.pages.fields.values():
-        width = {1: torch.int8, 2: torch.int16, 4: torch.int32}[field.dtype.itemsize]
-        field.of(marks, width)[block, offset] = -1
-    owned.copy_(marks != 0)
+def _bytes_in_use(built: Scene) -> torch.Tensor:
+    """Which bytes of the pages' buffer belong to slots in use."""
+    marked = copy.copy(built.pages)
+    marked.raw = torch.zeros_like(built.pages.raw)
+    for name in marked.fields:
+        marked.spoil(name, (built.slots // built.case.block_size, built.slots % built.case.block_size))
+    return marked.raw != 0

@@ -71,8 +71,8 @@ class Scene:
         block, offset = self.slots // self.case.block_size, self.slots % self.case.block_size
         for x, codes_name, scale_name in ((self.key, "key_cache", "k_scale_cache"), (self.value, "value_cache", "v_scale_cache")):
             codes, scales = self.backend.encode(x, scale=self.given_scales.get(scale_name))
-            cache = self.pages[codes_name]
-            cache[block, offset] = codes.view(cache.dtype)
+            # As integers: not every device can index fp8.
+            self.pages.integers(codes_name)[block, offset] = codes.view(self.pages.integers(codes_name).dtype)
             if scales is not None:
                 self.pages[scale_name][block, offset] = scales
         self.pages.settle()
@@ -81,7 +81,8 @@ class Scene:
     def stored(self, name: str, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The field ``name`` of the pages at ``slots`` (default: those of all rows)."""
         slots = self.slots if slots is None else slots
-        return self.pages[name][slots // self.case.block_size, slots % self.case.block_size]
+        rows = self.pages.integers(name)[slots // self.case.block_size, slots % self.case.block_size]
+        return rows.view(self.pages.fields[name].dtype)
 
     def decoded(self, half: str, slots: torch.Tensor) -> torch.Tensor:
         """The rows that the pages hold at ``slots``, by the mode's ``decode``: float64. ``half`` is ``key`` or ``value``."""

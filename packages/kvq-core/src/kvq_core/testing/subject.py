@@ -104,18 +104,18 @@ class Subject:
         """Fail unless ``out`` is the attention of ``built`` to within rounding."""
         case = built.case
         arguments = built.read_arguments(seqs) | overrides
-        operand = self.operand_dtype(case.dtype) if place.kernels else torch.float32
+        u = place.unit_roundoff(self.operand_dtype(case.dtype)) if place.kernels else budgets.F32
         level_error = budgets.level_error(backend) if place.kernels else 0.0
         for position, seq in enumerate(range(case.num_seqs) if seqs is None else seqs):
             if not case.query_lens[seq]:
                 continue
             exact = oracle.of_sequence(built, seq, arguments, position)
-            bound = budgets.read(exact, arguments["softmax_scale"], arguments["softcap"], operand, level_error)
+            bound = budgets.read(exact, arguments["softmax_scale"], arguments["softcap"], u, level_error)
             wanted, scale = exact.out, arguments["output_scale"]
             if scale is not None:
                 largest = torch.finfo(out.dtype).max
                 wanted, bound = (wanted / scale.double()).clamp(-largest, largest), bound / scale.double()
-            bound = budgets.stored(bound, wanted, out.dtype)
+            bound = budgets.stored(bound, wanted, out.dtype, place.unit_roundoff(out.dtype))
             first = int(arguments["cu_seqlens_q"][position])
             got = out[first : first + case.query_lens[seq]].double().transpose(0, 1)
             assert_within(got, wanted, bound, f"{case}: sequence {seq}, [head, row, channel]")

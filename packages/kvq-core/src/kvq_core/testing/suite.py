@@ -21,4 +21,4 @@ class BackendTests(CodecTests, WriteTests, ReadTests, InputTests, TorchTests):
     """
 
     # The interpreter computes with numpy, which speaks of every inf and NaN that the tests put there.
-    pytestmark: ClassVar[list[pytest.MarkDecorator]] = [pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")]
+    pytestmark: ClassVar[list[pytest.MarkDecorator]] = [pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")]

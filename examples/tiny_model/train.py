@@ -177,7 +177,9 @@ def write(
         "held_out_bits_per_byte": round(score, 5),
     }
     (arguments.out / "training.json").write_text(json.dumps({**facts, **asdict(curve)}, indent=1) + "\n")
-    (arguments.out / "CARD.md").write_text(card(model.config, facts, f"--minutes {arguments.minutes:g}" + (" --stdlib DIR" if arguments.stdlib else "")))
+    (arguments.out / "CARD.md").write_text(
+        card(model.config, facts, f"--minutes {arguments.minutes:g}" + (" --stdlib DIR" if arguments.stdlib else ""))
+    )
 
 
 def card(config: Config, facts: dict[str, object], options: str) -> str:

@@ -79,7 +79,7 @@ class QuantKVBackend(ABC):
     def allocate_scale_caches(
         self, num_blocks: int, block_size: int, num_kv_heads: int, device: torch.device | str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Fresh K and V scale caches [num_blocks, block_size, num_kv_heads] float32, physically head-major; ``None`` if the mode has none."""
+        """New K and V scale caches [num_blocks, block_size, num_kv_heads] float32, head-major in memory; ``None`` if the mode has none."""
         if not self.needs_scale_caches:
             return None, None
 
@@ -176,7 +176,7 @@ class QuantKVBackend(ABC):
         """Causal attention of ragged query rows over the pages, into ``out``.
 
         Args:
-            q: [num_tokens, num_query_heads, head_size]; sequence ``s`` owns rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``, its newest tokens.
+            q: [num_tokens, num_query_heads, head_size]; sequence ``s`` owns rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``: its newest tokens
             k_cache, v_cache, k_scale_cache, v_scale_cache: as :meth:`reshape_and_cache` filled them.
             out: [num_tokens, num_query_heads, head_size_v]; fp8 when ``output_scale`` is given.
             cu_seqlens_q, seqused_k: [num_seqs + 1] and [num_seqs] int32; ``seqused_k`` counts the new tokens too.

@@ -62,9 +62,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> None:
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
     block = 64 if total >= 64 * 132 else 16
-    config = args.WriteConfig(
-        form, head_size, rows.value.shape[2], rows.keys.block_size, num_kv_heads, block, upcast_dots=interpreting()
-    )
+    config = args.WriteConfig(form, head_size, rows.value.shape[2], rows.keys.block_size, num_kv_heads, block, upcast_dots=interpreting())
     kernel[(triton.cdiv(total, block), 2)](
         bundle_rows(rows.key),
         bundle_rows(rows.value),
@@ -114,7 +112,7 @@ def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
 
 
 def _launch(kernel: Any, attention: Attention, form: args.Format, problem: schedule.Problem, launch: schedule.Launch) -> None:
-    batch, scoring, tile = attention.batch, attention.scoring, launch.tile
+    batch, tile = attention.batch, launch.tile
     config = _config(attention, form, launch)
     items = launch.max_items
     if not launch.split:
@@ -209,9 +207,7 @@ def _bundle_scoring(attention: Attention) -> args.Scoring:
     )
 
 
-def _splits(
-    attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig
-) -> tuple[args.Splits, args.Partials]:
+def _splits(attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig) -> tuple[args.Splits, args.Partials]:
     if not launch.split:
         return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
     row_blocks = attention.batch.num_seqs * launch.max_row_blocks

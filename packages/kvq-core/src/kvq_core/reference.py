@@ -43,9 +43,7 @@ def attention(attn: Attention, gather: Gather, dtype: torch.dtype = torch.float3
     return out
 
 
-def _one_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored: torch.Tensor, scoring: Scoring, seq: int
-) -> torch.Tensor:
+def _one_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored: torch.Tensor, scoring: Scoring, seq: int) -> torch.Tensor:
     num_rows, num_query_heads, _ = q.shape
     num_keys, num_kv_heads, _ = k.shape
     group = num_query_heads // num_kv_heads

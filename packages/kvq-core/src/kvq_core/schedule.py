@@ -124,9 +124,7 @@ def _decode(problem: Problem, longest: int) -> Launch:
     row_blocks = -(-longest // (rows // problem.group))
     blocks = problem.num_seqs * row_blocks
     if problem.engine_segments and longest == 1:
-        return Launch(
-            tile, 1, longest, row_blocks, True, segments=problem.engine_segments, max_items=blocks * problem.engine_segments
-        )
+        return Launch(tile, 1, longest, row_blocks, True, segments=problem.engine_segments, max_items=blocks * problem.engine_segments)
     if problem.batch_invariant:
         chunk = -(-INVARIANT_CHUNK // tile.keys) * tile.keys
         items = blocks * max(1, -(-problem.max_keys // chunk))

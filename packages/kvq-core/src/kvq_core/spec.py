@@ -162,7 +162,12 @@ class Batch:
             f"{self.num_seqs + 1} entries, one more than seqused_k",
         )
         _need_tensor(self.block_table, "block_table", 2, (torch.int32,), device)
-        _need(self.block_table.shape[0] >= self.num_seqs, "block_table", _shape(self.block_table), f"a row for each of {self.num_seqs} sequences")
+        _need(
+            self.block_table.shape[0] >= self.num_seqs,
+            "block_table",
+            _shape(self.block_table),
+            f"a row for each of {self.num_seqs} sequences",
+        )
         _need_rows(self.block_table, "block_table")
         for name, tensor in (("seqused_k", self.seqused_k), ("cu_seqlens_q", self.cu_seqlens_q)):
             _need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
@@ -193,7 +198,9 @@ class Scoring:
         for name, tensor in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if tensor is not None:
                 _need_tensor(tensor, name, 1, FLOATS, device)
-                _need(tensor.shape[0] == num_query_heads, name, f"length {tensor.shape[0]}", f"one for each of {num_query_heads} query heads")
+                _need(
+                    tensor.shape[0] == num_query_heads, name, f"length {tensor.shape[0]}", f"one for each of {num_query_heads} query heads"
+                )
                 _need_rows(tensor, name)
         if self.qq_bias is not None:
             _need_tensor(self.qq_bias, "qq_bias", 2, FLOATS, device)
@@ -207,7 +214,9 @@ class Scoring:
                 _shape(self.mm_prefix_range),
                 f"[{num_seqs}, num_ranges, 2]",
             )
-            _need(self.mm_prefix_range.is_contiguous(), "mm_prefix_range", f"strides {self.mm_prefix_range.stride()}", "a contiguous tensor")
+            _need(
+                self.mm_prefix_range.is_contiguous(), "mm_prefix_range", f"strides {self.mm_prefix_range.stride()}", "a contiguous tensor"
+            )
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,9 @@ class Scratch:
                 f"{_shape(tensor)}, strides {tensor.stride()}",
                 f"a contiguous [tokens, {num_query_heads}, at least {self.num_segments}, ...]",
             )
-        _need(self.output.shape[3] >= head_size_v, "softmax_segm_output", _shape(self.output), f"a last dimension of at least {head_size_v}")
+        _need(
+            self.output.shape[3] >= head_size_v, "softmax_segm_output", _shape(self.output), f"a last dimension of at least {head_size_v}"
+        )
         _need(
             self.output.shape[:3] == self.max.shape == self.expsum.shape,
             "softmax_segm_max",

@@ -138,7 +138,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Heads:
-    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width`` (a power of two, at least ``least``)."""
+    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width``, a power of two >= ``least``."""
 
     size: int
     streams: int

@@ -114,17 +114,17 @@ def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
 def _launch(kernel: Any, attention: Attention, form: args.Format, problem: schedule.Problem, launch: schedule.Launch) -> None:
     batch, tile = attention.batch, launch.tile
     config = _config(attention, form, launch)
-    items = launch.max_items
+    items, programs = launch.max_items, launch.programs
     if not launch.split:
         # Every sequence has at most one row block that is not full.
-        items = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
+        programs = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
     out = attention.out
     output = bundle_rows(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out)
     lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
     score = _bundle_scoring(attention)
     splits, partials = _splits(attention, launch, items, config)
     num_kv_heads = problem.num_kv_heads
-    kernel[(items, num_kv_heads)](
+    kernel[(programs, num_kv_heads)](
         bundle_rows(attention.q),
         bundle_plane(attention.keys, "k_cache", form.streams),
         bundle_plane(attention.values, "v_cache", form.streams),
@@ -136,16 +136,18 @@ def _launch(kernel: Any, attention: Attention, form: args.Format, problem: sched
         partials,
         batch.num_seqs,
         batch.block_table.stride(0),
+        batch.block_table.shape[1],
         attention.keys.num_blocks,
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **({"maxnreg": tile.registers} if tile.registers and config.use_asm else {}),
     )
     if not launch.split:
         return
-    # Few chunks: a warp without barriers. Many: their rows are loaded together.
-    chunks = schedule.power_of_two(min(32, max(4, items // (batch.num_seqs * launch.max_row_blocks))))
-    merge_kernel[(batch.num_seqs * launch.max_row_blocks * config.tokens, attention.q.shape[1])](
+    row_blocks = batch.num_seqs * launch.max_row_blocks
+    merge = schedule.merge_tile(launch, row_blocks)
+    merge_kernel[(row_blocks * (tile.rows // merge.rows), num_kv_heads)](
         output,
         attention.output_scale,
         lengths,
@@ -153,9 +155,10 @@ def _launch(kernel: Any, attention: Attention, form: args.Format, problem: sched
         splits,
         partials,
         num_kv_heads,
-        CHUNKS=chunks,
+        ROWS=merge.rows,
+        PIECES=merge.pieces,
         C=config,
-        num_warps=1 if chunks <= 8 else 4,
+        num_warps=merge.warps,
     )
 
 
@@ -174,7 +177,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
-        split="segments" if launch.segments else "chunks" if launch.split else "",
+        split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
         wide_pages=attention.keys.block_size * max(_strides(attention.keys) + _strides(attention.values)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
@@ -211,7 +214,7 @@ def _splits(attention: Attention, launch: schedule.Launch, items: int, config: a
     if not launch.split:
         return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
     row_blocks = attention.batch.num_seqs * launch.max_row_blocks
-    if launch.segments:
+    if launch.split == "segments":
         scratch = attention.scratch
         if scratch is None:
             raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
@@ -221,4 +224,4 @@ def _splits(attention: Attention, launch: schedule.Launch, items: int, config: a
         return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
     rows = items * attention.keys.num_kv_heads * config.rows
     plan, acc, top, total = workspace(attention.q.device, row_blocks, rows, config.head_size_v)
-    return args.Splits(launch.target, launch.min_chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)
+    return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)

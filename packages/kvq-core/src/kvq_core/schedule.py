@@ -19,6 +19,8 @@ DECODE_QUERY_LEN = 16
 DECODE_ROWS = 64
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
 INVARIANT_CHUNK = 2048
+# Keys that a program of a split takes at least.
+LEAST_SHARE = 512
 UNLIMITED = 2**30
 
 
@@ -44,7 +46,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """One measured choice: the shape of a program's work and how it is pipelined."""
+    """One measured choice: the shape of a program's work and how it is pipelined.
+
+    ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
+    """
 
     rows: int
     keys: int
@@ -52,21 +57,27 @@ class Tile:
     stages: int
     keys_first: bool
     programs_per_sm: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the attention kernel and, if ``split``, of the merge after it."""
+    """One launch of the attention kernel and, if its keys are split, of the merge after it.
+
+    ``split``: "" (a program has a whole row block), "shares" (``programs`` equal shares of the batch's tiles, ``least`` of them or more),
+    "chunks" (``chunk`` keys each) or "segments" (an engine's). ``max_items``: pieces there can be.
+    """
 
     tile: Tile
     min_query_len: int
     max_query_len: int
     max_row_blocks: int
-    split: bool
-    target: int = 0
-    min_chunk: int = 0
-    segments: int = 0
+    split: str = ""
+    programs: int = 0
     max_items: int = 0
+    least: int = 0
+    chunk: int = 0
+    segments: int = 0
 
 
 class _Switch:
@@ -124,25 +135,27 @@ def _decode(problem: Problem, longest: int) -> Launch:
     row_blocks = -(-longest // (rows // problem.group))
     blocks = problem.num_seqs * row_blocks
     if problem.engine_segments and longest == 1:
-        return Launch(tile, 1, longest, row_blocks, True, segments=problem.engine_segments, max_items=blocks * problem.engine_segments)
+        programs = blocks * problem.engine_segments
+        return Launch(tile, 1, longest, row_blocks, "segments", programs, programs, segments=problem.engine_segments)
     if problem.batch_invariant:
         chunk = -(-INVARIANT_CHUNK // tile.keys) * tile.keys
-        items = blocks * max(1, -(-problem.max_keys // chunk))
-        return Launch(tile, 1, longest, row_blocks, problem.max_keys > chunk, UNLIMITED, chunk, max_items=items)
-    # Below two tiles a split costs more (a merge launch) than it saves.
-    min_chunk = max(2 * tile.keys, 256)
-    split = problem.may_split and problem.max_seqlen_k > min_chunk
-    if not split:
-        return Launch(tile, 1, longest, row_blocks, False, max_items=blocks)
-    target = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
-    return Launch(tile, 1, longest, row_blocks, True, target, min_chunk, max_items=target + blocks)
+        if problem.max_keys <= chunk:
+            return Launch(tile, 1, longest, row_blocks)
+        programs = blocks * -(-problem.max_keys // chunk)
+        return Launch(tile, 1, longest, row_blocks, "chunks", programs, programs + blocks, chunk=chunk)
+    least = max(2, LEAST_SHARE // tile.keys)
+    if not problem.may_split or problem.max_seqlen_k <= least * tile.keys:
+        # A merge costs more than it saves.
+        return Launch(tile, 1, longest, row_blocks)
+    programs = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
+    return Launch(tile, 1, longest, row_blocks, "shares", programs, programs + blocks, least)
 
 
 def _prefill(problem: Problem) -> Launch:
     tile = prefill_tile(problem)
     shortest = 1 if problem.uniform and not problem.batch_invariant else DECODE_QUERY_LEN + 1
     row_blocks = -(-problem.max_seqlen_q // (tile.rows // problem.group))
-    return Launch(tile, shortest, UNLIMITED, row_blocks, False)
+    return Launch(tile, shortest, UNLIMITED, row_blocks)
 
 
 def decode_tile(problem: Problem, rows: int) -> Tile:
@@ -152,9 +165,10 @@ def decode_tile(problem: Problem, rows: int) -> Tile:
         keys = 64 if width <= 128 else 32 if width <= 256 else 16
         return Tile(rows, keys, 4, 2, keys_first=True, programs_per_sm=4)
     if problem.streams == 1:
-        # One long sequence: fewer, longer chunks; the loads in flight suffice and the merge is shorter.
-        return Tile(rows, 32 if width <= 128 else 16, 1, 3, keys_first=True, programs_per_sm=8 if problem.num_seqs > 4 else 4)
-    return Tile(rows, 64 if width <= 128 else 32, 1, 2, keys_first=True, programs_per_sm=8)
+        return Tile(rows, 32 if width <= 128 else 16, 1, 2, keys_first=True, programs_per_sm=8)
+    keys = 64 if problem.streams > 2 else 32
+    # 168 registers a thread let 12 one-warp programs share a multiprocessor (a quarter of its registers holds three).
+    return Tile(rows, keys if width <= 128 else 32, 1, 2, keys_first=True, programs_per_sm=12, registers=168)
 
 
 def prefill_tile(problem: Problem) -> Tile:
@@ -165,3 +179,20 @@ def prefill_tile(problem: Problem) -> Tile:
     keys = 64 if width <= 128 else 32 if width <= 512 else 16
     rows = max(rows, power_of_two(problem.group))
     return Tile(rows, keys // 2 if full_precision else keys, 4, 2, keys_first=False, programs_per_sm=1)
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """How a merge program works: ``rows`` of a tile, ``pieces`` of each loaded together."""
+
+    rows: int
+    pieces: int
+    warps: int
+
+
+def merge_tile(launch: Launch, row_blocks: int) -> MergeTile:
+    """Few pieces a row: eight rows share one un-rotation. Many: one row, its pieces loaded together, since its time is theirs."""
+    pieces = power_of_two(-(-launch.max_items // row_blocks))
+    if pieces <= 8:
+        return MergeTile(8, 2, 2)
+    return MergeTile(1, min(pieces, 256), 4 if pieces <= 64 else 8)

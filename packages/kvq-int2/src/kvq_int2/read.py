@@ -9,13 +9,13 @@ probabilities. Queries are rotated like the keys, outputs un-rotated once.
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.masks import by_key, by_row
-from kvq_core.kernels.products import accumulate, accumulator, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.masks import by_row
+from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, places, query_rows
+from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share
 from kvq_core.launch import launch_attention
 from kvq_core.spec import Attention
 from kvq_int2.codec import READ_LEVEL
@@ -30,38 +30,48 @@ def launch_read(attention: Attention) -> None:
     launch_attention(attend, attention, FORMAT)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "num_blocks"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
 def attend(
-    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, num_blocks, C: tl.constexpr
+    queries,
+    keys,
+    values,
+    output,
+    output_scale,
+    batch,
+    scoring,
+    splits,
+    partials,
+    num_seqs,
+    table_stride,
+    table_width,
+    num_blocks,
+    C: tl.constexpr,
 ):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    work = find_work(item, num_seqs, batch, scoring, splits, C)
-    if work.seq >= num_seqs:
-        return
-    rows = query_rows(work, kv_head, C)
-    q, unit = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
-    q = query_operand(q, C)
-    state = softmax_start(C.rows)
-    acc = accumulator(C)
-    largest = 1e-30
-    for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
-        tile = key_tile(start, work, batch, table_stride, num_blocks, C)
-        k_place, v_place = places(keys, values, tile, C)
-        k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
-        k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-        v = load_lanes(values, tile, v_place, kv_head, V_HEADS)
-        s = scores(q, unpack(k, C.use_asm), C) * by_row(unit, C) * by_key(k_scale, C)
-        s = finish_scores(s, rows, tile, work, scoring, C)
-        p, alpha, state = softmax_step(s, state, C)
-        weights, shrink, largest = weigh(p, v_scale, largest, C)
-        acc = accumulate(weights, unpack(v, C.use_asm), acc, alpha * shrink, C)
-    result = ()
-    for s in tl.static_range(8):
-        result = result + (acc[s] * (LEVEL * unweigh(largest)),)
-    finish(result, state, output, output_scale, rows, work, item, kv_head, partials, splits, scoring, C)
+    share = take_share(num_seqs, batch, scoring, splits, C)
+    while share.next < share.stop:
+        work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
+        rows = query_rows(work, kv_head, C)
+        q, unit = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
+        q = query_operand(q, C)
+        state = softmax_start(C.rows)
+        acc = accumulator(C)
+        largest = 1e-30
+        for t in tl.range(work.start // C.keys, tl.cdiv(work.stop, C.keys), num_stages=C.stages):
+            tile = key_tile(t * C.keys, work, batch, table_stride, num_blocks, scoring, C)
+            k_place, v_place = places(keys, values, tile, C)
+            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+            k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+            v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
+            s = scores(q, unpack(k, C.use_asm), None, C) * by_row(unit, C)
+            s = finish_scores(s, k_scale, rows, tile, work, scoring, C)
+            p, alpha, state = softmax_step(s, state, C)
+            weights, shrink, largest = weigh(p, v_scale, largest, C)
+            acc = accumulate(weights, unpack(v, C.use_asm), acc, alpha * shrink, None, C)
+        acc = accumulated_rows(acc, LEVEL * unweigh(largest), C)
+        finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from kvq_int2.codec import BOUNDARY as _BOUNDARY
 
 FORMAT = Format(streams=8, rotated=True)
 BOUNDARY = tl.constexpr(_BOUNDARY)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 def launch_write(rows: NewRows) -> None:
@@ -38,8 +39,8 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     peak = tl.max(tl.abs(y[0]), 1)
     for s in tl.static_range(1, 8):
         peak = tl.maximum(peak, tl.max(tl.abs(y[s]), 1))
-    # Squares of the row over its largest magnitude neither overflow nor vanish.
-    inverse = 1.0 / tl.where(peak > 0.0, peak, 1.0)
+    # Squares of the row over its largest magnitude neither overflow nor vanish; 1 / a subnormal would.
+    inverse = 1.0 / tl.maximum(peak, SMALLEST_NORMAL)
     squares = tl.zeros_like(peak)
     for s in tl.static_range(8):
         unit = y[s] * inverse[:, None]

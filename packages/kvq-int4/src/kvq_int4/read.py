@@ -1,11 +1,11 @@
 """int4 attention. The codes are never turned into numbers by a conversion: a masked nibble *is* a number.
 
 A 16-bit lane holds four nibbles. ``lane & 0x000f``, read as float16, is the subnormal ``n * 2^-24``, and ``lane & 0x00f0`` is
-``16 n * 2^-24``: exact in a tensor-core product, and the powers of two fold into the query's columns (K) and the output's (V). Scales
-and zero points never touch an element either:
+``16 n * 2^-24``; the powers of two fold into the query's columns and the output's unit. Scales and zero points never touch an element
+either:
 
-    sum_c q_c (n_c - z) s = s (sum_c q_c n_c - z sum_c q_c)        for K: one multiply-add per score
-    sum_j p_j s_j (n_j - z_j) = sum_j w_j n_j - sum_j w_j z_j      for V: w = p s, and one running sum a row
+    sum_c q_c (n_c - z) s = s (sum_c q_c n_c - z sum_c q_c)        for K: one multiplication per score, as the product's start
+    sum_j p_j s_j (n_j - z_j) = sum_j w_j n_j - sum_j w_j z_j      for V: w = p s, and one sum a row and tile
 
 Queries are rotated like the keys, outputs un-rotated once (codec.py). Each query row is scaled to 64 so that it fits float16.
 """
@@ -14,17 +14,18 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_key, by_row
-from kvq_core.kernels.products import accumulate, accumulator, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, places, query_rows
+from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share
 from kvq_core.launch import launch_attention
 from kvq_core.spec import Attention
 from kvq_int4.write import FORMAT
 
 SUBNORMAL = tl.constexpr(2.0**24)  # float16's smallest step is 2^-24
+FOLDS = tl.constexpr((1.0, 0.0625, 1.0, 0.0625))  # odd streams hold 16 n
 
 
 def launch_read(attention: Attention) -> None:
@@ -32,66 +33,65 @@ def launch_read(attention: Attention) -> None:
     launch_attention(attend, attention, FORMAT)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "num_blocks"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
 def attend(
-    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, num_blocks, C: tl.constexpr
+    queries,
+    keys,
+    values,
+    output,
+    output_scale,
+    batch,
+    scoring,
+    splits,
+    partials,
+    num_seqs,
+    table_stride,
+    table_width,
+    num_blocks,
+    C: tl.constexpr,
 ):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    work = find_work(item, num_seqs, batch, scoring, splits, C)
-    if work.seq >= num_seqs:
-        return
-    rows = query_rows(work, kv_head, C)
-    q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
-    q = query_operand(q, C)
-    state = softmax_start(C.rows)
-    acc = accumulator(C)
-    zeros = tl.zeros_like(state.sum)
-    largest = 1e-30
-    for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
-        tile = key_tile(start, work, batch, table_stride, num_blocks, C)
-        k_place, v_place = places(keys, values, tile, C)
-        k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
-        k_word, v_word = load_scales(keys, values, tile, kv_head, C)
-        k_scale, k_zero = split_word(k_word)
-        v_scale, v_zero = split_word(v_word)
-        v = load_lanes(values, tile, v_place, kv_head, V_HEADS)
-        s = scores(q, unpack(k, C.use_asm), C) * by_row(unit, C) - by_key(k_zero, C) * by_row(q_sum, C)
-        s = finish_scores(s * by_key(k_scale, C), rows, tile, work, scoring, C)
-        p, alpha, state = softmax_step(s, state, C)
-        weights, shrink, largest = weigh(p, v_scale, largest, C)
-        alpha = alpha * shrink
-        zeros = zeros * alpha + tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
-        acc = accumulate(weights, unpack(v, C.use_asm), acc, alpha, C)
-    acc = whole_values(acc, zeros, unweigh(largest), C)
-    finish(acc, state, output, output_scale, rows, work, item, kv_head, partials, splits, scoring, C)
+    share = take_share(num_seqs, batch, scoring, splits, C)
+    while share.next < share.stop:
+        work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
+        rows = query_rows(work, kv_head, C)
+        q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
+        q = query_operand(q, C)
+        state = softmax_start(C.rows)
+        acc = accumulator(C)
+        largest = 1e-30
+        for t in tl.range(work.start // C.keys, tl.cdiv(work.stop, C.keys), num_stages=C.stages):
+            tile = key_tile(t * C.keys, work, batch, table_stride, num_blocks, scoring, C)
+            k_place, v_place = places(keys, values, tile, C)
+            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+            k_word, v_word = load_scales(keys, values, tile, kv_head, C)
+            k_scale, k_zero = split_word(k_word)
+            v_scale, v_zero = split_word(v_word)
+            v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
+            s = scores(q, unpack_keys(k, C.use_asm), by_key(k_zero, C) * by_row(q_sum, C), C) * by_row(unit, C)
+            s = finish_scores(s, k_scale, rows, tile, work, scoring, C)
+            p, alpha, state = softmax_step(s, state, C)
+            weights, shrink, largest = weigh(p, v_scale, largest, C)
+            zeros = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
+            acc = accumulate(weights, unpack_values(v, C.use_asm), acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
+        acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
+        finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit
 def half_queries(q, unit, C: tl.constexpr):
-    """(float16 streams with the nibbles' powers of two folded in, factor of their products [ROWS], factor of zero points [ROWS])."""
+    """(float16 streams with the nibbles' powers of two folded in, factor of their products [ROWS], a zero point's effect [ROWS])."""
     peak = largest_in_row(q)
     total = tl.zeros_like(peak)
     half = ()
     for s in tl.static_range(4):
-        fold = 0.0625 if s % 2 == 1 else 1.0
-        x = (q[s] * (64.0 / peak * fold)[:, None]).to(tl.float16)
-        total += tl.sum(x.to(tl.float32), 1) * (1.0 / fold)
+        x = (q[s] * (64.0 / peak * FOLDS[s])[:, None]).to(tl.float16)
+        total += tl.sum(x.to(tl.float32), 1) * (1.0 / FOLDS[s])
         half = half + (x,)
     unit = unit * peak * (1.0 / (64.0 * C.key_heads.block))
-    return half, unit * SUBNORMAL, total * unit
-
-
-@triton.jit
-def whole_values(acc, zeros, unit, C: tl.constexpr):
-    """Accumulated codes -> accumulated values."""
-    result = ()
-    for s in tl.static_range(4):
-        fold = 0.0625 if s % 2 == 1 else 1.0
-        result = result + ((acc[s] * (SUBNORMAL * fold) - zeros[:, None]) * unit,)
-    return result
+    return half, unit * SUBNORMAL, total * (-1.0 / SUBNORMAL)
 
 
 @triton.jit
@@ -102,10 +102,10 @@ def split_word(word):
 
 
 @triton.jit
-def unpack(lanes, ASM: tl.constexpr):
+def unpack_keys(lanes, ASM: tl.constexpr):
     """16-bit lanes -> four float16 streams ``n, 16 n, n, 16 n`` in units of 2^-24."""
     if ASM:
-        streams = unpack_asm(lanes)
+        streams = unpack_keys_asm(lanes)
     else:
         high = lanes >> 8
         streams = (
@@ -118,7 +118,7 @@ def unpack(lanes, ASM: tl.constexpr):
 
 
 @triton.jit
-def unpack_asm(lanes):
+def unpack_keys_asm(lanes):
     return tl.inline_asm_elementwise(
         """
         {
@@ -128,6 +128,49 @@ def unpack_asm(lanes):
         and.b32 $1, $4, 0x00f000f0;
         and.b32 $2, high, 0x000f000f;
         and.b32 $3, high, 0x00f000f0;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [lanes],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def unpack_values(lanes, ASM: tl.constexpr):
+    """16-bit lanes -> four float16 streams ``16 n`` in units of 2^-24.
+
+    The tensor cores truncate a subnormal's product as if it had the exponent of the smallest normal number: four bits less are lost of
+    16 n than of n. What n loses is a bias that all channels of a stream share, which un-rotation gathers in one or two channels (measured
+    on sm_90). For scores it does not matter: there it is the same for every key.
+    """
+    if ASM:
+        streams = unpack_values_asm(lanes)
+    else:
+        streams = (
+            ((lanes << 4) & 0x00F0).to(tl.uint16).to(tl.float16, bitcast=True),
+            (lanes & 0x00F0).to(tl.float16, bitcast=True),
+            ((lanes >> 4) & 0x00F0).to(tl.float16, bitcast=True),
+            ((lanes >> 8) & 0x00F0).to(tl.float16, bitcast=True),
+        )
+    return streams
+
+
+@triton.jit
+def unpack_values_asm(lanes):
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 x;
+        shl.b32 x, $4, 4;
+        and.b32 $0, x, 0x00f000f0;
+        and.b32 $1, $4, 0x00f000f0;
+        shr.u32 x, $4, 4;
+        and.b32 $2, x, 0x00f000f0;
+        shr.u32 x, $4, 8;
+        and.b32 $3, x, 0x00f000f0;
         }
         """,
         "=&r,=&r,=&r,=&r,r",

@@ -11,13 +11,13 @@ The values' scales join the probabilities, the keys' the scores. Each query row 
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.masks import by_key, by_row
-from kvq_core.kernels.products import accumulate, accumulator, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.masks import by_row
+from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores, seed_of_rows, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import find_work, key_tile, load_lanes, load_scales, places, query_rows
+from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share
 from kvq_core.launch import launch_attention
 from kvq_core.spec import Attention
 from kvq_int8fp8.write import format_of
@@ -31,57 +31,67 @@ def launch_read(attention: Attention, *, is_int8: bool, per_tensor: bool) -> Non
     launch_attention(attend, attention, format_of(is_int8, per_tensor))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "num_blocks"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
 def attend(
-    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, num_blocks, C: tl.constexpr
+    queries,
+    keys,
+    values,
+    output,
+    output_scale,
+    batch,
+    scoring,
+    splits,
+    partials,
+    num_seqs,
+    table_stride,
+    table_width,
+    num_blocks,
+    C: tl.constexpr,
 ):
     INT8: tl.constexpr = C.format.variant == "int8"
     PER_TENSOR: tl.constexpr = C.format.variant == "fp8_per_tensor"
     UNIT: tl.constexpr = INT8_UNIT if INT8 else FP8_UNIT
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    work = find_work(item, num_seqs, batch, scoring, splits, C)
-    if work.seq >= num_seqs:
-        return
-    rows = query_rows(work, kv_head, C)
-    q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
-    if PER_TENSOR:
-        unit = unit * tl.load(keys.scales)
-    q = query_operand(q, C)
-    state = softmax_start(C.rows)
-    acc = accumulator(C)
-    zeros = tl.zeros_like(state.sum)
-    largest = 1e-30
-    for start in tl.range(work.start, work.stop, C.keys, num_stages=C.stages):
-        tile = key_tile(start, work, batch, table_stride, num_blocks, C)
-        k_place, v_place = places(keys, values, tile, C)
-        k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
-        v = load_lanes(values, tile, v_place, kv_head, V_HEADS)
-        if not PER_TENSOR:
-            k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-        s = scores(q, unpack(k, INT8, C.use_asm), C) * by_row(unit * UNIT, C)
-        if INT8:
-            s = s - by_row(128.0 * q_sum * unit, C)
-        if not PER_TENSOR:
-            s = s * by_key(k_scale, C)
-        s = finish_scores(s, rows, tile, work, scoring, C)
-        p, alpha, state = softmax_step(s, state, C)
+    share = take_share(num_seqs, batch, scoring, splits, C)
+    while share.next < share.stop:
+        work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
+        rows = query_rows(work, kv_head, C)
+        q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring) * UNIT, C)
         if PER_TENSOR:
-            weights = (p * 256.0).to(tl.float16)
-        else:
-            weights, shrink, largest = weigh(p, v_scale, largest, C)
-            alpha = alpha * shrink
+            unit = unit * tl.load(keys.scales)
+        seed = None
         if INT8:
-            zeros = zeros * alpha + tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * 128.0
-        acc = accumulate(weights, unpack(v, INT8, C.use_asm), acc, alpha, C)
-    if PER_TENSOR:
-        largest = tl.load(values.scales)
-    result = ()
-    for s in tl.static_range(2):
-        result = result + ((acc[s] * UNIT - zeros[:, None]) * unweigh(largest),)
-    finish(result, state, output, output_scale, rows, work, item, kv_head, partials, splits, scoring, C)
+            seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)
+        q = query_operand(q, C)
+        state = softmax_start(C.rows)
+        acc = accumulator(C)
+        largest = 1e-30
+        for t in tl.range(work.start // C.keys, tl.cdiv(work.stop, C.keys), num_stages=C.stages):
+            tile = key_tile(t * C.keys, work, batch, table_stride, num_blocks, scoring, C)
+            k_place, v_place = places(keys, values, tile, C)
+            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+            v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
+            if PER_TENSOR:
+                k_scale = None
+            else:
+                k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+            s = finish_scores(scores(q, unpack(k, INT8, C.use_asm), seed, C) * by_row(unit, C), k_scale, rows, tile, work, scoring, C)
+            p, alpha, state = softmax_step(s, state, C)
+            if PER_TENSOR:
+                weights = (p * 256.0).to(tl.float16)
+            else:
+                weights, shrink, largest = weigh(p, v_scale, largest, C)
+                alpha = alpha * shrink
+            offset = None
+            if INT8:
+                offset = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (128.0 / UNIT)
+            acc = accumulate(weights, unpack(v, INT8, C.use_asm), acc, alpha, offset, C)
+        if PER_TENSOR:
+            largest = tl.load(values.scales)
+        acc = accumulated_rows(acc, UNIT * unweigh(largest), C)
+        finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

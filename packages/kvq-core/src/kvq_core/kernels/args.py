@@ -61,17 +61,17 @@ class Scoring(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The keys' split: about ``target`` chunks of at least ``min_chunk`` tokens over the batch, or ``segments`` a sequence."""
+    """The keys' split. "shares": at least ``least`` tiles a program; "chunks": ``chunk`` keys; "segments": so many a sequence."""
 
-    target: Any
-    min_chunk: Any
+    least: Any
+    chunk: Any
     segments: Any
 
 
 class Partials(NamedTuple):
     """Where programs leave their share: acc [n, head_size_v] float32 (stream-major columns), max and sum [n] float32.
 
-    ``plan`` [row blocks, 2] int32: how many chunks, and the item of the first.
+    ``plan`` [row blocks, 2] int32: how many pieces, and the item of the first.
     """
 
     acc: Any
@@ -88,8 +88,19 @@ class SoftmaxState(NamedTuple):
     sum: Any
 
 
+class Share(NamedTuple):
+    """A program's units of work, ``next`` up to ``stop``; every program has ``size`` of them."""
+
+    next: Any
+    stop: Any
+    size: Any
+
+
 class Work(NamedTuple):
-    """One program's share: which rows of which sequence, against which keys."""
+    """A piece of work: some rows of one sequence against the keys ``start`` to ``stop``.
+
+    A row block's keys are cut into ``num_pieces``; this one begins at unit ``unit`` and is number ``item`` of the launch's pieces.
+    """
 
     seq: Any
     row_start: Any
@@ -99,8 +110,9 @@ class Work(NamedTuple):
     seq_len: Any
     start: Any
     stop: Any
-    chunk: Any
-    num_chunks: Any
+    unit: Any
+    num_pieces: Any
+    item: Any
 
 
 class QueryRows(NamedTuple):
@@ -114,12 +126,16 @@ class QueryRows(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The keys of a tile: [KEYS] vectors. ``valid``: in the program's range and in a block that exists."""
+    """The keys of a tile: [KEYS] vectors. ``valid``: in the piece's range, and in a block that exists.
+
+    ``edge`` (scalar): whether a valid key may be hidden from some of the rows, so that scores need a mask of their own.
+    """
 
     position: Any
     block: Any
     slot: Any
     valid: Any
+    edge: Any
 
 
 @dataclass(frozen=True)
@@ -182,7 +198,7 @@ class ReadConfig:
     min_query_len: int
     max_query_len: int
     max_row_blocks: int  # of a sequence; only a split needs it
-    split: str  # "" (2D), "chunks" (kvq's plan) or "segments" (an engine's scratch)
+    split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     same_strides: bool  # of the two planes
     wide_pages: bool  # offsets inside a page need 64 bits
     alibi_sqrt: bool

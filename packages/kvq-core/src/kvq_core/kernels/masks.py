@@ -29,20 +29,31 @@ def by_row(x, C: tl.constexpr):
 
 
 @triton.jit
+def hide_invalid(tile):
+    """What a score gets for its key, [KEYS]: 0, or -inf for an invalid one."""
+    return tl.where(tile.valid, 0.0, float("-inf"))
+
+
+@triton.jit
+def hide_unseen(s, rows, tile, seq, scoring, C: tl.constexpr):
+    """-inf for valid keys that a row does not see. Tiles away from the edges of what is visible skip it."""
+    if scoring.ranges is not None or C.max_query_len > 1:
+        if tile.edge:
+            s = tl.where(visible(rows, tile, seq, scoring, C), s, float("-inf"))
+    return s
+
+
+@triton.jit
 def visible(rows, tile, seq, scoring, C: tl.constexpr):
-    """Mask of the scores that count."""
+    """Mask of the scores that count, as far as rows differ in it."""
     p = by_row(rows.position, C)
     j = by_key(tile.position, C)
-    seen = by_key(tile.valid, C)
-    # A sequence's only row is its newest token: the end of the keys is the causal limit.
-    if C.max_query_len > 1:
-        seen = seen & (j <= p)
+    seen = j <= p
     if scoring.window_left is not None:
         seen = seen & (p - j <= scoring.window_left)
     if scoring.ranges is not None:
         for r in range(scoring.num_ranges):
             start = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2)
             end = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2 + 1)
-            both = by_key(tile.valid, C) & (p >= start) & (p <= end) & (j >= start) & (j <= end) & (start < end)
-            seen = seen | both
+            seen = seen | ((p >= start) & (p <= end) & (j >= start) & (j <= end) & (start < end))
     return seen

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.dots import dot
-from kvq_core.kernels.masks import by_key
+from kvq_core.kernels.masks import by_key, by_row
 
 
 @triton.jit
@@ -20,9 +20,12 @@ def query_operand(streams, C: tl.constexpr):
 
 
 @triton.jit
-def scores(q, k, C: tl.constexpr):
-    """q.k summed over streams: [KEYS, ROWS] if keys come first, else [ROWS, KEYS]."""
-    s = None
+def scores(q, k, seed, C: tl.constexpr):
+    """q.k summed over streams, on top of ``seed`` (or None): [KEYS, ROWS] if keys come first, else [ROWS, KEYS].
+
+    A seed takes off what the codes' zero points will add, which costs less, and rounds better, than taking it off afterwards.
+    """
+    s = seed
     for i in tl.static_range(tl.constexpr(C.streams)):
         if C.keys_first:
             s = dot(k[i], q[i], s, C.upcast_dots)
@@ -32,25 +35,56 @@ def scores(q, k, C: tl.constexpr):
 
 
 @triton.jit
-def accumulate(weights, v, acc, alpha, C: tl.constexpr):
-    """alpha * acc + weights v for each stream: [ROWS, WIDTH] x STREAMS."""
-    if C.keys_first:
-        weights = tl.trans(weights)
+def seed_of_rows(x, C: tl.constexpr):
+    """A seed of :func:`scores` that is the same for every key: a [ROWS] vector, spread."""
+    KEYS: tl.constexpr = C.keys
+    return by_row(x, C) + by_key(tl.zeros([KEYS], tl.float32), C)
+
+
+@triton.jit
+def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
+    """alpha * acc - offset + weights v for each stream: [WIDTH, ROWS] if keys come first, else [ROWS, WIDTH].
+
+    ``offset``: a [ROWS] vector, or None. What the codes' zero points add is taken off *before* the product that adds it, so that sums
+    stay as small as the values: the tensor cores truncate, which a large common part would turn into a bias.
+    """
     result = ()
     for i in tl.static_range(tl.constexpr(C.streams)):
-        result = result + (dot(weights, v[i], acc[i] * alpha[:, None], C.upcast_dots),)
+        before = acc[i] * by_row(alpha, C)
+        if offset is not None:
+            before -= by_row(offset, C)
+        if C.keys_first:
+            after = dot(v[i], weights, before, C.upcast_dots)
+        else:
+            after = dot(weights, v[i], before, C.upcast_dots)
+        result = result + (after,)
     return result
 
 
 @triton.jit
 def accumulator(C: tl.constexpr):
-    """Zero accumulators, [ROWS, WIDTH] float32 x STREAMS."""
+    """Zero accumulators, float32 x STREAMS, in the shape of :func:`accumulate`."""
     ROWS: tl.constexpr = C.rows
     WIDTH: tl.constexpr = C.value_heads.width
     acc = ()
     for _ in tl.static_range(tl.constexpr(C.streams)):
-        acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
+        if C.keys_first:
+            acc = acc + (tl.zeros([WIDTH, ROWS], tl.float32),)
+        else:
+            acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
     return acc
+
+
+@triton.jit
+def accumulated_rows(acc, unit, C: tl.constexpr):
+    """What was accumulated, times a scalar: [ROWS, WIDTH] x STREAMS in either orientation."""
+    rows = ()
+    for i in tl.static_range(tl.constexpr(C.streams)):
+        x = acc[i] * unit
+        if C.keys_first:
+            x = tl.trans(x)
+        rows = rows + (x,)
+    return rows
 
 
 @triton.jit

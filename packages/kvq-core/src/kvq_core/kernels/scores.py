@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import LOG2E
-from kvq_core.kernels.masks import by_key, by_row, visible
+from kvq_core.kernels.masks import by_key, by_row, hide_invalid, hide_unseen
 
 
 @triton.jit
@@ -18,13 +18,24 @@ def score_unit(scoring):
 
 
 @triton.jit
-def finish_scores(s, rows, tile, work, scoring, C: tl.constexpr):
-    """Softcap, mask and biases, in the order of the specification. Unseen scores become -inf, whatever garbage they held."""
+def finish_scores(s, k_scale, rows, tile, work, scoring, C: tl.constexpr):
+    """Key scales ([KEYS], or None), softcap, mask and biases, in the order of the specification. Unseen scores become -inf.
+
+    ``s`` is finite where keys are invalid (``load_scales`` and CLEAR see to it), so that adding -inf hides it: one multiply-add with the
+    scale.
+    """
+    hidden = by_key(hide_invalid(tile), C)
     if scoring.softcap is not None:
+        if k_scale is not None:
+            s = s * by_key(k_scale, C)
         # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing.
         grown = tl.exp2(s * (2.0 * LOG2E / scoring.softcap))
-        s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
-    s = tl.where(visible(rows, tile, work.seq, scoring, C), s, float("-inf"))
+        s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0)) + hidden
+    elif k_scale is not None:
+        s = s * by_key(k_scale, C) + hidden
+    else:
+        s = s + hidden
+    s = hide_unseen(s, rows, tile, work.seq, scoring, C)
     if scoring.alibi_slopes is not None:
         slope = tl.load(scoring.alibi_slopes + rows.head, mask=rows.valid, other=0.0).to(tl.float32) * LOG2E
         distance = (by_row(rows.position, C) - by_key(tile.position, C)).to(tl.float32)

@@ -1,14 +1,16 @@
-"""Which program does what: from a flat item number to a sequence, its query rows and its keys.
+"""Which program does what: from a program's number to sequences, their query rows and their keys.
 
-Items are numbered sequence by sequence, row block by row block, chunk by chunk. Every program finds its own place by summing over
-``seqused_k``, so that the plan follows the lengths on the device: nothing is copied to the host, and a CUDA graph stays right when
-the lengths change between replays.
+The work of a launch is a row of *units*, numbered sequence by sequence, row block by row block, along the keys. A unit is a tile of keys
+where keys are split into equal shares, a longer chunk under the other splits, and a whole row block where nothing is split. A program
+takes a share of consecutive units, piece by piece: a piece stays within one row block. Programs find their places by summing over
+``seqused_k``, so that the plan follows the lengths on the device: nothing is copied to the host, and a CUDA graph stays right when the
+lengths change between replays.
 """
 
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import KeyTile, QueryRows, Work
+from kvq_core.kernels.args import KeyTile, QueryRows, Share, Work
 
 SCAN = tl.constexpr(128)  # sequences looked at together
 
@@ -40,77 +42,82 @@ def sequence_facts(seqs, num_seqs, batch, scoring, C: tl.constexpr):
 
 
 @triton.jit
-def chunk_length(num_seqs, batch, scoring, splits, C: tl.constexpr):
-    """Keys in a chunk: the whole batch's keys in equal shares, in whole tiles."""
-    total = tl.zeros([SCAN], tl.int64)
-    for base in range(0, num_seqs, SCAN):
-        row_blocks, keys = sequence_facts(base + tl.arange(0, SCAN), num_seqs, batch, scoring, C)
-        total += row_blocks.to(tl.int64) * keys
-    share = (tl.sum(total) + splits.target - 1) // splits.target
-    share = tl.maximum(share, splits.min_chunk).to(tl.int32)
-    return (share + C.keys - 1) // C.keys * C.keys
-
-
-@triton.jit
-def chunks_of(keys, chunk, splits, C: tl.constexpr):
-    """(number of chunks, their length) for sequences with ``keys`` visible keys; at least one chunk, so that zeros get written."""
-    if C.split == "":
-        count = keys * 0 + 1
-        length = (keys + C.keys - 1) // C.keys * C.keys
+def units_of(keys, splits, C: tl.constexpr):
+    """(units of a row block, keys in a unit) for sequences with ``keys`` visible keys; at least one unit, so that zeros get written."""
+    if C.split == "shares":
+        count = tl.maximum((keys + C.keys - 1) // C.keys, 1)
+        length = keys * 0 + C.keys
     else:
         if C.split == "chunks":
-            count = tl.maximum((keys + chunk - 1) // chunk, 1)
-        else:
+            count = tl.maximum((keys + splits.chunk - 1) // splits.chunk, 1)
+        elif C.split == "segments":
             count = keys * 0 + splits.segments
-        # The same number of chunks, but of equal length: the last one is not a short rest.
-        length = ((keys + count - 1) // count + C.keys - 1) // C.keys * C.keys
-        count = tl.maximum((keys + tl.maximum(length, 1) - 1) // tl.maximum(length, 1), 1)
+        else:
+            count = keys * 0 + 1
+        # The same number of units, but of equal length: the last one is not a short rest.
+        length = tl.maximum(((keys + count - 1) // count + C.keys - 1) // C.keys * C.keys, C.keys)
+        count = tl.maximum((keys + length - 1) // length, 1)
     return count, length
 
 
 @triton.jit
-def find_work(item, num_seqs, batch, scoring, splits, C: tl.constexpr):
-    """The :class:`Work` of item number ``item``; ``seq >= num_seqs`` if there is none."""
-    chunk = 0
-    if C.split == "chunks":
-        chunk = chunk_length(num_seqs, batch, scoring, splits, C)
+def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
+    """This program's :class:`Share`; empty if there is nothing left for it."""
+    total = tl.zeros([SCAN], tl.int32)
+    for base in range(0, num_seqs, SCAN):
+        row_blocks, keys = sequence_facts(base + tl.arange(0, SCAN), num_seqs, batch, scoring, C)
+        units, _ = units_of(keys, splits, C)
+        total += row_blocks * units
+    total = tl.sum(total)
+    size = 1
+    if C.split == "shares":
+        size = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), splits.least)
+    first = tl.program_id(0) * size
+    return Share(first, tl.minimum(first + size, total), size)
+
+
+@triton.jit
+def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.constexpr):
+    """(the next piece of a share that is not empty, the rest of the share)."""
     seq = 0
     before = 0
+    blocks_before = 0
     running = 0
     for base in range(0, num_seqs, SCAN):
         seqs = base + tl.arange(0, SCAN)
         row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
-        count, _ = chunks_of(keys, chunk, splits, C)
-        ends = running + tl.cumsum(row_blocks * count, 0)
-        passed = (ends <= item) & (seqs < num_seqs)
+        units, _ = units_of(keys, splits, C)
+        ends = running + tl.cumsum(row_blocks * units, 0)
+        passed = (ends <= share.next) & (seqs < num_seqs)
         seq += tl.sum(passed.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
+        blocks_before += tl.sum(tl.where(passed, row_blocks, 0))
         running = tl.max(ends)
     row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
-    count, length = chunks_of(keys, chunk, splits, C)
-    local = item - before
-    # Later rows see more keys: the longest first, so that the short ones fill the end of the launch.
-    row_block = row_blocks - 1 - local // count
-    return work_of(seq, row_block, local % count, count, length, num_seqs, batch, scoring, C)
+    units, length = units_of(keys, splits, C)
+    block = (share.next - before) // units
+    unit = (share.next - before) % units
+    count = tl.minimum(share.stop - share.next, units - unit)
+    first = share.next - unit
+    num_pieces = (first + units - 1) // share.size - first // share.size + 1
+    item = share.next // share.size + blocks_before + block
 
-
-@triton.jit
-def work_of(seq, row_block, chunk, count, length, num_seqs, batch, scoring, C: tl.constexpr):
-    inside = seq < num_seqs
-    first = tl.load(batch.cu_seqlens_q + seq, mask=inside, other=0)
-    query_len = tl.load(batch.cu_seqlens_q + seq + 1, mask=inside, other=0) - first
-    seq_len = tl.load(batch.seqused_k + seq, mask=inside, other=0)
+    first_token = tl.load(batch.cu_seqlens_q + seq)
+    query_len = tl.load(batch.cu_seqlens_q + seq + 1) - first_token
+    seq_len = tl.load(batch.seqused_k + seq)
     context_len = seq_len - query_len
-    row_start = row_block * C.tokens
+    # Later rows see more keys: the longest first, so that the short ones fill the end of the launch.
+    row_start = (row_blocks - 1 - block) * C.tokens
     num_rows = tl.minimum(query_len - row_start, C.tokens)
     low, high = visible_range(seq, context_len + row_start, context_len + row_start + num_rows, seq_len, scoring, C)
     if scoring.ranges is None:
         origin = visible_start(context_len, scoring.window_left, C.keys)
     else:
         origin = context_len * 0
-    start = tl.maximum(origin + chunk * length, low)
-    stop = tl.minimum(origin + (chunk + 1) * length, high)
-    return Work(seq, row_start, num_rows, first, context_len, seq_len, start, stop, chunk, count)
+    start = tl.maximum(origin + unit * length, low)
+    stop = tl.minimum(tl.minimum(origin + (unit + count) * length, high), table_width * C.block_size)
+    work = Work(seq, row_start, num_rows, first_token, context_len, seq_len, start, stop, unit, num_pieces, item)
+    return work, Share(share.next + count, share.stop, share.size)
 
 
 @triton.jit
@@ -138,7 +145,7 @@ def query_rows(work, kv_head, C: tl.constexpr):
 
 
 @triton.jit
-def key_tile(start, work, batch, table_stride, num_blocks, C: tl.constexpr):
+def key_tile(start, work, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
     """Where the keys ``start .. start + KEYS`` lie in the pages."""
     position = start + tl.arange(0, C.keys)
     valid = position < work.stop
@@ -146,7 +153,19 @@ def key_tile(start, work, batch, table_stride, num_blocks, C: tl.constexpr):
     block = tl.load(entry, mask=valid, other=-1)
     # The unsigned view catches negative ids too.
     valid = valid & (block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True))
-    return KeyTile(position, tl.where(valid, block, 0), position % C.block_size, valid)
+    first = work.context_len + work.row_start
+    if scoring.ranges is not None:
+        edge = start >= 0
+    elif C.max_query_len == 1:
+        # A single row, the newest: what it may not see is invalid, and nothing is left to mask.
+        edge = start < 0
+        if scoring.window_left is not None:
+            valid = valid & (first - position <= scoring.window_left)
+    else:
+        edge = start + C.keys > first + 1
+        if scoring.window_left is not None:
+            edge = edge | (start < first + work.num_rows - 1 - scoring.window_left)
+    return KeyTile(position, tl.where(valid, block, 0), position % C.block_size, valid, edge)
 
 
 @triton.jit
@@ -170,16 +189,24 @@ def places(keys, values, tile, C: tl.constexpr):
 
 
 @triton.jit
-def load_lanes(plane, tile, place, kv_head, HEADS: tl.constexpr, CLEAR: tl.constexpr = False):
-    """The codes of a tile, [KEYS, WIDTH].
+def load_lanes(plane, tile, place, kv_head, HEADS: tl.constexpr, TURNED: tl.constexpr = False, CLEAR: tl.constexpr = False):
+    """The codes of a tile, [KEYS, WIDTH], or [WIDTH, KEYS] if TURNED.
 
     Invalid keys read some existing block's bytes, or 0 with CLEAR: modes whose codes can be NaN need that, since 0 * NaN is NaN.
     """
     lane = tl.arange(0, HEADS.width)
-    at = plane.codes + kv_head.to(tl.int64) * plane.head_stride + place[:, None] + lane[None, :]
-    inside = (lane < HEADS.lanes)[None, :]
+    base = plane.codes + kv_head.to(tl.int64) * plane.head_stride
+    inside = lane < HEADS.lanes
+    if TURNED:
+        at = base + place[None, :] + lane[:, None]
+        inside = inside[:, None]
+        exists = tile.valid[None, :]
+    else:
+        at = base + place[:, None] + lane[None, :]
+        inside = inside[None, :]
+        exists = tile.valid[:, None]
     if CLEAR:
-        lanes = tl.load(at, mask=tile.valid[:, None] & inside, other=0)
+        lanes = tl.load(at, mask=exists & inside, other=0)
     elif HEADS.padded:
         lanes = tl.load(at, mask=inside, other=0)
     else:

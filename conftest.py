@@ -1,13 +1,21 @@
 """Settings for every test of the workspace."""
 
+import os
 from functools import cache
 
 import pytest
 from hypothesis import settings
 
+# Workers share the cores, and torch's threads in each would only wait for those of the others. Read when torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The interpreter is slow and its first call slower: time says nothing about an example. The same examples run every time.
 settings.register_profile("kvq", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("kvq")
+
+GPU_TIMEOUT = 180
+"""Seconds. Kernels compile in two or three and run in none: what takes longer hangs."""
 
 
 @cache
@@ -15,6 +23,20 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_report_header() -> str:
+    return "GPU: yes" if has_gpu() else "GPU: none, so that tests marked gpu are left out"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the GPU's tests their timeout, or leave them out where there is none; asked for by name they are skipped, and say why."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    for item in gpu:
+        item.add_marker(pytest.mark.timeout(GPU_TIMEOUT))
+    if not has_gpu() and "gpu" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,6 +24,13 @@ def flashinfer() -> Any | None:
         return None
 
 
+def _needed() -> Any:
+    module = flashinfer()
+    if module is None:
+        raise ImportError("flashinfer is not installed, or does not import here")
+    return module
+
+
 def _pages(setting: Read, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(pages [blocks, 2, heads, slots, head_size], indptr, shuffled indices, slots used of each last page)."""
     blocks = torch.tensor((0, *setting.blocks), dtype=torch.int32)
@@ -34,16 +41,14 @@ def _pages(setting: Read, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     return pages, blocks.cumsum(0, dtype=torch.int32).to(device), order, last.to(device)
 
 
-def decode(setting: Read, device: torch.device) -> Call | None:
-    """FlashInfer's bf16 decode (tensor cores) over the setting's pages, planned; ``None`` without FlashInfer.
+def decode(setting: Read, device: torch.device) -> Call:
+    """FlashInfer's bf16 decode (tensor cores) over the setting's pages, planned; :class:`ImportError` without FlashInfer.
 
     Several query rows a sequence are its prefill kernel's business.
     """
     if setting.query_len > 1:
         return prefill(setting, device)
-    module = flashinfer()
-    if module is None:
-        return None
+    module = _needed()
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     pages, indptr, order, last = _pages(setting, device)
     wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
@@ -53,11 +58,9 @@ def decode(setting: Read, device: torch.device) -> Call | None:
     return lambda: wrapper.run(q, pages)
 
 
-def prefill(setting: Read, device: torch.device) -> Call | None:
-    """FlashInfer's bf16 prefill (FA3 on Hopper), causal, planned; ``None`` without FlashInfer."""
-    module = flashinfer()
-    if module is None:
-        return None
+def prefill(setting: Read, device: torch.device) -> Call:
+    """FlashInfer's bf16 prefill (FA3 on Hopper), causal, planned; :class:`ImportError` without FlashInfer."""
+    module = _needed()
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     pages, indptr, order, last = _pages(setting, device)
     hopper = torch.cuda.get_device_capability(device)[0] == 9

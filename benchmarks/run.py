@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from timing import Timer  # noqa: E402
 OK, ROW_ERROR, CANNOT_RUN, GATE_RED = 0, 1, 2, 3
 H200_READ = 4.3e12
 """Bytes a second that pure reads reach on an H200 (4.39e12 measured; copies 4.24e12)."""
-_RUN = {"decode": bench_decode.run, "prefill": bench_prefill.run, "write": bench_write.run}
+_RUN: dict[str, Callable[..., Iterator[Row]]] = {"decode": bench_decode.run, "prefill": bench_prefill.run, "write": bench_write.run}
 Plan = tuple[tuple[str, tuple[shapes.Setting, ...]], ...]
 
 

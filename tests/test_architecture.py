@@ -2,8 +2,10 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,8 +64,14 @@ def test_the_rules_see_the_files() -> None:
     assert {"os", "importlib.metadata.entry_points", "kvq_core.errors.ArgumentError", "kvq_core.backend.QuantKVBackend"} <= targets
 
 
+def required(extra: str) -> set[str]:
+    """What ``kvq-core[extra]`` requires beside ``kvq-core``."""
+    project = tomllib.loads((ROOT / "packages/kvq-core/pyproject.toml").read_text())["project"]
+    return {re.split(r"[^\w.-]", requirement)[0] for requirement in project["optional-dependencies"][extra]}
+
+
 def test_packages_import_what_they_declare() -> None:
-    """A mode: the core, torch and triton. The core: safetensors too, and in its shipped test suite the tools of testing."""
+    """A mode: the core, torch and triton. The core: safetensors too, and in its shipped test suite what the extra ``testing`` brings."""
 
     def allowed(module: str, target: str) -> bool:
         own = module.partition(".")[0]
@@ -71,7 +79,7 @@ def test_packages_import_what_they_declare() -> None:
         if own == "kvq_core":
             declared |= {"safetensors", "fast_hadamard_transform"}  # the latter only if installed
         if within(module, "kvq_core.testing"):
-            declared |= {"hypothesis", "numpy", "pytest"}
+            declared |= required("testing")
         return target.partition(".")[0] in declared
 
     assert not violations(allowed)

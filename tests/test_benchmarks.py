@@ -13,6 +13,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import baselines  # noqa: E402
+import bench_decode  # noqa: E402
+import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
 import gate  # noqa: E402
 import problems  # noqa: E402
@@ -363,6 +366,23 @@ def test_an_error_stays_in_its_row() -> None:
     assert row.us is None
     assert row.error == "OutOfMemoryError: CUDA out of memory. Tried"
     assert brief(RuntimeError()) == "RuntimeError"
+
+
+@pytest.mark.parametrize("op", ["decode", "prefill"])
+def test_flashinfer_comes_first_and_may_fail(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line is there where it imports, of the same size as ours, and its errors cost nobody else."""
+    bench: Any = {"decode": bench_decode, "prefill": bench_prefill}[op]
+    arguments: Any = ([get_backend("none")], [SMALL], FakeTimer())
+    monkeypatch.setattr(baselines, "flashinfer", lambda: None)
+    assert [row.mode for row in bench.run(*arguments)] == ["none"]
+    with pytest.raises(ImportError, match="flashinfer"):
+        getattr(baselines, op)(SMALL, CPU)
+    monkeypatch.setattr(baselines, "flashinfer", object)
+    peer, ours = bench.run(*arguments)
+    assert (peer.op, peer.mode, peer.us) == (op, FLASHINFER, None) and peer.error
+    assert (ours.op, ours.mode, ours.us, ours.error) == (op, "none", 10.0, "")
+    assert (peer.bytes, peer.flops) == (ours.bytes, ours.flops) == (SMALL.bytes(get_backend("none")), SMALL.flops)
+    assert [row.mode for row in bench.run(*arguments, peers=False)] == ["none"]
 
 
 @pytest.mark.quick

@@ -19,8 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from corpus import Document, provenance, standard_library
-from model import SEPARATOR, Config, TinyModel, dense_attention, save_model
+
+# Run as a file, what is on the path is this package's folder, not the package.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny_model.corpus import Document, provenance, standard_library
+from tiny_model.model import SEPARATOR, Config, TinyModel, dense_attention, save_model
 
 
 @dataclass

@@ -190,8 +190,10 @@ class QuantKVBackend(ABC):
             qq_bias: [n, n] added to scores between the sequence's own new tokens.
             output_scale: one float32 element; the result is divided by it and clamped into the fp8 dtype of ``out``.
             mm_prefix_range: [num_seqs, num_ranges, 2] int32 inclusive ranges that see themselves in both directions.
-            seq_threshold_3D, num_par_softmax_segments, softmax_segm_*: an engine's own split-KV plan and scratch: split only batches of
-                at most ``seq_threshold_3D`` sequences, into that many segments, through those buffers. ``None``: kvq plans.
+            seq_threshold_3D: split keys only in batches of at most this many sequences. ``None``: kvq decides.
+            num_par_softmax_segments, softmax_segm_output, softmax_segm_max, softmax_segm_expsum: an engine's own segment count and
+                scratch [rows, num_query_heads, segments(, at least head_size_v)] float32, all four or none. They serve batches of one
+                query row a sequence that have no more rows than the scratch; in all others kvq plans and uses its own workspace.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.

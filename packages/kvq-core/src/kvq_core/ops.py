@@ -88,9 +88,6 @@ def _read(
     segm_max: torch.Tensor | None,
     segm_expsum: torch.Tensor | None,
 ) -> None:
-    scratch = None
-    if num_segments is not None and segm_output is not None and segm_max is not None and segm_expsum is not None:
-        scratch = Scratch(num_segments, segm_output, segm_max, segm_expsum)
     attention = Attention(
         q=q,
         out=out,
@@ -99,7 +96,7 @@ def _read(
         batch=Batch(cu_seqlens_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k),
         scoring=Scoring(softmax_scale, window_left, softcap, sinks, alibi_slopes, use_alibi_sqrt, qq_bias, mm_prefix_range),
         output_scale=output_scale,
-        scratch=scratch,
+        scratch=Scratch.given(num_segments, segm_output, segm_max, segm_expsum),
         seq_threshold_3d=seq_threshold_3d,
     )
     attention.validate(backend)

@@ -64,9 +64,12 @@ class Plane:
     def num_kv_heads(self) -> int:
         return self.codes.shape[2]
 
-    def validate(self, backend: QuantKVBackend, prefix: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise :class:`ArgumentError` unless codes and scales fit ``backend`` at this head size; ``prefix`` is ``key`` or ``value``."""
-        name, scale_name = f"{prefix}_cache", f"{prefix[0]}_scale_cache"
+    def validate(self, backend: QuantKVBackend, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise :class:`ArgumentError` unless codes and scales fit ``backend`` at this head size.
+
+        ``name`` is what the door calls the codes: ``key_cache`` or ``k_cache``, ``value_cache`` or ``v_cache``.
+        """
+        scale_name = f"{name[0]}_scale_cache"
         _need_tensor(self.codes, name, 4, backend.accepted_cache_dtypes(dtype), device)
         _need_rows(self.codes, name)
         packed = backend.packed_head_size(self.head_size)
@@ -130,7 +133,7 @@ class NewRows:
         _need(slot_mapping.shape[0] == key.shape[0], "slot_mapping", _shape(slot_mapping), f"one slot for each of {key.shape[0]} tokens")
         keys = Plane(key_cache, k_scale_cache, key.shape[2])
         values = Plane(value_cache, v_scale_cache, value.shape[2])
-        _check_planes(backend, keys, values, key.device, key.dtype)
+        _check_planes(backend, {"key_cache": keys, "value_cache": values}, key.device, key.dtype)
         _need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
         return cls(key, value, slot_mapping, keys, values)
 
@@ -221,12 +224,28 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Scratch:
-    """An engine's own split-KV buffers: output [N, Hq, segments, >= Dv], max and expsum [N, Hq, segments], all float32."""
+    """An engine's own split-KV buffers: output [N, Hq, segments, >= Dv], max and expsum [N, Hq, segments], all float32.
+
+    They serve calls of up to ``N`` query rows; for larger ones, and for more than one row a sequence, kvq plans by itself.
+    """
 
     num_segments: int
     output: torch.Tensor
     max: torch.Tensor
     expsum: torch.Tensor
+
+    @classmethod
+    def given(
+        cls, num_segments: int | None, output: torch.Tensor | None, max: torch.Tensor | None, expsum: torch.Tensor | None
+    ) -> Scratch | None:
+        """The read door's four arguments as one: ``None`` if all are; :class:`ArgumentError` naming the first that is missing."""
+        if num_segments is None or output is None or max is None or expsum is None:
+            names = ("num_par_softmax_segments", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+            missing = [name for name, x in zip(names, (num_segments, output, max, expsum), strict=True) if x is None]
+            if len(missing) == len(names):
+                return None
+            raise ArgumentError(missing[0], "None", f"all of {', '.join(names)}, or none of them")
+        return cls(num_segments, output, max, expsum)
 
     def validate(self, num_query_heads: int, head_size_v: int, device: torch.device) -> None:
         _need(self.num_segments >= 1, "num_par_softmax_segments", self.num_segments, "at least 1")
@@ -285,7 +304,7 @@ class Attention:
             _need(self.output_scale.numel() == 1, "output_scale", _shape(self.output_scale), "a single element")
             _need(self.output_scale.dtype == torch.float32, "output_scale", self.output_scale.dtype, "torch.float32")
             _need(self.output_scale.device == device, "output_scale", f"a tensor on {self.output_scale.device}", f"one on {device}")
-        _check_planes(backend, self.keys, self.values, device, q.dtype)
+        _check_planes(backend, {"k_cache": self.keys, "v_cache": self.values}, device, q.dtype)
         _need(
             self.keys.num_kv_heads > 0 and q.shape[1] % self.keys.num_kv_heads == 0,
             "q",
@@ -298,14 +317,16 @@ class Attention:
             self.scratch.validate(q.shape[1], out.shape[2], device)
 
 
-def _check_planes(backend: QuantKVBackend, keys: Plane, values: Plane, device: torch.device, dtype: torch.dtype) -> None:
-    keys.validate(backend, "key", device, dtype)
-    values.validate(backend, "value", device, dtype)
+def _check_planes(backend: QuantKVBackend, named: dict[str, Plane], device: torch.device, dtype: torch.dtype) -> None:
+    """Check K's and V's plane, under the names the door gives them, and that the two belong together."""
+    for name, plane in named.items():
+        plane.validate(backend, name, device, dtype)
+    (key_name, keys), (value_name, values) = named.items()
     _need(
         values.codes.shape[:3] == keys.codes.shape[:3] and values.codes.dtype == keys.codes.dtype,
-        "value_cache",
+        value_name,
         f"{_shape(values.codes)}, {values.codes.dtype}",
-        f"the blocks, slots and heads {tuple(keys.codes.shape[:3])} and dtype {keys.codes.dtype} of key_cache",
+        f"the blocks, slots and heads {tuple(keys.codes.shape[:3])} and dtype {keys.codes.dtype} of {key_name}",
     )
 
 

@@ -2,6 +2,11 @@
 
 Never freed, because a captured CUDA graph may go on using a buffer after a larger one has taken its place; growing by half at least
 bounds what that costs. Two streams never share one, so that concurrent calls do not meet.
+
+Memory made during a capture belongs to the graph's pool: the graph rewrites it at every replay, on whatever stream that runs, and takes it
+along when it dies. So what is kept never comes from there. A capture on a stream whose buffer is large enough (it was warmed up) bakes
+that one in and allocates nothing. Any other capture gets a buffer for the one call, which no later call sees: the pool holds its memory
+for as long as the graph lives, and hands it out again only to what the same stream captures afterwards, as with every temporary tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +14,14 @@ from __future__ import annotations
 import threading
 
 import torch
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device`` is being captured into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class _Workspaces:
@@ -21,9 +34,12 @@ class _Workspaces:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else threading.get_ident()
         with self._lock:
             kept = self._kept.setdefault((device, stream), [])
-            if not kept or kept[-1].numel() < size:
-                grown = max(size, kept[-1].numel() * 3 // 2 if kept else 0, 1 << 16)
-                kept.append(torch.empty(grown, dtype=torch.float32, device=device))
+            if kept and kept[-1].numel() >= size:
+                return kept[-1]
+            if _capturing(device):
+                return torch.empty(size, dtype=torch.float32, device=device)
+            grown = max(size, kept[-1].numel() * 3 // 2 if kept else 0, 1 << 16)
+            kept.append(torch.empty(grown, dtype=torch.float32, device=device))
             return kept[-1]
 
 

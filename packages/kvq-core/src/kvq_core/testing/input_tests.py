@@ -95,6 +95,9 @@ READS: dict[str, tuple[str, Change]] = {
     "k_cache rank": ("k_cache", _set("k_cache", lambda x: x[0])),
     "k_cache packed size": ("k_cache", _set("k_cache", _wider)),
     "k_cache strides": ("k_cache", _set("k_cache", _gapped)),
+    "k_cache block size": ("k_cache", _set("k_cache", _odd_block)),
+    "v_cache packed size": ("v_cache", _set("v_cache", _wider)),
+    "v_cache blocks": ("v_cache", lambda a, s: _cut(a, s, "v_cache", "v_scale_cache")),
     "v_cache dtype": ("v_cache", _set("v_cache", lambda x: x.new_zeros(x.shape, dtype=torch.int32))),
     "cu_seqlens_q dtype": ("cu_seqlens_q", _set("cu_seqlens_q", lambda x: x.long())),
     "cu_seqlens_q length": ("cu_seqlens_q", _set("cu_seqlens_q", lambda x: x[1:])),
@@ -125,6 +128,11 @@ READS: dict[str, tuple[str, Change]] = {
     "segments": ("num_par_softmax_segments", _scratch(num_par_softmax_segments=lambda s: 0)),
     "scratch heads": ("softmax_segm_output", _scratch(softmax_segm_output=lambda s: torch.zeros(9, 1, 2, 64, device=s.device))),
     "scratch segments": ("softmax_segm_max", _scratch(softmax_segm_max=lambda s: s.scratch(3)["softmax_segm_max"])),
+    "no segments": ("num_par_softmax_segments", _scratch(num_par_softmax_segments=lambda s: None)),
+    "no scratch output": ("softmax_segm_output", _scratch(softmax_segm_output=lambda s: None)),
+    "no scratch max": ("softmax_segm_max", _scratch(softmax_segm_max=lambda s: None)),
+    "no scratch expsum": ("softmax_segm_expsum", _scratch(softmax_segm_expsum=lambda s: None)),
+    "segments alone": ("softmax_segm_output", lambda a, s: a.update(num_par_softmax_segments=2)),
     "scratch dtype": ("softmax_segm_expsum", _scratch(softmax_segm_expsum=lambda s: s.scratch(2)["softmax_segm_max"].half())),
 }
 
@@ -188,15 +196,16 @@ class InputTests(Subject):
         buffer = built.fresh_out()
         arguments = built.write_arguments() if door == "write" else {"out": buffer["rows"], **built.read_arguments()}
         change(arguments, built)
+        scratch = [(x, x.clone()) for name, x in arguments.items() if name.startswith("softmax_segm_") and x is not None]
         call = backend.reshape_and_cache if door == "write" else backend.unified_attention
         with pytest.raises(ArgumentError) as caught:
             call(**arguments)
         error = caught.value
-        # The read door calls the caches k_cache and v_cache; one name for both doors is as good.
-        names = {argument, {"k_cache": "key_cache", "v_cache": "value_cache"}.get(argument, argument)}
-        assert error.argument in names, f"names {error.argument}: {error}"
+        assert error.argument == argument, f"names {error.argument}: {error}"
         assert str(error).startswith(f"{error.argument}: got ") and ", need " in str(error)
         assert not built.pages.changed() and not buffer.changed(), "refused, but something was written"
+        for now, before in scratch:
+            torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
 
     # -- values, under KVQ_DEBUG=1 --------------------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""The workspaces of split attention: kept, grown, apart from each other, and apart from every CUDA graph's memory."""
+
+import threading
+
+import pytest
+import torch
+
+from kvq_core import workspace as module
+from kvq_core.testing import places
+
+CPU = torch.device("cpu")
+LEAST = 1 << 16
+
+
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> module._Workspaces:
+    """Fresh ones, in place of the process's."""
+    fresh = module._Workspaces()
+    monkeypatch.setattr(module, "_WORKSPACES", fresh)
+    return fresh
+
+
+@pytest.mark.quick
+def test_parts_do_not_overlap(workspaces: module._Workspaces) -> None:
+    plan, acc, top, total = module.workspace(CPU, row_blocks=5, rows=7, head_size_v=24)
+    assert (plan.dtype, plan.numel() >= 10, acc.numel(), top.numel(), total.numel()) == (torch.int32, True, 7 * 24, 7, 7)
+    for value, part in enumerate((plan, acc, top, total)):
+        part.fill_(value)
+    assert [set(part.tolist()) for part in (plan, acc, top, total)] == [{0}, {1}, {2}, {3}]
+    assert acc.data_ptr() % 16 == 0
+
+
+@pytest.mark.quick
+def test_kept_and_grown(workspaces: module._Workspaces) -> None:
+    first = workspaces.get(CPU, 10)
+    assert first.numel() == LEAST and workspaces.get(CPU, LEAST) is first
+    larger = workspaces.get(CPU, LEAST + 1)
+    assert larger is not first and larger.numel() == LEAST * 3 // 2
+    assert workspaces.get(CPU, 10) is larger
+    assert any(kept is first for buffers in workspaces._kept.values() for kept in buffers), "a graph may still use it"
+
+
+@pytest.mark.quick
+def test_streams_do_not_share(workspaces: module._Workspaces) -> None:
+    """On the CPU a thread is a stream."""
+    mine, theirs = workspaces.get(CPU, 10), []
+    thread = threading.Thread(target=lambda: theirs.append(workspaces.get(CPU, 10)))
+    thread.start()
+    thread.join()
+    assert theirs[0].data_ptr() != mine.data_ptr()
+
+
+@pytest.mark.quick
+def test_capture_after_a_warm_up_allocates_nothing(workspaces: module._Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = workspaces.get(CPU, 10)
+    monkeypatch.setattr(module, "_capturing", lambda device: True)
+    assert workspaces.get(CPU, LEAST) is warm
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("warm", [False, True])
+def test_memory_of_a_capture_is_not_kept(workspaces: module._Workspaces, monkeypatch: pytest.MonkeyPatch, warm: bool) -> None:
+    """Neither a later eager call nor a later capture may see it, and what was kept before stays."""
+    size = 3 * LEAST
+    before = workspaces.get(CPU, 10) if warm else None
+    with monkeypatch.context() as capture:
+        capture.setattr(module, "_capturing", lambda device: True)
+        inside = workspaces.get(CPU, size)
+        again = workspaces.get(CPU, size)
+    assert inside.numel() == size and inside.data_ptr() != again.data_ptr()
+    if before is not None:
+        assert workspaces.get(CPU, 10) is before
+    outside = workspaces.get(CPU, size)
+    assert outside.data_ptr() not in {inside.data_ptr(), again.data_ptr()}
+    assert workspaces.get(CPU, size) is outside
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [False, True])
+def test_graphs_own_what_they_captured(workspaces: module._Workspaces, monkeypatch: pytest.MonkeyPatch, warm: bool) -> None:
+    """A graph captured on a stream with no buffer, or too small a one, keeps its values while that stream works on."""
+    device = places.enter("gpu", monkeypatch).device
+    assert not module._capturing(device)
+    stream, rows = torch.cuda.Stream(), 1 << 14
+    seen = []
+
+    def use(value: float, rows: int = rows) -> torch.Tensor:
+        _, acc, _, _ = module.workspace(device, 4, rows, 128)
+        seen.append(acc.data_ptr())
+        return acc.fill_(value).sum()
+
+    if warm:
+        with torch.cuda.stream(stream):
+            use(1.0, rows=1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = use(2.0)
+    with torch.cuda.stream(stream):
+        outside = [use(float(value)) for value in range(3, 6)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert float(captured) == 2.0 * rows * 128
+    assert [float(x) for x in outside] == [value * rows * 128.0 for value in range(3, 6)]
+    inside, *later = seen[-4:]
+    assert len(set(later)) == 1 and inside != later[0], "the stream's own buffer is kept, the graph's is not"
+    del graph, captured
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(stream):
+        assert float(use(7.0)) == 7.0 * rows * 128

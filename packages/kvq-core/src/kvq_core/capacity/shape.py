@@ -1,0 +1,64 @@
+"""What of a model its KV cache depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kvq_core.errors import ArgumentError
+
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer that keeps keys and values: ``window`` of them (a row and the keys before it), or all of them (``None``)."""
+
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "head_size", "head_size_v"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, getattr(self, name), "a positive integer")
+        if self.window is not None and self.window < 1:
+            raise ArgumentError("window", self.window, "a positive integer, or None for all keys")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder as its cache sees it.
+
+    Attributes:
+        model_type: as the config names it.
+        layers: the layers that keep keys and values, in order. Layers without a KV cache of their own (recurrent ones, ones that
+            read another layer's) are not among them.
+        num_layers: all layers.
+        dtype: of the model's K/V rows.
+        max_context: tokens the model says it can attend over; ``None`` if the config does not say.
+        notes: what a reader of the figures should know about this model.
+    """
+
+    model_type: str
+    layers: tuple[AttentionLayer, ...]
+    num_layers: int
+    dtype: torch.dtype
+    max_context: int | None
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """One line: how many layers of which kind."""
+        kinds: dict[AttentionLayer, int] = {}
+        for layer in self.layers:
+            kinds[layer] = kinds.get(layer, 0) + 1
+        parts = []
+        for layer, count in kinds.items():
+            size = str(layer.head_size) if layer.head_size == layer.head_size_v else f"{layer.head_size}/{layer.head_size_v}"
+            window = "" if layer.window is None else f", window {layer.window:,}"
+            parts.append(f"{count} x {layer.num_kv_heads} kv heads of {size}{window}")
+        without = self.num_layers - len(self.layers)
+        return "; ".join(parts) + (f"; {without} layers without a KV cache" if without else "")

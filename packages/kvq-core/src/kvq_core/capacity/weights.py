@@ -1,0 +1,119 @@
+"""How many bytes a model's weights take: given by its files, or counted from its config.
+
+Counted are the matrices; norms and biases, below 0.1 % of them, are left out::
+
+    embeddings   vocab x hidden, twice unless tied
+    attention    hidden x (Hq D + Hkv D + Hkv Dv) + Hq Dv x hidden     (Hq D twice where q carries an output gate)
+    delta net    hidden x (2 key + 2 value + 2 Hv) + value x hidden    (the linear attention of Qwen3-Next and Qwen3.5)
+    dense MLP    3 x hidden x intermediate                             (2 without a gate)
+    experts      E x 3 x hidden x moe_intermediate + E x hidden        (and the shared expert, 3 x hidden x its size)
+
+Nothing is guessed: a config with quantized weights, or with layers of another kind, is refused, and the caller gives the size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvq_core.capacity import kinds
+from kvq_core.capacity.config import model_shape, text_config
+from kvq_core.capacity.fields import Config, integer, required
+from kvq_core.errors import ArgumentError
+
+_UNGATED: Final = frozenset(
+    {"gpt2", "gpt_neox", "gpt_bigcode", "falcon", "bloom", "opt", "mpt", "phi", "starcoder2", "codegen", "gptj", "gpt_neo"}
+)
+_TIED: Final = ("gemma", "cohere", "gpt2", "recurrent_gemma")
+"""Families whose configs leave ``tie_word_embeddings`` out and mean true."""
+_DELTA_NET: Final = "linear_num_value_heads"
+
+
+@dataclass(frozen=True)
+class WeightCount:
+    """``parameters`` of ``bytes_per_parameter`` each."""
+
+    parameters: int
+    bytes_per_parameter: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameters * self.bytes_per_parameter
+
+
+def weight_count(config: Config) -> WeightCount:
+    """The decoder's parameters by the formula above, in the config's dtype.
+
+    Raises:
+        ArgumentError: the weights are quantized, or have parts that the formula does not know.
+    """
+    decoder, shape = text_config(config), model_shape(config)
+    kind = f"model type {shape.model_type!r}"
+    quantized = decoder.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise _uncounted(f"{kind} with quantized weights ({method})")
+    if decoder.get("hidden_size_per_layer_input"):
+        raise _uncounted(f"{kind} with embeddings in every layer")
+    hidden = required(decoder, "hidden_size")
+    tied = decoder.get("tie_word_embeddings", shape.model_type.startswith(_TIED))
+    total = required(decoder, "vocab_size") * hidden * (1 if tied else 2)
+    shared = decoder.get("num_kv_shared_layers") or 0
+    if shared:
+        raise _uncounted(f"{kind} with layers that share their keys")
+    attending = iter(shape.layers)
+    for index, layer in enumerate(kinds.layer_kinds(decoder)):
+        if layer.attends:
+            at = next(attending)
+            heads = required(decoder, "num_attention_heads")
+            gate = 2 if decoder.get("attn_output_gate") or decoder.get("model_type") in ("qwen3_next", "qwen3_5_text") else 1
+            total += hidden * (gate * heads * at.head_size + at.num_kv_heads * (at.head_size + at.head_size_v) + heads * at.head_size_v)
+        elif integer(decoder, _DELTA_NET):
+            total += _delta_net(decoder, hidden)
+        else:
+            raise _uncounted(f"{kind} with layers that are not attention")
+        total += _feed_forward(decoder, index, hidden)
+    return WeightCount(total, shape.dtype.itemsize)
+
+
+def weight_file_bytes(folder: str | Path) -> int | None:
+    """The weights beside a ``config.json``: the size that their index states, or the sum of the safetensors files; ``None`` without any."""
+    place = Path(folder)
+    try:
+        stated = json.loads((place / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+        if isinstance(stated, int) and stated > 0:
+            return stated
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return sum(file.stat().st_size for file in place.glob("*.safetensors")) or None
+
+
+def _delta_net(config: Config, hidden: int) -> int:
+    value_heads = required(config, _DELTA_NET)
+    key = required(config, "linear_num_key_heads") * required(config, "linear_key_head_dim")
+    value = value_heads * required(config, "linear_value_head_dim")
+    return hidden * (2 * key + 2 * value + 2 * value_heads) + value * hidden
+
+
+def _feed_forward(config: Config, index: int, hidden: int) -> int:
+    experts = integer(config, "num_experts")
+    if experts is None or _is_dense(config, index):
+        intermediate = integer(config, "intermediate_size") or 4 * hidden
+        return (2 if config.get("model_type") in _UNGATED else 3) * hidden * intermediate
+    size = required(config, "moe_intermediate_size")
+    shared = integer(config, "shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * size
+    return experts * (3 * hidden * size + hidden) + 3 * hidden * shared
+
+
+def _is_dense(config: Config, index: int) -> bool:
+    """Whether this layer of a mixture of experts has a plain MLP."""
+    step = integer(config, "decoder_sparse_step") or 1
+    return index in (config.get("mlp_only_layers") or ()) or index < (config.get("first_k_dense_replace") or 0) or (index + 1) % step != 0
+
+
+def _uncounted(what: str) -> ArgumentError:
+    return ArgumentError(
+        "config", what, "the size of the weights, which is not counted for these (--weights-gib, or a folder with the weights)"
+    )

@@ -1,0 +1,112 @@
+"""``kvq list``: the installed modes, from metadata alone; with ``--check``, whether each works."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import click
+
+from kvq_core.cli import output
+from kvq_core.errors import KVQError
+from kvq_core.registry import ALIASES, IN_PROCESS, InstalledMode, get_backend, list_backends
+
+FIRST_PARTY_BITS: Final = {
+    "none": 16.0,
+    "int8_per_token_head": 8.25,
+    "fp8_per_token_head": 8.25,
+    "fp8_per_tensor": 8.0,
+    "int4_per_token_head": 4.25,
+    "int2_per_token_head": 2.25,
+}
+"""Bits a stored value with heads of 128 and a bf16 model, scales included: facts of the formats, here so that listing imports nothing."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One offer of a mode. ``bits_per_element`` and ``relative_mse`` are ``None`` where only ``--check`` could tell."""
+
+    mode: str
+    alias: str
+    bits_per_element: float | None
+    package: str
+    version: str
+    value: str
+    status: str
+    error: str = ""
+    relative_mse: float | None = None
+
+
+def listed(entry: InstalledMode, rivals: int) -> Listed:
+    """What metadata says of ``entry``; ``rivals`` is the number of distributions that offer its mode."""
+    alias = next((short for short, full in ALIASES.items() if full == entry.mode), "")
+    error = _choice_error(entry.mode) if rivals > 1 else ""
+    status = "duplicate" if error else "installed"
+    return Listed(entry.mode, alias, FIRST_PARTY_BITS.get(entry.mode), entry.distribution, entry.version, entry.value, status, error)
+
+
+def checked(entry: InstalledMode, rivals: int) -> Listed:
+    """``entry`` after a small write and read on this machine's best device."""
+    from dataclasses import replace
+
+    from kvq_core import selfcheck
+    from kvq_core.environment import default_device
+
+    line = listed(entry, rivals)
+    try:
+        name = entry.mode if entry.distribution == IN_PROCESS else f"{entry.distribution}:{entry.mode}"
+        found = selfcheck.check(get_backend(name), default_device())
+    except Exception as problem:  # whatever a plug-in does, the others are still listed
+        error = str(problem) if isinstance(problem, KVQError) else f"{type(problem).__name__}: {problem}"
+        return replace(line, status="broken", error=error, bits_per_element=None)
+    return replace(
+        line, status=line.status if line.error else "ok", bits_per_element=found.bits_per_element, relative_mse=found.relative_mse
+    )
+
+
+def _choice_error(mode: str) -> str:
+    """Why ``mode``, claimed by several, cannot be had by its name alone; empty if something chooses. Imports nothing if nothing does."""
+    from kvq_core.errors import DuplicateModeError
+
+    try:
+        get_backend(mode)
+    except DuplicateModeError as problem:
+        return str(problem)
+    except KVQError:
+        return ""
+    return ""
+
+
+@click.command("list", epilog="Examples:\n\n\b\nkvq list\nkvq list --check\nkvq list --json | jq -r '.[].mode'")
+@click.option("--check", is_flag=True, help="Load each mode, and write and read a few rows with it.")
+@output.output_options
+def list_modes(check: bool, form: str) -> None:
+    """The installed modes: bits a value, package and version.
+
+    Reads metadata only, so that a broken package is listed like any other; --check finds it, and then the exit status is 1.
+    Bits are those of heads of 128, scales included; for modes of other packages only --check can tell them.
+    """
+    entries = list_backends()
+    offers = [entry.mode for entry in entries]
+    found = [(checked if check else listed)(entry, offers.count(entry.mode)) for entry in entries]
+    if form == "json":
+        click.echo(output.as_json([asdict(line) for line in found]))
+    elif form == "csv":
+        click.echo(output.as_csv([asdict(line) for line in found]))
+    else:
+        click.echo(_table(found, check))
+        for line in found:
+            if line.error:
+                click.echo(f"\n{line.status}: {line.mode} from {line.package}: {line.error}")
+    if any(line.status == "broken" for line in found):
+        raise SystemExit(1)
+
+
+def _table(found: list[Listed], check: bool) -> str:
+    header = ["mode", "alias", "bits/element", "package", "version", "status", *(["relative MSE"] if check else [])]
+    lines = []
+    for line in found:
+        bits = "" if line.bits_per_element is None else f"{line.bits_per_element:.2f}"
+        lost = "" if line.relative_mse is None else "exact" if line.relative_mse == 0 else f"{line.relative_mse:.2g}"
+        lines.append([line.mode, line.alias, bits, line.package, line.version, line.status, *([lost] if check else [])])
+    return output.table(header, lines, left=(0, 1, 3, 4, 5))

@@ -1,0 +1,121 @@
+"""What kvq runs on here, and which path each mode takes on it: the facts that a report opens with and ``kvq doctor`` prints."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvq_core.backend import QuantKVBackend
+
+SWITCHES: Final[Mapping[str, str]] = {
+    "KVQ_DEBUG": "1: slots and block ids are checked at every call, which waits for the device",
+    "KVQ_BATCH_INVARIANT": "1: a sequence's result does not depend on what else is in its batch; a few per cent slower",
+    "KVQ_BACKENDS": "mode=distribution,...: who provides a mode that several packages claim",
+    "TRITON_INTERPRET": "1: Triton's interpreter runs the kernels on CPU tensors, some thousand times slower",
+}
+"""The environment variables that change what kvq does."""
+
+
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution, from its metadata; ``None`` if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's name, as well as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] != "unknown" else platform.processor() or platform.machine()
+
+
+def first_line(*command: str) -> str | None:
+    """The first line of what a command prints; ``None`` if it cannot be run, fails, or prints nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.strip().splitlines()), None)
+
+
+def nvidia_driver() -> str | None:
+    """The NVIDIA driver's version; ``None`` without one."""
+    return first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A device that torch can use."""
+
+    name: str
+    capability: str
+    memory: int
+    """bytes"""
+
+
+def gpus() -> tuple[GPU, ...]:
+    """What torch sees, in its order."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return tuple(GPU(p.name, f"gfx {p.gcnArchName}" if torch.version.hip else f"sm_{p.major}{p.minor}", p.total_memory) for p in every)
+
+
+def why_no_gpu() -> str:
+    """Why torch sees no GPU here, as far as can be told."""
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a CPU build"
+    if nvidia_driver() is None:
+        return "no NVIDIA driver answers (nvidia-smi)"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}"
+    return f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use driver {nvidia_driver()}"
+
+
+def default_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a mode's two doors run on a device, and why."""
+
+    name: str
+    why: str
+
+
+def path_of(backend: QuantKVBackend, device: torch.device) -> Route:
+    """The path that ``backend``'s doors take for tensors on ``device``."""
+    from kvq_core.backend import QuantKVBackend
+    from kvq_core.ops import kernels_run_on
+
+    own = [name for name in ("write", "read") if getattr(type(backend), name) is not getattr(QuantKVBackend, name)]
+    if not kernels_run_on(device):
+        return Route("plain torch", "tensors on the CPU; a GPU runs the kernels")
+    if not own:
+        return Route("plain torch", "the mode brings no kernels")
+    runs = "Triton kernels, interpreted" if device.type == "cpu" else "Triton kernels, compiled"
+    why = "TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") == "1" else f"tensors on {device.type}"
+    missing = {"write", "read"} - set(own)
+    return Route(runs, why + (f"; its {missing.pop()} is plain torch" if missing else ""))

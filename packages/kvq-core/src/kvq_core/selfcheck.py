@@ -1,0 +1,69 @@
+"""Does an installed mode work here? A small write and read through its doors, held against its own specification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvq_core import eager, reference
+from kvq_core.cache import PagedKVCache
+from kvq_core.errors import KVQError
+from kvq_core.spec import Attention, Batch, Plane, Scoring
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+HEAD_SIZE: Final = 128
+READ_TOLERANCE: Final = 6 * 2.0**-8
+"""Relative error of a read against dense attention over the decoded pages: twice three roundings to bf16, as in the benchmarks' gate."""
+
+
+class SelfCheckError(KVQError):
+    """A mode loads, but what it stores or reads is wrong."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What a mode stores and loses, on standard normal rows with heads of 128.
+
+    ``bits_per_element`` counts scales; ``relative_mse`` is that of the stored rows; ``read_error`` is that of the attention over them,
+    against dense attention over the same decoded rows.
+    """
+
+    bits_per_element: float
+    relative_mse: float
+    read_error: float
+
+
+@torch.inference_mode()
+def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens: int = 37) -> SelfCheck:
+    """Write ``tokens`` rows through ``backend``'s door on ``device``, read them back through the other.
+
+    Raises:
+        SelfCheckError: rows decode to something else than finite values near them, or the read is not attention over them.
+        ArgumentError: the mode refuses heads of 128.
+    """
+    device = torch.device(device)
+    generator = torch.Generator().manual_seed(0)
+    q, key, value = (torch.randn(tokens, heads, HEAD_SIZE, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2))
+    given = 6 / 448 if backend.reads_scales and not backend.needs_scale_caches else None  # of the whole tensor; rows stay within 6
+    cache = PagedKVCache(backend, num_blocks=4, num_kv_heads=2, head_size=HEAD_SIZE, device=device, k_scale=given, v_scale=given)
+    step = cache.append({cache.allocate_sequence(): tokens})
+    cache.write(0, key, value, step)
+    out = cache.attend(0, q, step)
+
+    caches = cache.layer(0)
+    planes = [Plane(c, s, HEAD_SIZE) for c, s in ((caches.key_cache, caches.k_scale_cache), (caches.value_cache, caches.v_scale_cache))]
+    stored = [eager.gather(backend, plane, step.block_table[0].long())[:tokens] for plane in planes]
+    lost = max(float((s - x).square().sum() / x.square().sum()) for s, x in zip(stored, (key.float(), value.float()), strict=True))
+    if not lost < 1:
+        raise SelfCheckError(f"mode {backend.mode}: stored rows are off by {lost:.2g} of their own energy on {device}")
+    batch = Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, tokens, tokens)
+    attention = Attention(q, out, planes[0], planes[1], batch, Scoring(HEAD_SIZE**-0.5))
+    exact = reference.attention(attention, lambda plane, blocks: eager.gather(backend, plane, blocks))
+    error = float((out.float() - exact).norm() / exact.norm())
+    if not error <= READ_TOLERANCE + getattr(backend, "read_level_error", 0.0):
+        raise SelfCheckError(f"mode {backend.mode}: its read is off by {error:.2g} from attention over its own bytes on {device}")
+    return SelfCheck(cache.bits_per_element, lost, error)

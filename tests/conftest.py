@@ -1,11 +1,17 @@
 """Kernels run in Triton's interpreter unless there is a GPU. This must be decided before anything imports triton."""
 
+import sys
+from collections.abc import Callable, Iterator
+from importlib import invalidate_caches
+from pathlib import Path
+
 import pytest
 
 pytest.register_assert_rewrite("kvq_core.testing")
 
 import torch  # noqa: E402
 
+from kvq_core import registry  # noqa: E402
 from kvq_core.testing import places  # noqa: E402 - after the line above, by design
 
 places.choose_interpreter()
@@ -21,3 +27,37 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The CPU with the kernels in Triton's interpreter: slow, so for what only kernels can get wrong."""
     return places.enter(request.param, monkeypatch).device
+
+
+OFFERED = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = {mode!r}\n"
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that has loaded nothing yet."""
+    monkeypatch.setattr(registry, "_REGISTRY", registry._Registry())
+    monkeypatch.delenv("KVQ_BACKENDS", raising=False)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """``install(distribution, mode, source)``: put one distribution offering one mode on ``sys.path``; returns its folder."""
+    before = set(sys.modules)
+
+    def install(distribution: str, mode: str, source: str | None = None, *, folder: str = "site", version: str = "1.0") -> Path:
+        site = tmp_path / folder
+        module = distribution.replace("-", "_")
+        info = site / f"{module}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[kvq.backends]\n{mode} = {module}:Backend\n")
+        (site / f"{module}.py").write_text(OFFERED.format(mode=mode) if source is None else source)
+        if str(site) not in sys.path:
+            monkeypatch.syspath_prepend(site)
+        invalidate_caches()
+        return site
+
+    yield install
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]

@@ -71,13 +71,16 @@ def required(extra: str) -> set[str]:
 
 
 def test_packages_import_what_they_declare() -> None:
-    """A mode: the core, torch and triton. The core: safetensors too, and in its shipped test suite what the extra ``testing`` brings."""
+    """A mode: the core, torch and triton. The core: safetensors too, in its command line what prints and (extra ``plots``) draws, in its
+    shipped test suite what the extra ``testing`` brings."""
 
     def allowed(module: str, target: str) -> bool:
         own = module.partition(".")[0]
         declared = {own, "kvq_core", "torch", "triton", *sys.stdlib_module_names}
         if own == "kvq_core":
             declared |= {"safetensors", "fast_hadamard_transform"}  # the latter only if installed
+        if within(module, "kvq_core.cli"):
+            declared |= {"click", "tabulate", "tqdm", "huggingface_hub"} | required("plots")  # the last two only if installed
         if within(module, "kvq_core.testing"):
             declared |= required("testing")
         return target.partition(".")[0] in declared
@@ -103,7 +106,7 @@ def test_nothing_shipped_imports_the_test_suite() -> None:
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
-        ("import kvq_core", {"torch", "triton", "numpy", *MODE_PACKAGES}),
+        ("import kvq_core", {"torch", "triton", "numpy", "click", "tabulate", "tqdm", *MODE_PACKAGES}),
         ("from kvq_core import *", {"triton", *MODE_PACKAGES}),
         *((f"import {package}", {"triton", *MODE_PACKAGES} - {package}) for package in MODE_PACKAGES),
     ],

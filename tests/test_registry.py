@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from importlib import invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,34 +43,7 @@ FIRST_PARTY_MODES = {
 Install = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTRY", registry._Registry())
-    monkeypatch.delenv("KVQ_BACKENDS", raising=False)
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """``install(distribution, mode, source)``: put one distribution offering one mode on ``sys.path``; returns its folder."""
-    before = set(sys.modules)
-
-    def install(distribution: str, mode: str, source: str | None = None, *, folder: str = "site", version: str = "1.0") -> Path:
-        site = tmp_path / folder
-        module = distribution.replace("-", "_")
-        info = site / f"{module}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[kvq.backends]\n{mode} = {module}:Backend\n")
-        (site / f"{module}.py").write_text(GOOD.format(mode=mode) if source is None else source)
-        if str(site) not in sys.path:
-            monkeypatch.syspath_prepend(site)
-        invalidate_caches()
-        return site
-
-    yield install
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("fresh_registry")
 
 
 def backend_class(mode: object) -> type:

@@ -10,24 +10,22 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tabulate import tabulate
 from tqdm import tqdm
 
 from kvq_core import KVQError, QuantKVBackend, get_backend, list_backends
+from kvq_core.environment import cpu_name, first_line, installed
+from kvq_core.evaluation import Evaluation, ModeResult, Passage, TinySubject, evaluate, read_documents
+from kvq_core.evaluation.tiny_model import Attend, TinyModel, load_model, usable_device
 from nano_engine import WEIGHTS, Engine, Request, encode
-from tiny_model.corpus import read_excerpts
-from tiny_model.model import Attend, TinyModel, load_model, usable_device
 
 HELD_OUT = Path(__file__).parent / "tiny_model" / "heldout.txt"
 SAMPLE_PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
@@ -74,6 +72,8 @@ class Result:
     difference: float
     difference_se: float
     top1_agreement: float
+    kl: float
+    kl_se: float
     decode_tokens_per_second: float
     seconds: float
     sample: str
@@ -87,14 +87,6 @@ class Result:
             if math.isnan(value) or (math.isinf(value) and not (name.endswith("snr_db") and value > 0))
         ]
         return ", ".join(f"{name} is {numbers[name]}" for name in bad)
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Per document: loss in bits of each byte [L], and the most likely byte at each place [L]."""
-
-    bits: list[torch.Tensor]
-    best: list[torch.Tensor]
 
 
 class Bench:
@@ -112,22 +104,18 @@ class Bench:
             self.model, backend, num_blocks=sequences * -(-length // 16), block_size=16, chunk=chunk, calibration=self.calibration
         )
 
-    @torch.inference_mode()
-    def score(self, backend: QuantKVBackend) -> Scored:
-        """Feed all documents side by side, ``chunk`` bytes of each a step, through ``backend``'s pages."""
-        engine = self.engine(backend, len(self.documents))
-        requests = [placed(engine, tokens[:-1]) for tokens in self.documents]  # nothing follows the last byte
-        bits: list[list[torch.Tensor]] = [[] for _ in requests]
-        best: list[list[torch.Tensor]] = [[] for _ in requests]
-        while work := [(request, min(self.sizes.chunk, request.pending)) for request in requests if request.pending]:
-            logits = self.model.head(engine.execute(work)).float()
-            for (request, count), rows in zip(work, logits.split([count for _, count in work]), strict=True):
-                i = requests.index(request)
-                following = torch.tensor(self.documents[i][request.computed - count + 1 : request.computed + 1], device=self.device)
-                bits[i].append(F.cross_entropy(rows, following, reduction="none").cpu() / math.log(2))
-                best[i].append(rows.argmax(-1).cpu())
-            self.tick(1)
-        return Scored([torch.cat(b) for b in bits], [torch.cat(b) for b in best])
+    def score(self, backends: list[QuantKVBackend]) -> Evaluation:
+        """Feed all documents side by side, ``chunk`` bytes of each a step, through the pages of every mode."""
+        passages = [Passage(tuple(tokens), len(tokens) - 1) for tokens in [*self.documents, self.calibration]]
+        return evaluate(
+            TinySubject(self.model),
+            backends,
+            passages[:-1],
+            calibration=passages[-1],
+            chunk=self.sizes.chunk,
+            batch=len(passages),
+            tick=lambda mode, tokens: self.tick(1),
+        )
 
     @torch.inference_mode()
     def record(self, backend: QuantKVBackend) -> list[Rows]:
@@ -189,31 +177,27 @@ class Bench:
         stats = engine.run(requests, on_step=lambda: self.tick(1))
         return requests[0].text, stats.decode_rate
 
-    def measure(self, backend: QuantKVBackend, baseline: QuantKVBackend, exact: Scored, recorded: list[Rows]) -> Result:
+    def measure(self, backend: QuantKVBackend, baseline: QuantKVBackend, scored: ModeResult, recorded: list[Rows]) -> Result:
         """One line of the table."""
         begin = time.perf_counter()
-        scored = exact if backend is baseline else self.score(backend)
         key_snr, value_snr, attention_error = self.fidelity(backend, baseline, recorded)
         sample, rate = self.generate(backend)
-        one = self.engine(backend, 1)
         config = self.model.config
-        smaller = self.engine(baseline, 1).bytes_per_token / one.bytes_per_token
-        mean, error = mean_and_error([b.mean() for b in scored.bits])
-        difference, difference_error = mean_and_error([b.mean() - e.mean() for b, e in zip(scored.bits, exact.bits, strict=True)])
-        agreement = torch.cat([(b == e).double() for b, e in zip(scored.best, exact.best, strict=True)]).mean()
         return Result(
             mode=backend.mode,
-            bytes_per_token=one.bytes_per_token,
-            times_smaller=smaller,
-            bits_per_element=8 * one.bytes_per_token / (2 * config.num_layers * config.num_kv_heads * config.head_size),
+            bytes_per_token=scored.bytes_per_token,
+            times_smaller=scored.times_smaller,
+            bits_per_element=8 * scored.bytes_per_token / (2 * config.num_layers * config.num_kv_heads * config.head_size),
             key_snr_db=key_snr,
             value_snr_db=value_snr,
             attention_error=attention_error,
-            bits_per_byte=mean,
-            bits_per_byte_se=error,
-            difference=difference,
-            difference_se=difference_error,
-            top1_agreement=float(agreement),
+            bits_per_byte=scored.bits_per_byte.mean,
+            bits_per_byte_se=scored.bits_per_byte.error,
+            difference=scored.difference.mean,
+            difference_se=scored.difference.error,
+            top1_agreement=scored.top1.mean,
+            kl=scored.kl.mean,
+            kl_se=scored.kl.error,
             decode_tokens_per_second=rate,
             seconds=time.perf_counter() - begin,
             sample=sample,
@@ -236,57 +220,32 @@ def stored_rows(backend: QuantKVBackend, codes: torch.Tensor, scales: torch.Tens
     return backend.decode(codes, scales)
 
 
-def mean_and_error(values: list[torch.Tensor]) -> tuple[float, float]:
-    """Mean and its standard error."""
-    x = torch.stack(values).double()
-    return float(x.mean()), float(x.std() / len(x) ** 0.5)
-
-
 # -- telling ------------------------------------------------------------------------------------------------------------
 
 
 def machine(device: torch.device) -> dict[str, str]:
     """What the numbers were measured on, and with."""
     facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"}
-    facts |= {"python": platform.python_version(), "torch": torch.__version__, "triton": installed("triton")}
-    facts |= {name: installed(name) for name in sorted({entry.distribution for entry in list_backends()})}
-    return facts | {"commit": commit()}
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] != "unknown" else platform.processor() or platform.machine()
-
-
-def installed(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def commit() -> str:
-    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+    facts |= {"python": platform.python_version(), "torch": torch.__version__, "triton": installed("triton") or "not installed"}
+    facts |= {name: installed(name) or "in process" for name in sorted({entry.distribution for entry in list_backends()})}
+    return facts | {"commit": first_line("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty") or "unknown"}
 
 
 def table(results: list[Result]) -> str:
     base = results[0].bits_per_byte
     header = ["mode", "bytes/\ntoken", "times\nsmaller", "bits/\nelement", "K SNR\ndB", "V SNR\ndB", "attention\nerror"]
-    header += ["bits/\nbyte", "difference to none\n(± s.e.)", "in %", "top-1\nagrees", "decode\ntokens/s"]
+    header += ["bits/\nbyte", "difference to none\n(± s.e.)", "in %", "KL\nnats", "top-1\nagrees", "decode\ntokens/s"]
     lines = []
     for r in results:
         snr = ["exact" if math.isinf(x) else f"{x:.1f}" for x in (r.key_snr_db, r.value_snr_db)]
-        loss = [f"{r.bits_per_byte:.4f}", f"{r.difference:+.4f} ± {r.difference_se:.4f}", f"{100 * r.difference / base:+.2f}"]
+        loss = [
+            f"{r.bits_per_byte:.4f}",
+            f"{r.difference:+.4f} ± {r.difference_se:.4f}",
+            f"{100 * r.difference / base:+.2f}",
+            f"{r.kl:.4f}",
+        ]
         if r is results[0]:
-            loss[1:] = ["", ""]
+            loss[1:] = ["", "", ""]
         line = [r.mode, f"{r.bytes_per_token:,.0f}", f"{r.times_smaller:.2f}", f"{r.bits_per_element:.2f}", *snr]
         line += [f"{100 * r.attention_error:.2f} %", *loss, f"{100 * r.top1_agreement:.1f} %", f"{r.decode_tokens_per_second:,.0f}"]
         lines.append(line)
@@ -373,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
         model = load_model(arguments.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         sizes = Sizes.choose(arguments.quick, device)
         sizes = replace(sizes, length=min(sizes.length, model.config.max_len - 1))
-        documents = [encode(document.text.decode())[: sizes.length + 1] for document in read_excerpts(HELD_OUT)]
+        documents = [encode(document.text.decode())[: sizes.length + 1] for document in read_documents(HELD_OUT)]
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as problem:
         parser.error(str(problem))
@@ -385,19 +344,23 @@ def main(argv: list[str] | None = None) -> int:
     results: list[Result] = []
     with tqdm(total=steps * len(backends), disable=not sys.stderr.isatty(), unit="step") as bar:
         bench = Bench(model, documents, sizes, bar.update)
-        bar.set_description("none")
-        exact, recorded = bench.score(backends[0]), bench.record(backends[0])
+        bar.set_description("scoring")
+        scored, recorded = bench.score(backends), bench.record(backends[0])
+        failures = dict(scored.failures)
         for backend in backends:
             bar.set_description(backend.mode)
+            line = next((result for result in scored.results if result.mode == backend.mode), None)
+            if line is None:
+                continue
             try:
-                results.append(bench.measure(backend, backends[0], exact, recorded))
+                results.append(bench.measure(backend, backends[0], line, recorded))
             except Exception as problem:  # of one mode: the others still have a line
                 if backend is backends[0]:
                     raise
-                traceback.print_exc()
-                broken.append(f"{backend.mode}: {type(problem).__name__}: {problem}")
-            bar.n = steps * (len(results) + len(broken))
-            bar.refresh()
+                failures[backend.mode] = problem
+    for mode, problem in failures.items():
+        traceback.print_exception(problem)
+        broken.append(f"{mode}: {type(problem).__name__}: {problem}")
     results[1:] = sorted(results[1:], key=lambda result: (-result.bytes_per_token, -result.key_snr_db))
     report(results, facts, sizes, model, arguments.out)
     broken += [f"{result.mode}: {result.broken()}" for result in results if result.broken()]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kvq_core import QuantKVBackend, get_backend, list_backends
-from tiny_model.model import SEPARATOR, Attend, TinyModel, dense_attention, load_model, usable_device
+from kvq_core.evaluation.tiny_model import SEPARATOR, Attend, TinyModel, given_scales, load_model, usable_device
 
 WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
 NO_OPTIONS: dict[str, Any] = {  # what this model's attention does without
@@ -99,21 +99,6 @@ class Stats:
     @property
     def decode_rate(self) -> float:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else float("nan")
-
-
-def given_scales(model: TinyModel, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer, the K and V scale of a mode that wants one for the whole tensor: absmax over a short text, over fp8's largest value."""
-    scales: list[tuple[torch.Tensor, torch.Tensor]] = []
-    largest = torch.finfo(torch.float8_e4m3fn).max
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k_scale, v_scale = ((x.float().abs().amax() / largest).clamp(min=1e-6).reshape(1) for x in (k, v))
-        scales.append((k_scale, v_scale))
-        return dense_attention(layer, q, k, v)
-
-    device = model.embed.weight.device
-    model.hidden(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device), attend)
-    return scales
 
 
 class Engine:

@@ -79,6 +79,8 @@ def test_packages_import_what_they_declare() -> None:
         declared = {own, "kvq_core", "torch", "triton", *sys.stdlib_module_names}
         if own == "kvq_core":
             declared |= {"safetensors", "fast_hadamard_transform"}  # the latter only if installed
+        if within(module, "kvq_core.evaluation.huggingface"):
+            declared |= {"transformers", "kvq_transformers"}  # only if installed
         if within(module, "kvq_core.cli"):
             declared |= {"click", "tabulate", "tqdm", "huggingface_hub"} | required("plots")  # the last two only if installed
         if within(module, "kvq_core.testing"):

@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import demo  # noqa: E402
 from kvq_core import get_backend, list_backends, register_backend, unregister_backend  # noqa: E402
+from kvq_core.evaluation.tiny_model import Config, TinyModel, save_model  # noqa: E402
 from kvq_core.none import NoneBackend  # noqa: E402
-from tiny_model.model import Config, TinyModel, load_model, save_model  # noqa: E402
 
 SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)
 MODES = sorted({entry.mode for entry in list_backends()})
@@ -96,19 +96,6 @@ def test_json_and_plot_lie_beside_it(whole: tuple[Path, str]) -> None:
     assert {"device", "torch", "triton", "commit"} <= set(content["machine"]) and content["sizes"]["documents"] >= 2
 
 
-def test_the_score_does_not_depend_on_the_chunks(weights: Path) -> None:
-    """Mode ``none``: what a chunk sees through the pages is what one pass over the document sees."""
-    model = load_model(weights)
-    documents = [demo.encode("x = 1\n" * 20), demo.encode("import os, sys\n" * 9), demo.encode("calibration")]
-    scores = []
-    for chunk in (16, 1000):
-        sizes = demo.Sizes(documents=2, length=140, chunk=chunk, requests=1, new_tokens=1)
-        scores.append(demo.Bench(model, documents, sizes, lambda _: None).score(get_backend("none")))
-    for small, large, document in zip(scores[0].bits, scores[1].bits, documents, strict=False):
-        assert len(small) == len(document) - 1
-        torch.testing.assert_close(small, large, atol=0.05, rtol=0.02)
-
-
 @pytest.fixture
 def ruined() -> Iterator[str]:
     class Ruined(NoneBackend):
@@ -164,12 +151,6 @@ def test_bad_arguments_end_with_status_2_and_one_line(
     assert stop.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error:" in last and message in last
-
-
-@pytest.mark.quick
-def test_the_standard_error_is_that_of_a_mean() -> None:
-    mean, error = demo.mean_and_error([torch.tensor(x) for x in (1.0, 2.0, 3.0, 4.0)])
-    assert mean == 2.5 and error == pytest.approx(math.sqrt(5 / 3) / 2)
 
 
 @pytest.mark.gpu

@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import nano_engine  # noqa: E402
 from kvq_core import get_backend, list_backends, register_backend, unregister_backend  # noqa: E402
+from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention, save_model  # noqa: E402
 from kvq_core.none import NoneBackend  # noqa: E402
 from nano_engine import Engine, Request, encode  # noqa: E402
-from tiny_model.model import Config, TinyModel, dense_attention, save_model  # noqa: E402
 
 SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)
 PROMPTS = ["def f(x):", "a", "class Words:\n    one, two = 1, 2\n" * 2, "import os, sys", "# " + "x" * 61]
@@ -273,7 +273,7 @@ def test_the_engine_knows_no_mode_and_no_model_library() -> None:
     tree = ast.parse((ROOT / "examples" / "nano_engine.py").read_text())
     roots = {alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     roots |= {(node.module or "").partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert roots - set(sys.stdlib_module_names) == {"torch", "kvq_core", "tiny_model"}
+    assert roots - set(sys.stdlib_module_names) == {"torch", "kvq_core"}
 
 
 @pytest.mark.gpu

@@ -12,8 +12,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from tiny_model.corpus import Document, is_held_out, read_excerpts, standard_library  # noqa: E402
-from tiny_model.model import SEPARATOR, Config, TinyModel, dense_attention, load_model, rope, save_model  # noqa: E402
+from kvq_core.evaluation import Document, read_documents  # noqa: E402
+from kvq_core.evaluation.tiny_model import SEPARATOR, Config, TinyModel, dense_attention, load_model, rope, save_model  # noqa: E402
+from tiny_model.corpus import is_held_out, standard_library  # noqa: E402
 
 FOLDER = ROOT / "examples" / "tiny_model"
 SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)
@@ -86,25 +87,17 @@ def test_the_library_is_read_in_order_and_split(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_the_held_out_text_comes_from_held_out_files() -> None:
-    documents = read_excerpts(FOLDER / "heldout.txt")
+    documents = read_documents(FOLDER / "heldout.txt")
     assert len(documents) >= 24
-    assert all(d.held_out and len(d.text) >= 1500 and SEPARATOR not in d.text for d in documents)
+    assert all(is_held_out(d.name) and len(d.text) >= 1500 and SEPARATOR not in d.text for d in documents)
     assert 50_000 < (FOLDER / "heldout.txt").stat().st_size < 80_000
-
-
-def test_excerpts_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_excerpts(tmp_path / "none.txt")
-    (tmp_path / "empty.txt").write_text("no header")
-    with pytest.raises(ValueError, match="no line starts with"):
-        read_excerpts(tmp_path / "empty.txt")
 
 
 @pytest.mark.skipif(not (FOLDER / "model.safetensors").exists(), reason="the weights have not been trained in this checkout")
 def test_the_committed_weights_model_source_text() -> None:
     assert (FOLDER / "model.safetensors").stat().st_size < 10_000_000
     model = load_model(FOLDER / "model.safetensors")
-    rows = [torch.tensor([SEPARATOR, *document.text[:600]]) for document in read_excerpts(FOLDER / "heldout.txt")[:4]]
+    rows = [torch.tensor([SEPARATOR, *document.text[:600]]) for document in read_documents(FOLDER / "heldout.txt")[:4]]
     with torch.inference_mode():
         losses = [
             torch.nn.functional.cross_entropy(model(row[:-1], torch.arange(len(row) - 1), dense_attention), row[1:]).item() for row in rows

@@ -11,27 +11,15 @@ import hashlib
 import platform
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from kvq_core.evaluation.texts import HEADER, Document
 
 # Generated tables and machine settings are not prose; tests' data files are broken on purpose.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings", "data", "tokenizedata", "typinganndata"})
 SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars")
 MAX_FILE = 400_000
 HELD_OUT_SHARE = 0.04
-HEADER = "#### "
-
-
-@dataclass(frozen=True)
-class Document:
-    """One source file: its path inside the library, and its bytes (newlines as ``\\n``)."""
-
-    name: str
-    text: bytes
-
-    @property
-    def held_out(self) -> bool:
-        return is_held_out(self.name)
 
 
 def is_held_out(name: str) -> bool:
@@ -67,33 +55,14 @@ def provenance(version: str | None = None) -> str:
 
 
 def write_excerpts(path: Path, count: int = 32, size: int = 2040) -> None:
-    """Write the openings of ``count`` held-out files, each about ``size`` bytes, as :func:`read_excerpts` reads them."""
-    long_enough = [d for d in standard_library() if d.held_out and len(d.text) >= size and d.text.isascii()]
+    """Write the openings of ``count`` held-out files, each about ``size`` bytes, as ``kvq_core.evaluation.read_documents`` reads them."""
+    long_enough = [d for d in standard_library() if is_held_out(d.name) and len(d.text) >= size and d.text.isascii()]
     step = max(len(long_enough) // count, 1)
     chunks = []
     for document in long_enough[::step][:count]:
         cut = document.text.rfind(b"\n", 0, size) + 1
         chunks.append(f"{HEADER}{document.name}\n".encode() + document.text[:cut])
     path.write_bytes(b"".join(chunks))
-
-
-def read_excerpts(path: Path) -> list[Document]:
-    """The documents in a held-out file: a line ``#### name`` opens each.
-
-    Raises:
-        ValueError: the file cannot be read or holds no document.
-    """
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ValueError(f"{path}: cannot be read ({cause})") from cause
-    documents = []
-    for part in f"\n{text}".split(f"\n{HEADER}")[1:]:
-        name, _, body = part.partition("\n")
-        documents.append(Document(name, (body if body.endswith("\n") else body + "\n").encode()))
-    if not documents:
-        raise ValueError(f"{path}: no line starts with {HEADER!r}, need one before each document")
-    return documents
 
 
 def main() -> None:
@@ -103,7 +72,7 @@ def main() -> None:
     if arguments.heldout:
         write_excerpts(arguments.heldout)
     documents = list(standard_library())
-    kept = [d for d in documents if d.held_out]
+    kept = [d for d in documents if is_held_out(d.name)]
     print(f"{provenance()}: {len(documents)} files, {sum(len(d.text) for d in documents):,} bytes")
     print(f"held out: {len(kept)} files, {sum(len(d.text) for d in kept):,} bytes")
 

@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from kvq_core.evaluation.tiny_model import SEPARATOR, Config, TinyModel, dense_attention, save_model
+
 # Run as a file, what is on the path is this package's folder, not the package.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny_model.corpus import Document, provenance, standard_library
-from tiny_model.model import SEPARATOR, Config, TinyModel, dense_attention, save_model
+from tiny_model.corpus import Document, is_held_out, provenance, standard_library
 
 
 @dataclass
@@ -96,8 +97,8 @@ def train(arguments: argparse.Namespace) -> float:
     torch.set_float32_matmul_precision("high")
     arguments.out.mkdir(parents=True, exist_ok=True)
     documents = list(standard_library(arguments.stdlib))
-    text = pack([d for d in documents if not d.held_out], device)
-    unseen = pack([d for d in documents if d.held_out], device)
+    text = pack([d for d in documents if not is_held_out(d.name)], device)
+    unseen = pack([d for d in documents if is_held_out(d.name)], device)
     config = Config(max_len=arguments.length)
     model = TinyModel(config).to(device)
     print(f"{provenance(arguments.stdlib_version)}: {text.numel():,} bytes to train on, {unseen.numel():,} held out")

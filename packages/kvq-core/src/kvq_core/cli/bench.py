@@ -1,6 +1,10 @@
+"""``kvq bench``: the benchmark suite."""
+
+from __future__ import annotations
+
 import click
 
 
 @click.command()
-def bench():
-    pass
+def bench() -> None:
+    """The benchmark suite."""

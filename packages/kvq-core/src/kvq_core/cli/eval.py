@@ -1,6 +1,233 @@
+"""``kvq eval``: what each mode costs a trained model, measured through the cache."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
 import click
 
+from kvq_core.cli import output
+from kvq_core.cli.modes import backends_of, mode_option
+from kvq_core.errors import ArgumentError
 
-@click.command("eval")
-def evaluate():
-    pass
+if TYPE_CHECKING:
+    import torch
+
+    from kvq_core.evaluation import Evaluation, ModeResult, Passage, Subject
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FILES: Final = (".safetensors", ".bin", ".gguf", ".json", ".pt")
+_EXAMPLES = """Examples:
+
+\b
+kvq eval                                              the bundled tiny model, from a checkout
+kvq eval --modes int4,int2 --length 2000 --documents 8
+kvq eval --model Qwen/Qwen3-0.6B --text book.txt --modes int8,int4 --device cuda --out results
+kvq eval --text notes.md --json > eval.json
+
+TEXT is UTF-8. A line "#### name" opens a document; a text without such lines is one. Documents are cut into passages of --length
+tokens, which are the sample that standard errors are taken over.
+"""
+
+
+@click.command("eval", epilog=_EXAMPLES)
+@click.option("--model", metavar="PATH_OR_ID", help="Weights of a tiny model, or a Hugging Face model.  [default: the bundled tiny model]")
+@click.option("--text", type=click.Path(path_type=Path), metavar="FILE", help="What to score.  [default: the tiny model's held-out text]")
+@mode_option
+@click.option("--length", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens a passage.")
+@click.option("--documents", "most", type=click.IntRange(min=1), default=16, show_default=True, help="Passages, at most.")
+@click.option("--chunk", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a passage that are fed at once.")
+@click.option("--batch", type=click.IntRange(min=1), help="Passages side by side.  [default: 16; 1 for a Hugging Face model]")
+@click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write eval.json, eval.csv and eval.png there."
+)
+@output.output_options
+def evaluate(
+    model: str | None,
+    text: Path | None,
+    modes: tuple[str, ...],
+    length: int,
+    most: int,
+    chunk: int,
+    batch: int | None,
+    device: str | None,
+    out: Path | None,
+    form: str,
+) -> None:
+    """Bits per byte and perplexity through the cache, with standard errors, for each mode.
+
+    Text is fed in chunks; each chunk's keys and values go into the pages, and every prediction attends over what the pages hold. The
+    mode none always runs; differences, KL divergence and agreement of the likeliest token are against it, position by position.
+    """
+    from kvq_core.environment import default_device
+    from kvq_core.evaluation import evaluate as measure
+    from kvq_core.evaluation.tiny_model import usable_device
+
+    backends, faults = backends_of(("none", *modes) if modes else ())
+    subject = load_subject(model, usable_device(device) if device else default_device())
+    if modes:  # asked for by name: one that does not fit is bad input, and found before any work
+        for backend in backends:
+            subject.bytes_per_token(backend)
+    passages, calibration = _passages(subject, text_of(text, model), length, most)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    batch = batch or (1 if is_huggingface(subject) else 16)
+    total = sum(p.num_predicted for p in passages) * len(backends)
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="token", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def tick(mode: str, tokens: int) -> None:
+            bar.set_description(mode, refresh=False)
+            bar.update(tokens)
+
+        found = measure(subject, backends, passages, calibration=calibration, chunk=chunk, batch=batch, tick=tick)
+    facts = _facts(subject, passages, length, chunk)
+    failures = [*faults, *(f"{mode}: {type(problem).__name__}: {problem}" for mode, problem in found.failures.items())]
+    _tell(found, facts, failures, form, out)
+    if failures:
+        raise SystemExit(1)
+
+
+def load_subject(model: str | None, device: torch.device) -> Subject:
+    """The model that ``--model`` names.
+
+    Raises:
+        KVQError: there is none, it cannot be read, or what it needs is not installed.
+    """
+    import torch
+
+    from kvq_core.evaluation import TinySubject
+    from kvq_core.evaluation.tiny_model import load_model
+    from kvq_core.evaluation.tiny_subject import bundled
+
+    path = bundled("model.safetensors") if model is None else Path(model)
+    if path.is_dir() and not (path / "config.json").exists():
+        path = path / "model.safetensors"
+    if path.is_file():
+        return TinySubject(load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32))
+    if not path.is_dir() and (not _HUB_ID.fullmatch(str(model)) or path.suffix in _FILES):
+        raise ArgumentError("model", f"{model}: no such file or folder", "a tiny model's weights, a Hugging Face model's folder, or its id")
+    from kvq_core.evaluation.huggingface import load
+
+    return load(str(model), device)
+
+
+def is_huggingface(subject: Subject) -> bool:
+    from kvq_core.evaluation import TinySubject
+
+    return not isinstance(subject, TinySubject)
+
+
+def text_of(text: Path | None, model: str | None) -> Path:
+    """The file that ``--text`` names, or the bundled held-out text, which the tiny model has not seen."""
+    from kvq_core.evaluation.tiny_subject import bundled
+
+    if text is None and model is not None:
+        try:
+            return bundled("heldout.txt")
+        except ArgumentError:
+            raise ArgumentError("--text", "none", "a UTF-8 text file to score") from None
+    return text or bundled("heldout.txt")
+
+
+def _passages(subject: Subject, text: Path, length: int, most: int) -> tuple[list[Passage], Passage]:
+    """What is scored, and what calibrates and warms up: the last passage, kept out of the score if there are others."""
+    from kvq_core.evaluation import read_documents
+
+    every = [p for p in subject.passages(read_documents(text), length) if p.num_predicted]
+    if not every:
+        raise ArgumentError("text", f"{text}: no two tokens", "more text")
+    spread = len(every) - 1 if len(every) > 1 else 1
+    step = max(spread // most, 1)
+    return every[:spread:step][:most], every[-1]
+
+
+def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: int) -> dict[str, Any]:
+    import resource
+
+    import torch
+
+    from kvq_core.environment import cpu_name, installed
+
+    cuda = subject.device.type == "cuda"
+    return {
+        "model": subject.name,
+        "device": torch.cuda.get_device_name(subject.device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "passages": len(passages),
+        "tokens": sum(p.num_predicted for p in passages),
+        "length": length,
+        "chunk": chunk,
+        "process_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def _tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], form: str, out: Path | None) -> None:
+    """Print the figures; write the three files, if asked to."""
+    records = [_record(result) for result in found.results]
+    content = output.as_json({**facts, "results": records, "failures": list(failures)})
+    if form == "table":
+        amount = f"{facts['passages']} passages, {facts['tokens']:,} tokens, fed {facts['chunk']} at a time"
+        peak = f"this process took {facts['process_peak_bytes'] / 2**20:,.0f} MiB at its peak"
+        click.echo(f"{facts['model']} on {facts['device']}: {amount}; torch {facts['torch']}; {peak}\n")
+        click.echo(_table(found.results))
+        for failure in failures:
+            click.echo(f"broken: {failure}")
+    else:
+        click.echo(content if form == "json" else output.as_csv(records))
+    if out:
+        (out / "eval.json").write_text(content + "\n")
+        (out / "eval.csv").write_text(output.as_csv(records) + "\n")
+        _plot(found.results, f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens", out / "eval.png")
+        click.echo(f"\nwritten: {', '.join(str(out / f'eval.{kind}') for kind in ('json', 'csv', 'png'))}", err=True)
+
+
+def _record(result: ModeResult) -> dict[str, Any]:
+    """A result as one flat line: each estimate as its mean, and under ``..._se`` its standard error."""
+    from kvq_core.evaluation import Estimate
+
+    record: dict[str, Any] = {}
+    for name, value in vars(result).items():
+        record |= {name: value.mean, f"{name}_se": value.error} if isinstance(value, Estimate) else {name: value}
+    return record
+
+
+def _table(results: Sequence[ModeResult]) -> str:
+    header = ["mode", "bytes/\ntoken", "times\nsmaller", "bits/byte", "difference to none\n(± s.e.)", "in %", "perplexity", "KL, nats"]
+    header += ["top-1\nagrees", "tokens/s", "peak\nMiB"]
+    base = results[0]
+    lines = []
+    for r in results:
+        line = [r.mode, f"{r.bytes_per_token:,}", f"{r.times_smaller:.2f}", f"{r.bits_per_byte:.4f}"]
+        if r is base:
+            line += ["", "", f"{r.perplexity.mean:.3f}", "", ""]
+        else:
+            change = 100 * r.difference.mean / base.bits_per_byte.mean
+            line += [f"{r.difference:+.4f}", f"{change:+.2f}", f"{r.perplexity.mean:.3f}", f"{r.kl:.5f}", f"{100 * r.top1.mean:.1f} %"]
+        peak = "-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:,.0f}"
+        lines.append([*line, f"{r.tokens_per_second:,.0f}", peak])
+    return output.table(header, lines)
+
+
+def _plot(results: Sequence[ModeResult], title: str, path: Path) -> None:
+    """Two panels: what a token takes, and what the text's loss gains, with its error."""
+    from kvq_core.cli.plots import canvas
+
+    with canvas(path, title, len(results), 2) as (size, loss):
+        where = range(len(results))
+        bars = size.barh(where, [r.bytes_per_token for r in results], color="tab:gray")
+        size.bar_label(bars, [f"{r.times_smaller:.2f}x smaller" for r in results], padding=3)
+        size.set(xlabel="bytes of cache a token", yticks=where, yticklabels=[r.mode for r in results])
+        errors = [0 if math.isnan(r.difference.error) else r.difference.error for r in results]
+        loss.errorbar([r.difference.mean for r in results], where, xerr=errors, fmt="o", color="tab:red", capsize=3)
+        loss.axvline(0, color="black", linewidth=0.8)
+        loss.set(xlabel="bits per byte above none (± s.e.)")
+        size.invert_yaxis()

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kvq_core.errors import ArgumentError
+
 SEPARATOR = 0
 """The byte that opens every document. Source text never holds it."""
 
@@ -112,6 +114,21 @@ def dense_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(-3, -2)
 
 
+def given_scales(model: TinyModel, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, the K and V scale of a mode that wants one for the whole tensor: absmax over a short text, over fp8's largest value."""
+    scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+    largest = torch.finfo(torch.float8_e4m3fn).max
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k_scale, v_scale = ((x.float().abs().amax() / largest).clamp(min=1e-6).reshape(1) for x in (k, v))
+        scales.append((k_scale, v_scale))
+        return dense_attention(layer, q, k, v)
+
+    device = model.embed.weight.device
+    model.hidden(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device), attend)
+    return scales
+
+
 def save_model(model: TinyModel, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the weights in ``dtype`` to a safetensors file, the config in its metadata. Atomic: a reader never sees half a file."""
     from safetensors.torch import save_file
@@ -126,7 +143,7 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
     """The model in a file of :func:`save_model`, ready for inference.
 
     Raises:
-        ValueError: the file cannot be read, or is not such a model.
+        ArgumentError: the file cannot be read, or is not such a model.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -136,17 +153,17 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
             model = TinyModel(config)
             model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as cause:
-        raise ValueError(f"{path}: not a tiny model's weights ({type(cause).__name__}: {cause})") from cause
+        what = f"{path}: not a tiny model's weights ({type(cause).__name__}: {cause})"
+        raise ArgumentError("model", what, "a file that examples/tiny_model/train.py wrote") from cause
     return model.to(device, dtype).eval().requires_grad_(False)
 
 
 def usable_device(name: str) -> torch.device:
-    """``name`` as a device that exists here; ValueError otherwise."""
+    """``name``, given as ``--device``, as a device that exists here; ArgumentError otherwise."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as problem:
-        raise ValueError(
-            f"--device: got {name!r}, need a device of this machine, such as cpu ({str(problem).splitlines()[0]})"
-        ) from problem
+        need = f"a device of this machine, such as cpu ({str(problem).splitlines()[0]})"
+        raise ArgumentError("--device", repr(name), need) from problem
     return device

@@ -192,7 +192,7 @@ def _table(figures: Sequence[Capacity], context: int, concurrency: int) -> str:
     from kvq_core.capacity import GIB
 
     header = ["mode", "bytes/\ntoken", "bits/\nelement", "times smaller\nthan bf16", f"KV GiB,\n{concurrency} x {context:,}", "fits"]
-    header += ["longest\nsequence", f"sequences\nof {context:,}", *([f"context of\neach of {concurrency}"] if concurrency > 1 else [])]
+    header += ["tokens\nthat fit", f"sequences\nof {context:,}", *([f"context of\neach of {concurrency}"] if concurrency > 1 else [])]
     lines = []
     for f in figures:
         line = [f.mode, f"{f.bytes_per_token:,}", f"{f.bits_per_element:.2f}", f"{f.times_smaller:.2f}", f"{f.total_bytes / GIB:.3f}"]

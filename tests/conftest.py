@@ -12,6 +12,7 @@ pytest.register_assert_rewrite("kvq_core.testing")
 import torch  # noqa: E402
 
 from kvq_core import registry  # noqa: E402
+from kvq_core.evaluation.tiny_model import Config, TinyModel, save_model  # noqa: E402
 from kvq_core.testing import places  # noqa: E402 - after the line above, by design
 
 places.choose_interpreter()
@@ -27,6 +28,25 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The CPU with the kernels in Triton's interpreter: slow, so for what only kernels can get wrong."""
     return places.enter(request.param, monkeypatch).device
+
+
+@pytest.fixture(scope="session")
+def small_model() -> TinyModel:
+    """Random weights of a very small tiny model, scaled to attention that prefers some keys and logits with a clear winner."""
+    torch.manual_seed(1)
+    model = TinyModel(Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter *= 3
+    return model
+
+
+@pytest.fixture(scope="session")
+def small_weights(small_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of :func:`small_model`."""
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_model(small_model, path)
+    return path
 
 
 OFFERED = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = {mode!r}\n"

@@ -202,7 +202,7 @@ def test_a_mode_claimed_twice_is_told(install: Callable[..., Path], monkeypatch:
     assert ran.out.count("duplicate: int3") == 2 and "alpha 1.0 and beta 1.0" in ran.out and "KVQ_BACKENDS=" in ran.out
     assert not {"alpha", "beta"} & set(sys.modules)
     monkeypatch.setenv("KVQ_BACKENDS", "int3=beta")
-    assert "duplicate" not in kvq("list").out
+    assert "duplicate" not in kvq("list").out and not {"alpha", "beta"} & set(sys.modules)
 
 
 # -- calc -------------------------------------------------------------------------------------------------------------------
@@ -322,6 +322,23 @@ def test_doctor_tells_the_path_of_every_mode(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("GPU", "driver", "torch", "triton", "transformers", "vllm", "KVQ_DEBUG", "KVQ_BATCH_INVARIANT", "KVQ_BACKENDS"):
         assert f"\n{name} " in f"\n{ran.out}"
     assert "none that torch can use: " in ran.out
+
+
+def test_doctor_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvq_core import environment
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert environment.why_no_gpu().endswith("is a CPU build")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(environment, "nvidia_driver", lambda: None)
+    assert environment.why_no_gpu() == "no NVIDIA driver answers (nvidia-smi)"
+    monkeypatch.setattr(environment, "nvidia_driver", lambda: "535.1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert environment.why_no_gpu() == "CUDA_VISIBLE_DEVICES is ''"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert environment.why_no_gpu().endswith("(CUDA 13.0) cannot use driver 535.1")
+    assert environment.first_line("kvq-no-such-program") is None and environment.installed("kvq-no-such-package") is None
 
 
 def test_doctor_says_what_the_switches_change(monkeypatch: pytest.MonkeyPatch) -> None:

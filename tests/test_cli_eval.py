@@ -13,11 +13,10 @@ from click.testing import CliRunner
 from kvq_core import list_backends, register_backend, unregister_backend
 from kvq_core.cli.app import app
 from kvq_core.evaluation import tiny_subject
-from kvq_core.evaluation.tiny_model import Config, TinyModel, save_model
+from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.none import NoneBackend
 
 ROOT = Path(__file__).parents[1]
-SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)
 MODES = sorted({entry.mode for entry in list_backends()})
 QUICK = ("--length", "60", "--documents", "4", "--device", "cpu")
 
@@ -29,16 +28,9 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(1)
-    model = TinyModel(SMALL).requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter *= 3
-    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
-    save_model(model, path)
-    return str(path)
+@pytest.fixture
+def weights(small_weights: Path) -> str:
+    return str(small_weights)
 
 
 @pytest.fixture(scope="module")

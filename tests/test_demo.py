@@ -19,33 +19,19 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import demo  # noqa: E402
 from kvq_core import get_backend, list_backends, register_backend, unregister_backend  # noqa: E402
-from kvq_core.evaluation.tiny_model import Config, TinyModel, save_model  # noqa: E402
 from kvq_core.none import NoneBackend  # noqa: E402
 
-SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)
 MODES = sorted({entry.mode for entry in list_backends()})
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(1)
-    model = TinyModel(SMALL).requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter *= 3
-    path = tmp_path_factory.mktemp("weights") / "small.safetensors"
-    save_model(model, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def whole(small_weights: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The demo over every installed mode: its folder, and what it printed."""
     out = tmp_path_factory.mktemp("demo-out") / "nested"
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.delenv("TRITON_INTERPRET", raising=False)
-        assert demo.main(["--quick", "--device", "cpu", "--out", str(out), "--model", str(weights)]) == 0
+        assert demo.main(["--quick", "--device", "cpu", "--out", str(out), "--model", str(small_weights)]) == 0
     return out, printed.getvalue()
 
 
@@ -110,10 +96,10 @@ def ruined() -> Iterator[str]:
 
 
 def test_a_mode_that_returns_nan_fails_the_demo(
-    ruined: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ruined: str, small_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    arguments = ["--quick", "--device", "cpu", "--modes", ruined, "--out", str(tmp_path), "--model", str(weights)]
+    arguments = ["--quick", "--device", "cpu", "--modes", ruined, "--out", str(tmp_path), "--model", str(small_weights)]
     assert demo.main(arguments) == 1
     printed = capsys.readouterr()
     assert f"broken: {ruined}: " in printed.err and "bits_per_byte is nan" in printed.err
@@ -121,11 +107,11 @@ def test_a_mode_that_returns_nan_fails_the_demo(
 
 
 def test_a_mode_that_raises_costs_the_others_nothing(
-    ruined: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ruined: str, small_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(type(get_backend(ruined)), "encode", lambda self, x, scale=None: 1 / 0)
-    arguments = ["--quick", "--device", "cpu", "--modes", ruined, "--out", str(tmp_path), "--model", str(weights)]
+    arguments = ["--quick", "--device", "cpu", "--modes", ruined, "--out", str(tmp_path), "--model", str(small_weights)]
     assert demo.main(arguments) == 1
     printed = capsys.readouterr()
     assert f"broken: {ruined}: ZeroDivisionError" in printed.err
@@ -143,9 +129,9 @@ def test_a_mode_that_raises_costs_the_others_nothing(
     ],
 )
 def test_bad_arguments_end_with_status_2_and_one_line(
-    arguments: list[str], message: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, small_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--model", str(weights), *arguments]
+    given = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--model", str(small_weights), *arguments]
     with pytest.raises(SystemExit) as stop:
         demo.main(given)
     assert stop.value.code == 2
@@ -154,8 +140,8 @@ def test_bad_arguments_end_with_status_2_and_one_line(
 
 
 @pytest.mark.gpu
-def test_the_demo_runs_its_kernels_on_a_gpu(weights: Path, tmp_path: Path) -> None:
-    assert demo.main(["--quick", "--device", "cuda", "--out", str(tmp_path), "--model", str(weights)]) == 0
+def test_the_demo_runs_its_kernels_on_a_gpu(small_weights: Path, tmp_path: Path) -> None:
+    assert demo.main(["--quick", "--device", "cuda", "--out", str(tmp_path), "--model", str(small_weights)]) == 0
     results = {r["mode"]: r for r in json.loads((tmp_path / "demo.json").read_text())["results"]}
     assert set(results) == set(MODES)
     assert all(abs(r["difference"]) < 1 for r in results.values())

@@ -1,5 +1,6 @@
 """Evaluation through the cache: what is fed and counted, against a dense model and sums done otherwise."""
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,10 @@ import torch.nn.functional as F
 from kvq_core import ArgumentError, PagedKVCache, get_backend, list_backends
 from kvq_core.evaluation import Document, Estimate, Evaluation, Passage, TinySubject, evaluate, read_documents
 from kvq_core.evaluation.subject import cut
-from kvq_core.evaluation.tiny_model import SEPARATOR, Config, TinyModel, dense_attention
+from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention
 from kvq_core.evaluation.tiny_subject import bundled
 from kvq_core.none import NoneBackend
 
-SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)
 MODES = sorted({entry.mode for entry in list_backends()}, key=lambda mode: mode != "none")
 TEXTS = [b"x = 1\n" * 20, b"import os, sys\n" * 9, b"def f(x):\n    return x\n" * 3]
 
@@ -26,13 +26,8 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def subject() -> TinySubject:
-    torch.manual_seed(1)
-    model = TinyModel(SMALL).requires_grad_(False).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter *= 3  # attention that prefers some keys, and logits with a clear winner
-    return TinySubject(model)
+def subject(small_model: TinyModel) -> TinySubject:
+    return TinySubject(small_model)
 
 
 def passages(subject: TinySubject) -> list[Passage]:
@@ -76,7 +71,7 @@ def test_texts_are_cut_into_passages(subject: TinySubject) -> None:
     found = subject.passages([Document("a", b"abcdef")], 3)
     assert found == [Passage((SEPARATOR, *b"abc"), 3), Passage((SEPARATOR, *b"def"), 3)]
     assert found[0].num_predicted == 3
-    assert len(subject.passages([Document("a", b"x" * 255)], 10_000)[0].tokens) == SMALL.max_len
+    assert len(subject.passages([Document("a", b"x" * 255)], 10_000)[0].tokens) == subject.model.config.max_len
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------------
@@ -192,8 +187,7 @@ def test_the_bundled_model_is_found_from_a_checkout_alone(tmp_path: Path, monkey
 
 
 @pytest.mark.gpu
-def test_a_gpu_tells_the_memory_of_each_mode() -> None:
-    torch.manual_seed(1)
-    on_gpu = TinySubject(TinyModel(SMALL).requires_grad_(False).eval().to("cuda", torch.bfloat16))
+def test_a_gpu_tells_the_memory_of_each_mode(small_model: TinyModel) -> None:
+    on_gpu = TinySubject(copy.deepcopy(small_model).to("cuda", torch.bfloat16))
     found = run(on_gpu, ("none", "int4")).results
     assert all(result.peak_bytes and result.peak_bytes > 2 * on_gpu.model.num_parameters for result in found)

@@ -19,11 +19,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import nano_engine  # noqa: E402
 from kvq_core import get_backend, list_backends, register_backend, unregister_backend  # noqa: E402
-from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention, save_model  # noqa: E402
+from kvq_core.evaluation.tiny_model import TinyModel, dense_attention  # noqa: E402
 from kvq_core.none import NoneBackend  # noqa: E402
 from nano_engine import Engine, Request, encode  # noqa: E402
 
-SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)
 PROMPTS = ["def f(x):", "a", "class Words:\n    one, two = 1, 2\n" * 2, "import os, sys", "# " + "x" * 61]
 MODES = sorted({entry.mode for entry in list_backends()})
 
@@ -34,20 +33,13 @@ def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> TinyModel:
-    torch.manual_seed(1)
-    model = TinyModel(SMALL).requires_grad_(False).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter *= 3  # attention that prefers some keys, and logits with a clear winner
-    return model
+def model(small_model: TinyModel) -> TinyModel:
+    return small_model
 
 
 @pytest.fixture(scope="module")
-def weights(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "small.safetensors"
-    save_model(model, path)
-    return path
+def weights(small_weights: Path) -> Path:
+    return small_weights
 
 
 def exact_engine(model: TinyModel, **options: int) -> Engine:
@@ -141,8 +133,8 @@ def test_every_installed_mode_decodes_out_of_its_own_pages(model: TinyModel, mod
     todo = requests(6)
     engine.run(todo)
     assert all(r.finished for r in todo)
-    row = backend.packed_head_size(SMALL.head_size) * backend.cache_dtype(torch.bfloat16).itemsize + 4 * backend.needs_scale_caches
-    assert engine.bytes_per_token == pytest.approx(2 * SMALL.num_layers * SMALL.num_kv_heads * row, rel=0.05)
+    row = backend.packed_head_size(model.config.head_size) * backend.cache_dtype(torch.bfloat16).itemsize + 4 * backend.needs_scale_caches
+    assert engine.bytes_per_token == pytest.approx(2 * model.config.num_layers * model.config.num_kv_heads * row, rel=0.05)
     assert any(cache.key.view(torch.uint8).any() for cache in engine.caches)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +53,15 @@ def first_line(*command: str) -> str | None:
     return next(iter(done.stdout.strip().splitlines()), None)
 
 
+def process_peak_bytes() -> int | None:
+    """The most memory this process has had resident; ``None`` where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def nvidia_driver() -> str | None:
     """The NVIDIA driver's version; ``None`` without one."""
     return first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -74,7 +84,7 @@ def gpus() -> tuple[GPU, ...]:
     if not torch.cuda.is_available():
         return ()
     every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return tuple(GPU(p.name, f"gfx {p.gcnArchName}" if torch.version.hip else f"sm_{p.major}{p.minor}", p.total_memory) for p in every)
+    return tuple(GPU(p.name, p.gcnArchName if torch.version.hip else f"sm_{p.major}{p.minor}", p.total_memory) for p in every)
 
 
 def why_no_gpu() -> str:

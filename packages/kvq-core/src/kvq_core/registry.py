@@ -80,6 +80,17 @@ def has_backend(mode: str) -> bool:
     return any(entry.mode == mode and distribution in ("", _canonical(entry.distribution)) for entry in _REGISTRY.offers())
 
 
+def find_backend(mode: str) -> InstalledMode:
+    """The offer that :func:`get_backend` would take ``mode`` from. Imports nothing.
+
+    Raises:
+        UnknownModeError, DuplicateModeError: as :func:`get_backend`.
+    """
+    distribution, full = _parse(mode)
+    with _REGISTRY.lock:
+        return _choose(full, distribution, os.environ.get(OVERRIDE, ""))
+
+
 def get_backend(mode: str) -> QuantKVBackend:
     """The one instance of ``mode``: a full name, an alias (``int4``), or ``distribution:mode`` to pick among distributions.
 

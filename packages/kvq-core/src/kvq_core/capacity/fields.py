@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvq_core.errors import ArgumentError
 
 Config = Mapping[str, Any]
+T = TypeVar("T")
 
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -53,19 +54,18 @@ def required(config: Config, name: str) -> int:
 
 def strings(config: Config, name: str) -> list[str] | None:
     """A list of strings; ``None`` if there is none."""
-    value = config.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise ArgumentError(f"config field {name}", repr(value), "a list of strings")
-    return list(value)
+    return _several(config, name, str, "a list of strings")
 
 
 def indices(config: Config, name: str) -> list[int] | None:
     """A list of layer indices; ``None`` if there is none."""
+    return _several(config, name, int, "a list of layer indices")
+
+
+def _several(config: Config, name: str, kind: type[T], need: str) -> list[T] | None:
     value = config.get(name)
     if value is None:
         return None
-    if not isinstance(value, list | tuple) or not all(isinstance(item, int) for item in value):
-        raise ArgumentError(f"config field {name}", repr(value), "a list of layer indices")
+    if not isinstance(value, list | tuple) or not all(isinstance(item, kind) for item in value):
+        raise ArgumentError(f"config field {name}", repr(value), need)
     return list(value)

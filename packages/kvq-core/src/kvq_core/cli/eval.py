@@ -18,7 +18,7 @@ from kvq_core.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-    from kvq_core.evaluation import Evaluation, ModeResult, Passage, Subject
+    from kvq_core.evaluation import Estimate, Evaluation, ModeResult, Passage, Subject
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES: Final = (".safetensors", ".bin", ".gguf", ".json", ".pt")
@@ -150,11 +150,9 @@ def _passages(subject: Subject, text: Path, length: int, most: int) -> tuple[lis
 
 
 def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: int) -> dict[str, Any]:
-    import resource
-
     import torch
 
-    from kvq_core.environment import cpu_name, installed
+    from kvq_core.environment import cpu_name, installed, process_peak_bytes
 
     cuda = subject.device.type == "cuda"
     return {
@@ -166,19 +164,22 @@ def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: in
         "tokens": sum(p.num_predicted for p in passages),
         "length": length,
         "chunk": chunk,
-        "process_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "process_peak_bytes": process_peak_bytes(),
     }
 
 
 def _tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], form: str, out: Path | None) -> None:
     """Print the figures; write the three files, if asked to."""
-    records = [_record(result) for result in found.results]
+    # none, then the largest first; of equals, the most faithful
+    results = [found.results[0], *sorted(found.results[1:], key=lambda result: (-result.bytes_per_token, result.kl.mean))]
+    records = [_record(result) for result in results]
     content = output.as_json({**facts, "results": records, "failures": list(failures)})
     if form == "table":
-        amount = f"{facts['passages']} passages, {facts['tokens']:,} tokens, fed {facts['chunk']} at a time"
-        peak = f"this process took {facts['process_peak_bytes'] / 2**20:,.0f} MiB at its peak"
-        click.echo(f"{facts['model']} on {facts['device']}: {amount}; torch {facts['torch']}; {peak}\n")
-        click.echo(_table(found.results))
+        amount = f"{facts['passages']} passage{'s' * (facts['passages'] != 1)}, {facts['tokens']:,} tokens, fed {facts['chunk']} at a time"
+        peak = facts["process_peak_bytes"]
+        took = f"; this process took {peak / 2**20:,.0f} MiB at its peak" if peak else ""
+        click.echo(f"{facts['model']} on {facts['device']}: {amount}; torch {facts['torch']}{took}\n")
+        click.echo(_table(results))
         for failure in failures:
             click.echo(f"broken: {failure}")
     else:
@@ -186,7 +187,7 @@ def _tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], for
     if out:
         (out / "eval.json").write_text(content + "\n")
         (out / "eval.csv").write_text(output.as_csv(records) + "\n")
-        _plot(found.results, f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens", out / "eval.png")
+        _plot(results, f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens", out / "eval.png")
         click.echo(f"\nwritten: {', '.join(str(out / f'eval.{kind}') for kind in ('json', 'csv', 'png'))}", err=True)
 
 
@@ -218,16 +219,22 @@ def _table(results: Sequence[ModeResult]) -> str:
 
 
 def _plot(results: Sequence[ModeResult], title: str, path: Path) -> None:
-    """Two panels: what a token takes, and what the text's loss gains, with its error."""
+    """Three panels: what a token takes, what the text's loss gains, and, on a logarithmic axis, how far predictions have moved."""
     from kvq_core.cli.plots import canvas
 
-    with canvas(path, title, len(results), 2) as (size, loss):
+    with canvas(path, title, len(results), 3) as (size, loss, moved):
         where = range(len(results))
         bars = size.barh(where, [r.bytes_per_token for r in results], color="tab:gray")
-        size.bar_label(bars, [f"{r.times_smaller:.2f}x smaller" for r in results], padding=3)
+        size.bar_label(bars, [f"{r.times_smaller:.2f}x smaller" if i else "" for i, r in enumerate(results)], padding=3)
         size.set(xlabel="bytes of cache a token", yticks=where, yticklabels=[r.mode for r in results])
-        errors = [0 if math.isnan(r.difference.error) else r.difference.error for r in results]
-        loss.errorbar([r.difference.mean for r in results], where, xerr=errors, fmt="o", color="tab:red", capsize=3)
+        _points(loss, [r.difference for r in results], where)
         loss.axvline(0, color="black", linewidth=0.8)
         loss.set(xlabel="bits per byte above none (± s.e.)")
+        _points(moved, [r.kl for r in results[1:]], where[1:])
+        moved.set(xscale="log", xlabel="KL divergence from none, nats (± s.e.)")
         size.invert_yaxis()
+
+
+def _points(axis: Any, estimates: Sequence[Estimate], where: Sequence[int]) -> None:
+    errors = [0 if math.isnan(estimate.error) else estimate.error for estimate in estimates]
+    axis.errorbar([estimate.mean for estimate in estimates], where, xerr=errors, fmt="o", color="tab:red", capsize=3)

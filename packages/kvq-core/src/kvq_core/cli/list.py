@@ -9,7 +9,7 @@ import click
 
 from kvq_core.cli import output
 from kvq_core.errors import KVQError
-from kvq_core.registry import ALIASES, IN_PROCESS, InstalledMode, get_backend, list_backends
+from kvq_core.registry import ALIASES, IN_PROCESS, InstalledMode, find_backend, get_backend, list_backends
 
 FIRST_PARTY_BITS: Final = {
     "none": 16.0,
@@ -65,15 +65,11 @@ def checked(entry: InstalledMode, rivals: int) -> Listed:
 
 
 def _choice_error(mode: str) -> str:
-    """Why ``mode``, claimed by several, cannot be had by its name alone; empty if something chooses. Imports nothing if nothing does."""
-    from kvq_core.errors import DuplicateModeError
-
+    """Why ``mode``, claimed by several, cannot be had by its name alone; empty if something chooses."""
     try:
-        get_backend(mode)
-    except DuplicateModeError as problem:
+        find_backend(mode)
+    except KVQError as problem:
         return str(problem)
-    except KVQError:
-        return ""
     return ""
 
 

@@ -61,4 +61,4 @@ def _hint(name: str) -> str:
     here = {entry.mode for entry in list_backends()}
     missing = sorted({package for first_party, package in FIRST_PARTY.items() if first_party not in here})
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return hint + (f"; more modes: pip install {' '.join(missing)}" if missing else "; another package's mode: pip install that package")
+    return hint + (f"; more modes: pip install {' '.join(missing)}" if missing else "")

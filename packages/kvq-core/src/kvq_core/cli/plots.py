@@ -33,7 +33,8 @@ def canvas(path: Path, title: str, rows: int, columns: int) -> Iterator[Any]:
         yield axes[0]
         for axis in axes[0]:
             axis.margins(x=0.25)
-            axis.locator_params(axis="x", nbins=5)
+            if axis.get_xscale() == "linear":
+                axis.locator_params(axis="x", nbins=5)
         figure.suptitle(title, fontsize=10)
         figure.savefig(path, dpi=120, format="png")
     finally:

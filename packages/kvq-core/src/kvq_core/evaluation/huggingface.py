@@ -79,7 +79,7 @@ class HuggingFaceSubject:
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> HuggingFaceSession:
         if len(passages) != 1:
             raise ArgumentError("batch", len(passages), "1: Hugging Face models read one passage at a time here")
-        return HuggingFaceSession(self.model, self.make_cache(self.model.config, mode=backend.mode))
+        return HuggingFaceSession(self.model, self.make_cache(self.model.config, mode=backend))
 
     def bytes_per_token(self, backend: QuantKVBackend) -> int:
         shape = model_shape(self.model.config.to_dict())

@@ -174,6 +174,7 @@ class _Memory:
             torch.cuda.synchronize(self.device)
             run.peak = max(run.peak, self.model + run.held + torch.cuda.max_memory_allocated(self.device) - before)
             # A cache that grows as it is fed holds more now; the logits are nobody's for long.
-            run.held += self._allocated() - before - sum(x.untyped_storage().nbytes() for x in logits)
+            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in logits}
+            run.held += self._allocated() - before - sum(storages.values())
         run.seconds += time.perf_counter() - start
         return logits

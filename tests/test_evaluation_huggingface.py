@@ -1,0 +1,88 @@
+"""``kvq eval`` of a Hugging Face model: a tiny random Llama with a tokenizer of its own. Needs kvq-transformers."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvq_core import ArgumentError, get_backend
+from kvq_core.cli.app import app
+from kvq_core.evaluation import Document, evaluate
+from kvq_core.evaluation.huggingface import HuggingFaceSubject, load
+
+pytest.importorskip("kvq_transformers")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = "".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(12))
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as ``save_pretrained`` leaves it: four layers of random weights, bytes as tokens after a beginning-of-text."""
+    path = tmp_path_factory.mktemp("llama")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(["<s>", *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=257, head_dim=64, max_position_embeddings=512, initializer_range=0.2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def subject(folder: Path) -> HuggingFaceSubject:
+    return load(str(folder), torch.device("cpu"))
+
+
+def test_passages_count_the_bytes_they_predict(subject: HuggingFaceSubject) -> None:
+    first, second = subject.passages([Document("a", b"abc\xc3\xa9fgh")], 5)
+    assert first.num_predicted == 5 and first.nbytes + second.nbytes == 8
+    assert first.tokens[0] == second.tokens[0] == subject.tokenizer.bos_token_id
+
+
+def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject, folder: Path) -> None:
+    passages = subject.passages([Document("a", TEXT.encode())], 100)
+    dense = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    nats = 0.0
+    for passage in passages:
+        ids = torch.tensor([passage.tokens])
+        with torch.inference_mode():
+            logits = dense(ids).logits[0, :-1]
+        nats += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    found = evaluate(subject, [get_backend(m) for m in ("none", "int8", "int2")], passages, calibration=passages[0], chunk=32, batch=1)
+    assert not found.failures
+    none, int8, int2 = found.results
+    assert none.bits_per_byte.mean == pytest.approx(nats / math.log(2) / sum(p.nbytes for p in passages), rel=1e-4)
+    assert none.perplexity.mean == pytest.approx(math.exp(nats / sum(p.num_predicted for p in passages)), rel=1e-4)
+    assert 0 < int8.kl.mean < int2.kl.mean
+    assert (none.bytes_per_token, int2.bytes_per_token) == (2 * 2 * 64 * 4, 2 * 2 * (16 + 4)), "layers, K and V, float32 rows"
+
+
+def test_the_command_line_takes_a_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--modes", "int4", "--length", "60", "--device", "cpu", "--json"]
+    done = CliRunner().invoke(app, ["eval", *given])
+    assert done.exit_code == 0, done.output
+    assert [line["mode"] for line in json.loads(done.stdout)["results"]] == ["none", "int4_per_token_head"]
+
+
+def test_folders_without_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):
+        load(str(tmp_path), torch.device("cpu"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):
+        load(str(tmp_path), torch.device("cpu"))

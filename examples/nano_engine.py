@@ -3,9 +3,9 @@
     python examples/nano_engine.py "def quicksort(" "class Stack:" --kv-cache-dtype int4
 
 It stands for an engine of your own. Requests of any length share one pool of blocks; each step mixes prefill chunks and single decode
-rows in one ragged batch; a request that finds no block makes the youngest one give its blocks back and start over later. Beside the
-model, all that it takes from kvq is the registry (which modes are installed) and the two doors, ``reshape_and_cache`` and ``unified_attention``, so any
-mode, a third party's too, works here unchanged.
+rows in one ragged batch; a request that finds no block makes the youngest one give its blocks back and start over later. Beside the tiny
+model, all that it takes from kvq is the registry (which modes are installed) and the two doors, ``reshape_and_cache`` and
+``unified_attention``, so any mode, a third party's too, works here unchanged.
 """
 
 from __future__ import annotations

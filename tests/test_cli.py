@@ -27,8 +27,11 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(autouse=True)
-def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU and its torch path, on machines with a GPU, too."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("KVQ_BACKENDS", raising=False)
 
 
@@ -313,8 +316,7 @@ def test_modes_that_are_not_installed_answer_with_the_command(monkeypatch: pytes
 # -- doctor -----------------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_tells_the_path_of_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_doctor_tells_the_path_of_every_mode() -> None:
     ran = kvq("doctor")
     assert ran.status == 0
     for mode in MODES:
@@ -322,6 +324,13 @@ def test_doctor_tells_the_path_of_every_mode(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("GPU", "driver", "torch", "triton", "transformers", "vllm", "KVQ_DEBUG", "KVQ_BATCH_INVARIANT", "KVQ_BACKENDS"):
         assert f"\n{name} " in f"\n{ran.out}"
     assert "none that torch can use: " in ran.out
+
+
+@pytest.mark.gpu
+def test_doctor_runs_the_kernels_on_a_gpu() -> None:
+    content = json.loads(kvq("doctor", "--json").out)
+    assert torch.cuda.get_device_name() in content["machine"]["GPU"] and content["machine"]["driver"] != "none"
+    assert {(mode["status"], mode["path"]) for mode in content["modes"]} == {("ok", "Triton kernels, compiled")}
 
 
 def test_doctor_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from kvq_core import list_backends
@@ -36,6 +37,7 @@ def shown() -> list[tuple[str, str, bool]]:
 def as_a_reader_would(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRITON_INTERPRET", "KVQ_DEBUG", "KVQ_BACKENDS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(ROOT)
 
 

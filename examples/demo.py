@@ -358,9 +358,9 @@ def main(argv: list[str] | None = None) -> int:
                 if backend is backends[0]:
                     raise
                 failures[backend.mode] = problem
-    for mode, problem in failures.items():
-        traceback.print_exception(problem)
-        broken.append(f"{mode}: {type(problem).__name__}: {problem}")
+    for mode, failure in failures.items():
+        traceback.print_exception(failure)
+        broken.append(f"{mode}: {type(failure).__name__}: {failure}")
     results[1:] = sorted(results[1:], key=lambda result: (-result.bytes_per_token, -result.key_snr_db))
     report(results, facts, sizes, model, arguments.out)
     broken += [f"{result.mode}: {result.broken()}" for result in results if result.broken()]

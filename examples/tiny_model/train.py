@@ -20,12 +20,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from kvq_core.evaluation import Document
 from kvq_core.evaluation.tiny_model import SEPARATOR, Config, TinyModel, dense_attention, save_model
 
 # Run as a file, what is on the path is this package's folder, not the package.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny_model.corpus import Document, is_held_out, provenance, standard_library
+from tiny_model.corpus import is_held_out, provenance, standard_library
 
 
 @dataclass

@@ -32,6 +32,12 @@ def _device_facts(device: torch.device) -> tuple[int, bool]:
     return torch.cuda.get_device_properties(device).multi_processor_count, torch.version.hip is None
 
 
+@functools.lru_cache(maxsize=64)
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch may start before the one it depends on has ended, and wait for it on the device (sm_90 and later)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def lanes_of(plane: Plane, name: str, streams: int) -> torch.Tensor:
     """The codes as 16-bit lanes (unpacked modes: as they are), without a copy."""
     if streams == 1:
@@ -61,8 +67,17 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> None:
     """Launch a mode's write kernel: grid (row blocks, K and V)."""
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
-    block = 64 if total >= 64 * 132 else 16
-    config = args.WriteConfig(form, head_size, rows.value.shape[2], rows.keys.block_size, num_kv_heads, block, upcast_dots=interpreting())
+    block, warps = schedule.write_tile(total)
+    config = args.WriteConfig(
+        format=form,
+        head_size=head_size,
+        head_size_v=rows.value.shape[2],
+        block_size=rows.keys.block_size,
+        num_kv_heads=num_kv_heads,
+        rows=block,
+        use_asm=_device_facts(rows.key.device)[1],
+        upcast_dots=interpreting(),
+    )
     kernel[(triton.cdiv(total, block), 2)](
         bundle_rows(rows.key),
         bundle_rows(rows.value),
@@ -72,7 +87,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> None:
         num_tokens,
         rows.keys.num_blocks * rows.keys.block_size,
         C=config,
-        num_warps=4,
+        num_warps=warps,
     )
 
 
@@ -146,19 +161,18 @@ def _launch(kernel: Any, attention: Attention, form: args.Format, problem: sched
     if not launch.split:
         return
     row_blocks = batch.num_seqs * launch.max_row_blocks
-    merge = schedule.merge_tile(launch, row_blocks)
-    merge_kernel[(row_blocks * (tile.rows // merge.rows), num_kv_heads)](
+    merge = schedule.merge_tile(problem, launch, row_blocks)
+    merge_kernel[(row_blocks, num_kv_heads, tile.rows // merge.rows)](
         output,
         attention.output_scale,
         lengths,
         score._replace(qq_bias=None, alibi_slopes=None),
         splits,
         partials,
-        num_kv_heads,
-        ROWS=merge.rows,
-        PIECES=merge.pieces,
+        TILE=args.MergeTile(merge.rows, merge.pieces),
         C=config,
         num_warps=merge.warps,
+        **({"launch_pdl": True} if config.overlap else {}),
     )
 
 
@@ -172,6 +186,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         group=attention.queries_per_kv,
         rows=tile.rows,
         keys=tile.keys,
+        warps=tile.warps,
         stages=tile.stages,
         keys_first=tile.keys_first,
         min_query_len=launch.min_query_len,
@@ -183,6 +198,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         use_asm=_device_facts(attention.q.device)[1],
+        overlap=bool(launch.split) and _overlaps(attention.q.device),
         upcast_dots=interpreting(),
     )
 

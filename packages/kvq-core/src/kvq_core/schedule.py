@@ -20,7 +20,7 @@ DECODE_ROWS = 64
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
 INVARIANT_CHUNK = 2048
 # Keys that a program of a split takes at least.
-LEAST_SHARE = 512
+LEAST_SHARE = 128
 UNLIMITED = 2**30
 
 
@@ -177,22 +177,29 @@ def prefill_tile(problem: Problem) -> Tile:
     full_precision = problem.streams == 1 and problem.lane_bytes == 4
     rows = 64 if width <= 256 and not full_precision else 32
     keys = 64 if width <= 128 else 32 if width <= 512 else 16
+    if problem.streams == 2 and width <= 128:
+        keys = 128
     rows = max(rows, power_of_two(problem.group))
     return Tile(rows, keys // 2 if full_precision else keys, 4, 2, keys_first=False, programs_per_sm=1)
 
 
 @dataclass(frozen=True)
-class MergeTile:
-    """How a merge program works: ``rows`` of a tile, ``pieces`` of each loaded together."""
+class Merge:
+    """How the merge works: ``rows`` (1 or 8) of a row block in a program, ``pieces`` of a row loaded together if they are many."""
 
     rows: int
     pieces: int
     warps: int
 
 
-def merge_tile(launch: Launch, row_blocks: int) -> MergeTile:
-    """Few pieces a row: eight rows share one un-rotation. Many: one row, its pieces loaded together, since its time is theirs."""
-    pieces = power_of_two(-(-launch.max_items // row_blocks))
-    if pieces <= 8:
-        return MergeTile(8, 2, 2)
-    return MergeTile(1, min(pieces, 256), 4 if pieces <= 64 else 8)
+def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> Merge:
+    """Its time is that of its loads: few rows are spread, with all pieces loaded at once; of many rows, eight share an un-rotation."""
+    if row_blocks * problem.num_kv_heads * launch.tile.rows <= 4 * problem.num_sms:
+        pieces = max(32, min(256, power_of_two(-(-launch.max_items // row_blocks))))
+        return Merge(1, pieces, 4 if pieces <= 64 else 8)
+    return Merge(8, 32, 2)
+
+
+def write_tile(rows: int) -> tuple[int, int]:
+    """((token, head) rows of a write program, warps)."""
+    return (16, 1) if rows >= 8192 else (8, 1)

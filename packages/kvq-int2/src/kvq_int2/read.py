@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_row
-from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
@@ -65,11 +65,11 @@ def attend(
             k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
             k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
             v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
-            s = scores(q, unpack(k, C.use_asm), None, C) * by_row(unit, C)
+            s = scores(q, unpack(k, C), None, C) * by_row(unit, C)
             s = finish_scores(s, k_scale, rows, tile, work, scoring, C)
             p, alpha, state = softmax_step(s, state, C)
             weights, shrink, largest = weigh(p, v_scale, largest, C)
-            acc = accumulate(weights, unpack(v, C.use_asm), acc, alpha * shrink, None, C)
+            acc = accumulate(weights, unpack(v, C), acc, alpha * shrink, None, C)
         acc = accumulated_rows(acc, LEVEL * unweigh(largest), C)
         finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
@@ -86,15 +86,15 @@ def half_queries(q, unit, C: tl.constexpr):
 
 
 @triton.jit
-def unpack(lanes, ASM: tl.constexpr):
-    """16-bit lanes -> eight float16 streams of +-55 or +-183, in units of 2^-24."""
-    if ASM:
+def unpack(lanes, C: tl.constexpr):
+    """16-bit lanes -> float16 operands of +-55 or +-183, in units of 2^-24."""
+    if C.use_asm:
         streams = unpack_asm(lanes)
     else:
         streams = ()
         for i in tl.static_range(8):
             streams = streams + ((((lanes << i) & 0x8080) | 0x0037).to(tl.uint16).to(tl.float16, bitcast=True),)
-    return streams
+    return operand(streams, tl.constexpr(C.keys), C)
 
 
 @triton.jit

@@ -47,12 +47,16 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
         squares += tl.sum(unit * unit, 1)
     norm = tl.sqrt(squares)
     ROOT: tl.constexpr = HEADS.size**0.5
-    boundary = peak * norm * (BOUNDARY / ROOT)
+    # Above 0, so that a row of zeros has inner levels.
+    boundary = tl.maximum(peak * norm * (BOUNDARY / ROOT), SMALLEST_NORMAL)
     lanes = tl.zeros_like(y[0]).to(tl.int32)
     for s in tl.static_range(8):
-        lanes |= (y[s] < 0.0).to(tl.int32) << (15 - s)
-        outer = (tl.abs(y[s]) >= boundary[:, None]) & (peak > 0.0)[:, None]
-        lanes |= outer.to(tl.int32) << (7 - s)
+        # Sign bits, shifted to their places: of y, and of |y| - boundary, which is clear in the outer cells.
+        negative = y[s].to(tl.int32, bitcast=True)
+        inner = (tl.abs(y[s]) - boundary[:, None]).to(tl.int32, bitcast=True)
+        lanes |= (negative >> (16 + s)) & (0x8000 >> s)
+        lanes |= (~inner >> (24 + s)) & (0x80 >> s)
     store_lanes(plane, rows, lanes.to(tl.uint16), HEADS, C)
     scale = peak * norm * (1.0 / (ROOT * HEADS.block))
-    store_scales(plane, rows, tl.where(has_nan(y, HEADS), float("nan"), scale))
+    # A NaN of a row is in every channel of its block, and so in the first stream.
+    store_scales(plane, rows, tl.where(has_nan(y[0]), float("nan"), scale))

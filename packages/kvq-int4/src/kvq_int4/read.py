@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_key, by_row
-from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
@@ -25,7 +25,6 @@ from kvq_core.spec import Attention
 from kvq_int4.write import FORMAT
 
 SUBNORMAL = tl.constexpr(2.0**24)  # float16's smallest step is 2^-24
-FOLDS = tl.constexpr((1.0, 0.0625, 1.0, 0.0625))  # odd streams hold 16 n
 
 
 def launch_read(attention: Attention) -> None:
@@ -70,25 +69,26 @@ def attend(
             k_scale, k_zero = split_word(k_word)
             v_scale, v_zero = split_word(v_word)
             v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
-            s = scores(q, unpack_keys(k, C.use_asm), by_key(k_zero, C) * by_row(q_sum, C), C) * by_row(unit, C)
+            s = scores(q, unpack_keys(k, C), by_key(k_zero, C) * by_row(q_sum, C), C) * by_row(unit, C)
             s = finish_scores(s, k_scale, rows, tile, work, scoring, C)
             p, alpha, state = softmax_step(s, state, C)
             weights, shrink, largest = weigh(p, v_scale, largest, C)
             zeros = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
-            acc = accumulate(weights, unpack_values(v, C.use_asm), acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
+            acc = accumulate(weights, unpack_values(v, C), acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
         acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
         finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit
 def half_queries(q, unit, C: tl.constexpr):
-    """(float16 streams with the nibbles' powers of two folded in, factor of their products [ROWS], a zero point's effect [ROWS])."""
+    """(float16 streams with the keys' powers of two folded in, factor of their products [ROWS], a zero point's effect [ROWS])."""
     peak = largest_in_row(q)
     total = tl.zeros_like(peak)
     half = ()
     for s in tl.static_range(4):
-        x = (q[s] * (64.0 / peak * FOLDS[s])[:, None]).to(tl.float16)
-        total += tl.sum(x.to(tl.float32), 1) * (1.0 / FOLDS[s])
+        fold = 1.0 if C.keys_first and s % 2 == 0 else 0.0625
+        x = (q[s] * (64.0 / peak * fold)[:, None]).to(tl.float16)
+        total += tl.sum(x.to(tl.float32), 1) * (1.0 / fold)
         half = half + (x,)
     unit = unit * peak * (1.0 / (64.0 * C.key_heads.block))
     return half, unit * SUBNORMAL, total * (-1.0 / SUBNORMAL)
@@ -102,9 +102,11 @@ def split_word(word):
 
 
 @triton.jit
-def unpack_keys(lanes, ASM: tl.constexpr):
-    """16-bit lanes -> four float16 streams ``n, 16 n, n, 16 n`` in units of 2^-24."""
-    if ASM:
+def unpack_keys(lanes, C: tl.constexpr):
+    """16-bit lanes -> float16 streams ``n, 16 n, n, 16 n`` in units of 2^-24 if keys come first, else channels of ``16 n``."""
+    if not C.keys_first:
+        streams = unpack_values(lanes, C)
+    elif C.use_asm:
         streams = unpack_keys_asm(lanes)
     else:
         high = lanes >> 8
@@ -139,14 +141,14 @@ def unpack_keys_asm(lanes):
 
 
 @triton.jit
-def unpack_values(lanes, ASM: tl.constexpr):
-    """16-bit lanes -> four float16 streams ``16 n`` in units of 2^-24.
+def unpack_values(lanes, C: tl.constexpr):
+    """16-bit lanes -> float16 operands ``16 n`` in units of 2^-24.
 
     The tensor cores truncate a subnormal's product as if it had the exponent of the smallest normal number: four bits less are lost of
     16 n than of n. What n loses is a bias that all channels of a stream share, which un-rotation gathers in one or two channels (measured
     on sm_90). For scores it does not matter: there it is the same for every key.
     """
-    if ASM:
+    if C.use_asm:
         streams = unpack_values_asm(lanes)
     else:
         streams = (
@@ -155,7 +157,7 @@ def unpack_values(lanes, ASM: tl.constexpr):
             ((lanes >> 4) & 0x00F0).to(tl.float16, bitcast=True),
             ((lanes >> 8) & 0x00F0).to(tl.float16, bitcast=True),
         )
-    return streams
+    return operand(streams, tl.constexpr(C.keys), C)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from kvq_core.hadamard import sign_bits
 from kvq_core.kernels.args import Format
 from kvq_core.kernels.packing import to_streams
 from kvq_core.kernels.rotation import rotate
+from kvq_core.kernels.rounding import floor_bits
 from kvq_core.kernels.slots import has_nan, in_head, load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.spec import NewRows
@@ -47,9 +48,12 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     zero = tl.minimum(tl.maximum(tl.floor(-low * inverse + 0.5), 0.0), 15.0)
     lanes = tl.zeros_like(y[0]).to(tl.int32)
     for s in tl.static_range(4):
-        code = tl.floor(y[s] * inverse[:, None] + (zero + 0.5)[:, None])
-        lanes |= tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32) << (4 * s)
+        # Clamped below 16 first: flooring needs it, and gives the same code.
+        level = tl.minimum(tl.maximum(y[s] * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)
+        # Only the low 16 bits of each are its own, so that a sum packs them.
+        lanes += floor_bits(level, C.use_asm) << (4 * s)
     store_lanes(plane, rows, lanes.to(tl.uint16), HEADS, C)
     word = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
-    word = tl.where(has_nan(y, HEADS), 0x7FC00000, word)
+    # A NaN of a row is in every channel of its block, and so in the first stream.
+    word = tl.where(has_nan(y[0]), 0x7FC00000, word)
     store_scales(plane, rows, word.to(tl.float32, bitcast=True))

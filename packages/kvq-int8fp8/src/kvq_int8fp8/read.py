@@ -12,7 +12,17 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_row
-from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores, seed_of_rows, unweigh, weigh
+from kvq_core.kernels.products import (
+    accumulate,
+    accumulated_rows,
+    accumulator,
+    operand,
+    query_operand,
+    scores,
+    seed_of_rows,
+    unweigh,
+    weigh,
+)
 from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
@@ -77,7 +87,7 @@ def attend(
                 k_scale = None
             else:
                 k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-            s = finish_scores(scores(q, unpack(k, INT8, C.use_asm), seed, C) * by_row(unit, C), k_scale, rows, tile, work, scoring, C)
+            s = finish_scores(scores(q, unpack(k, INT8, C), seed, C) * by_row(unit, C), k_scale, rows, tile, work, scoring, C)
             p, alpha, state = softmax_step(s, state, C)
             if PER_TENSOR:
                 weights = (p * 256.0).to(tl.float16)
@@ -87,7 +97,7 @@ def attend(
             offset = None
             if INT8:
                 offset = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (128.0 / UNIT)
-            acc = accumulate(weights, unpack(v, INT8, C.use_asm), acc, alpha, offset, C)
+            acc = accumulate(weights, unpack(v, INT8, C), acc, alpha, offset, C)
         if PER_TENSOR:
             largest = tl.load(values.scales)
         acc = accumulated_rows(acc, UNIT * unweigh(largest), C)
@@ -108,22 +118,22 @@ def half_queries(q, unit, C: tl.constexpr):
 
 
 @triton.jit
-def unpack(lanes, INT8: tl.constexpr, ASM: tl.constexpr):
-    """16-bit lanes -> two float16 streams: ``code + 128`` in units of 2^-24, or the e4m3 number in units of 2^-8."""
+def unpack(lanes, INT8: tl.constexpr, C: tl.constexpr):
+    """16-bit lanes -> float16 operands: ``code + 128`` in units of 2^-24, or the e4m3 number in units of 2^-8."""
     if INT8:
-        if ASM:
+        if C.use_asm:
             streams = unpack_int8_asm(lanes)
         else:
             offset = lanes ^ 0x8080
             streams = ((offset & 0x00FF).to(tl.float16, bitcast=True), (offset >> 8).to(tl.float16, bitcast=True))
     else:
-        if ASM:
+        if C.use_asm:
             streams = unpack_fp8_asm(lanes)
         else:
             low = ((lanes & 0x0080) << 8) | ((lanes & 0x007F) << 7)
             high = (lanes & 0x8000) | ((lanes & 0x7F00) >> 1)
             streams = (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
-    return streams
+    return operand(streams, tl.constexpr(C.keys), C)
 
 
 @triton.jit

@@ -115,6 +115,16 @@ class Work(NamedTuple):
     item: Any
 
 
+class RowBlock(NamedTuple):
+    """The query rows of one tile, as the merge knows them: number ``block`` of the launch, in ``num_pieces``."""
+
+    block: Any
+    seq: Any
+    row_start: Any
+    query_len: Any
+    num_pieces: Any
+
+
 class QueryRows(NamedTuple):
     """The query rows of a tile: [ROWS] vectors. Row r is query head ``r % group`` of token ``r // group``."""
 
@@ -193,6 +203,7 @@ class ReadConfig:
     group: int
     rows: int
     keys: int
+    warps: int
     stages: int
     keys_first: bool
     min_query_len: int
@@ -204,6 +215,7 @@ class ReadConfig:
     alibi_sqrt: bool
     output: str
     use_asm: bool
+    overlap: bool  # the merge is launched before the shares are done, and waits on the device
     upcast_dots: bool
 
     @property
@@ -212,8 +224,23 @@ class ReadConfig:
         return self.rows // self.group
 
     @property
+    def joined(self) -> bool:
+        """Whether a tile's streams are joined into one operand in channel order: worth it for many rows, and more than two streams."""
+        return not self.keys_first and self.format.streams > 2
+
+    @property
     def streams(self) -> int:
-        return self.format.streams
+        """Operands that a tile's channels are multiplied in."""
+        return 1 if self.joined else self.format.streams
+
+    @property
+    def small_vectors(self) -> bool:
+        """Whether a vector of keys has fewer elements than the program has threads.
+
+        Triton (3.6) takes loads of so few elements for cheap, and repeats them in every layout they are wanted in, where each thread
+        loads many; loaded in pairs they are not.
+        """
+        return self.keys < self.warps * 32
 
     @property
     def width(self) -> int:
@@ -239,6 +266,7 @@ class WriteConfig:
     block_size: int
     num_kv_heads: int
     rows: int
+    use_asm: bool
     upcast_dots: bool
 
     @property
@@ -248,3 +276,11 @@ class WriteConfig:
     @property
     def value_heads(self) -> Heads:
         return Heads(self.head_size_v, self.format.streams)
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """Compile-time facts of a merge: ``rows`` (1 or 8) of a row block in a program, ``pieces`` of a row loaded together if many."""
+
+    rows: int
+    pieces: int

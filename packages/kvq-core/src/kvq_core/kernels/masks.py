@@ -29,9 +29,14 @@ def by_row(x, C: tl.constexpr):
 
 
 @triton.jit
-def hide_invalid(tile):
-    """What a score gets for its key, [KEYS]: 0, or -inf for an invalid one."""
-    return tl.where(tile.valid, 0.0, float("-inf"))
+def hide_invalid(k_scale, tile):
+    """What a score gets for its key, [KEYS]: 0, or -inf for an invalid one, which a scale tells by its sign (``load_scales``)."""
+    if k_scale is None:
+        hidden = tl.where(tile.valid, 0.0, float("-inf"))
+    else:
+        # A NaN is a key's own: it shows.
+        hidden = tl.where(k_scale < 0.0, float("-inf"), 0.0)
+    return hidden
 
 
 @triton.jit

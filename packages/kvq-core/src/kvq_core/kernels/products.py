@@ -5,17 +5,29 @@ import triton.language as tl
 
 from kvq_core.kernels.dots import dot
 from kvq_core.kernels.masks import by_key, by_row
+from kvq_core.kernels.packing import from_streams, to_streams
+
+
+@triton.jit
+def operand(streams, COUNT: tl.constexpr, C: tl.constexpr):
+    """Unpacked streams [COUNT, WIDTH] (or turned) as the products take them: joined into channel order, or as they are."""
+    if C.joined:
+        WIDTH: tl.constexpr = streams[0].shape[1]
+        result = (from_streams(streams, COUNT, WIDTH, tl.constexpr(C.format.streams)),)
+    else:
+        result = streams
+    return result
 
 
 @triton.jit
 def query_operand(streams, C: tl.constexpr):
-    """Query streams [ROWS, WIDTH], turned once so that every tile can multiply them."""
+    """Query streams [ROWS, WIDTH], turned or joined once so that every tile can multiply them."""
     if C.keys_first:
         result = ()
         for s in tl.static_range(tl.constexpr(C.streams)):
             result = result + (tl.trans(streams[s]),)
     else:
-        result = streams
+        result = operand(streams, tl.constexpr(C.rows), C)
     return result
 
 
@@ -43,7 +55,7 @@ def seed_of_rows(x, C: tl.constexpr):
 
 @triton.jit
 def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
-    """alpha * acc - offset + weights v for each stream: [WIDTH, ROWS] if keys come first, else [ROWS, WIDTH].
+    """alpha * acc - offset + weights v for each operand: [WIDTH, ROWS] if keys come first, else [ROWS, WIDTH].
 
     ``offset``: a [ROWS] vector, or None. What the codes' zero points add is taken off *before* the product that adds it, so that sums
     stay as small as the values: the tensor cores truncate, which a large common part would turn into a bias.
@@ -65,7 +77,7 @@ def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
 def accumulator(C: tl.constexpr):
     """Zero accumulators, float32 x STREAMS, in the shape of :func:`accumulate`."""
     ROWS: tl.constexpr = C.rows
-    WIDTH: tl.constexpr = C.value_heads.width
+    WIDTH: tl.constexpr = C.value_heads.width * C.format.streams // C.streams
     acc = ()
     for _ in tl.static_range(tl.constexpr(C.streams)):
         if C.keys_first:
@@ -77,13 +89,18 @@ def accumulator(C: tl.constexpr):
 
 @triton.jit
 def accumulated_rows(acc, unit, C: tl.constexpr):
-    """What was accumulated, times a scalar: [ROWS, WIDTH] x STREAMS in either orientation."""
-    rows = ()
-    for i in tl.static_range(tl.constexpr(C.streams)):
-        x = acc[i] * unit
-        if C.keys_first:
-            x = tl.trans(x)
-        rows = rows + (x,)
+    """What was accumulated, times a scalar, as the format's streams [ROWS, WIDTH] in either orientation."""
+    ROWS: tl.constexpr = C.rows
+    WIDTH: tl.constexpr = C.value_heads.width
+    if C.joined:
+        rows = to_streams(acc[0] * unit, ROWS, WIDTH, tl.constexpr(C.format.streams))
+    else:
+        rows = ()
+        for i in tl.static_range(tl.constexpr(C.streams)):
+            x = acc[i] * unit
+            if C.keys_first:
+                x = tl.trans(x)
+            rows = rows + (x,)
     return rows
 
 

@@ -21,10 +21,10 @@ def score_unit(scoring):
 def finish_scores(s, k_scale, rows, tile, work, scoring, C: tl.constexpr):
     """Key scales ([KEYS], or None), softcap, mask and biases, in the order of the specification. Unseen scores become -inf.
 
-    ``s`` is finite where keys are invalid (``load_scales`` and CLEAR see to it), so that adding -inf hides it: one multiply-add with the
-    scale.
+    ``s`` is finite where keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one
+    multiply-add with the scale.
     """
-    hidden = by_key(hide_invalid(tile), C)
+    hidden = by_key(hide_invalid(k_scale, tile), C)
     if scoring.softcap is not None:
         if k_scale is not None:
             s = s * by_key(k_scale, C)

@@ -7,12 +7,13 @@ import triton.language as tl
 
 
 class NewRows(NamedTuple):
-    """[ROWS] vectors. ``valid``: a row that exists and whose slot lies in the cache."""
+    """[ROWS] vectors. ``exists``: a row there is. ``valid``: and its slot lies in the cache."""
 
     token: Any
     head: Any
     block: Any
     slot: Any
+    exists: Any
     valid: Any
 
 
@@ -21,18 +22,19 @@ def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     """The program's rows and where they go."""
     index = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)
     token = index // C.num_kv_heads
-    inside = token < num_tokens
-    slot = tl.load(slot_mapping + token, mask=inside, other=-1)
-    valid = inside & (slot >= 0) & (slot < num_slots)
+    exists = token < num_tokens
+    slot = tl.load(slot_mapping + token, mask=exists, other=-1)
+    valid = exists & (slot >= 0) & (slot < num_slots)
     slot = tl.where(valid, slot, 0)
-    return NewRows(token, index % C.num_kv_heads, slot // C.block_size, slot % C.block_size, valid)
+    return NewRows(token, index % C.num_kv_heads, slot // C.block_size, slot % C.block_size, exists, valid)
 
 
 @triton.jit
 def load_rows(source, rows, HEADS: tl.constexpr, C: tl.constexpr):
-    """[ROWS, STREAMS * WIDTH] in channel order; 0 in padding and in rows that are not written."""
+    """[ROWS, STREAMS * WIDTH] in channel order, 0 in padding. Rows that are not written are read all the same: the load need not wait
+    for their slots."""
     channel = tl.arange(0, HEADS.width * HEADS.streams)
-    mask = rows.valid[:, None]
+    mask = rows.exists[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
     offset = rows.token * source.token_stride + rows.head * source.head_stride
@@ -68,9 +70,6 @@ def in_head(x, fill: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def has_nan(streams, HEADS: tl.constexpr):
-    """[ROWS] bool: whether any channel of a row is NaN (the hardware's min and max skip NaN)."""
-    count = tl.sum((streams[0] != streams[0]).to(tl.int32), 1)
-    for s in tl.static_range(1, tl.constexpr(HEADS.streams)):
-        count += tl.sum((streams[s] != streams[s]).to(tl.int32), 1)
-    return count > 0
+def has_nan(x):
+    """[ROWS] bool: whether a row of x holds NaN (the hardware's min and max skip it)."""
+    return tl.max((x != x).to(tl.int32), 1) > 0

@@ -7,8 +7,9 @@ same every time.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvq_core.kernels.args import SoftmaxState
+from kvq_core.kernels.args import RowBlock, SoftmaxState
 from kvq_core.kernels.queries import store_rows
 from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
@@ -16,6 +17,9 @@ from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 @triton.jit
 def finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C: tl.constexpr):
     """End of a piece: the result itself if the whole row is here, else this piece's share of it."""
+    if C.overlap:
+        # The merge may be put in place; it waits for this launch's end before it reads.
+        gdc_launch_dependents()
     if C.split == "":
         write_result(acc, state, output, output_scale, rows, scoring, C)
     else:
@@ -32,7 +36,7 @@ def write_share(acc, state, rows, work, kv_head, partials, splits, C: tl.constex
     lane = tl.arange(0, C.value_heads.width)
     mask = rows.valid[:, None] & (lane < C.value_heads.lanes)[None, :]
     at = partials.acc + row[:, None] * partials.row_stride + lane[None, :]
-    for s in tl.static_range(tl.constexpr(C.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
         tl.store(at + s * C.value_heads.lanes, acc[s], mask=mask)
     tl.store(partials.max + row, state.max, mask=rows.valid)
     tl.store(partials.sum + row, state.sum, mask=rows.valid)
@@ -52,7 +56,7 @@ def write_result(acc, state, output, output_scale, rows, scoring, C: tl.constexp
     state, factor = add_sink(state, rows.head, rows.valid, scoring)
     share = factor * reciprocal_sum(state.sum)
     result = ()
-    for s in tl.static_range(tl.constexpr(C.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
         result = result + (acc[s] * share[:, None],)
     store_rows(result, output, output_scale, rows.token, rows.head, rows.valid, C.rows, C)
 
@@ -67,46 +71,55 @@ def partial_row(work, kv_head, r, token, head, splits, C: tl.constexpr):
     return row
 
 
-@triton.jit(do_not_specialize=["num_kv_heads"])
-def merge_kernel(
-    output, output_scale, batch, scoring, splits, partials, num_kv_heads, ROWS: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr
-):
-    """Combine the shares of ROWS rows of a tile, PIECES at a time. Grid (num_seqs * row blocks * tiles of ROWS, num_kv_heads)."""
-    TILES: tl.constexpr = C.rows // ROWS
-    block = tl.program_id(0) // TILES
-    kv_head = tl.program_id(1)
-    seq = block // C.max_row_blocks
-    row_start = block % C.max_row_blocks * C.tokens
-    r = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
-    first_token = tl.load(batch.cu_seqlens_q + seq)
-    query_len = tl.load(batch.cu_seqlens_q + seq + 1) - first_token
+@triton.jit
+def merge_kernel(output, output_scale, batch, scoring, splits, partials, TILE: tl.constexpr, C: tl.constexpr):
+    """Combine the shares of a row block. Grid (row blocks, kv heads, tiles of TILE.rows rows).
+
+    Few pieces: eight rows at a time, which share an un-rotation. Many: row by row, TILE.pieces of them loaded together.
+    """
+    if C.overlap:
+        gdc_wait()
+    number = tl.program_id(0)
+    seq = number // C.max_row_blocks
+    row_start = number % C.max_row_blocks * C.tokens
+    query_len = tl.load(batch.cu_seqlens_q + seq + 1) - tl.load(batch.cu_seqlens_q + seq)
     served = (query_len >= C.min_query_len) & (query_len <= C.max_query_len) & (row_start < query_len)
-    count = tl.load(partials.plan + block * 2, mask=served, other=1)
-    if count > 1:
-        token = first_token + row_start + r // C.group
-        head = kv_head * C.group + r % C.group
-        valid = (row_start + r // C.group < query_len) & (r < C.tokens * C.group)
-        if C.split == "segments":
-            row = (token.to(tl.int64) * (num_kv_heads * C.group) + head) * splits.segments
-            step = 1
+    num_pieces = tl.load(partials.plan + number * 2, mask=served, other=1)
+    if num_pieces > 1:
+        block = RowBlock(number, seq, row_start, query_len, num_pieces)
+        first = tl.program_id(2) * TILE.rows
+        if TILE.rows == 1:
+            merge_rows(first + tl.arange(0, 1), block, output, output_scale, batch, scoring, splits, partials, 1, TILE.pieces, C)
+        elif num_pieces <= 8:
+            merge_rows(first + tl.arange(0, 8), block, output, output_scale, batch, scoring, splits, partials, 8, 2, C)
         else:
-            item = tl.load(partials.plan + block * 2 + 1).to(tl.int64)
-            row = (item * num_kv_heads + kv_head) * C.rows + r
-            step = num_kv_heads * C.rows
-        merge_rows(output, output_scale, scoring, partials, row, step, count, token, head, valid, ROWS, PIECES, C)
+            for row in range(first, tl.minimum(first + 8, C.tokens * C.group)):
+                merge_rows(row + tl.arange(0, 1), block, output, output_scale, batch, scoring, splits, partials, 1, TILE.pieces, C)
 
 
 @triton.jit
-def merge_rows(
-    output, output_scale, scoring, partials, row, step, count, token, head, valid, ROWS: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr
-):
+def merge_rows(r, block, output, output_scale, batch, scoring, splits, partials, ROWS: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr):
+    """The online softmax over pieces instead of keys, PIECES at a time, for rows ``r`` of a block."""
     WIDTH: tl.constexpr = C.value_heads.width
     LANES: tl.constexpr = C.value_heads.lanes
+    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    count = block.num_pieces
+    index = block.row_start + r // C.group
+    token = tl.load(batch.cu_seqlens_q + block.seq) + index
+    head = kv_head * C.group + r % C.group
+    valid = (index < block.query_len) & (r < C.tokens * C.group)
+    if C.split == "segments":
+        row = (token.to(tl.int64) * (num_kv_heads * C.group) + head) * splits.segments
+        step = 1
+    else:
+        item = tl.load(partials.plan + block.block * 2 + 1).to(tl.int64)
+        row = (item * num_kv_heads + kv_head) * C.rows + r
+        step = num_kv_heads * C.rows
     lane = tl.arange(0, WIDTH)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = ()
-    for _ in tl.static_range(tl.constexpr(C.streams)):
+    for _ in tl.static_range(tl.constexpr(C.format.streams)):
         acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
     for base in range(0, count, PIECES):
         pieces = base + tl.arange(0, PIECES)
@@ -122,28 +135,13 @@ def merge_rows(
         total = total * alpha + tl.sum(weight * part_sum, 0)
         mask = inside[:, :, None] & (lane < LANES)[None, None, :]
         merged = ()
-        for s in tl.static_range(tl.constexpr(C.streams)):
+        for s in tl.static_range(tl.constexpr(C.format.streams)):
             part = tl.load(partials.acc + at[:, :, None] * partials.row_stride + lane[None, None, :] + s * LANES, mask=mask, other=0.0)
             merged = merged + (acc[s] * alpha[:, None] + tl.sum(part * weight[:, :, None], 0),)
         acc = merged
     state, factor = add_sink(SoftmaxState(top, total), head, valid, scoring)
     scale = factor * reciprocal_sum(state.sum)
     result = ()
-    for s in tl.static_range(tl.constexpr(C.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
         result = result + (acc[s] * scale[:, None],)
-    if ROWS < 8:
-        # The un-rotation is a matrix product, whose tiles have at least 8 rows.
-        eight = ()
-        for s in tl.static_range(tl.constexpr(C.streams)):
-            eight = eight + (tl.reshape(tl.broadcast_to(result[s][None, :, :], [8 // ROWS, ROWS, WIDTH]), [8, WIDTH]),)
-        r = tl.arange(0, 8)
-        token, head, valid = repeat_rows(token, ROWS), repeat_rows(head, ROWS), repeat_rows(valid, ROWS) & (r < ROWS)
-        store_rows(eight, output, output_scale, token, head, valid, 8, C)
-    else:
-        store_rows(result, output, output_scale, token, head, valid, ROWS, C)
-
-
-@triton.jit
-def repeat_rows(x, ROWS: tl.constexpr):
-    """A [ROWS] vector over and over, [8]."""
-    return tl.reshape(tl.broadcast_to(x[None, :], [8 // ROWS, ROWS]), [8])
+    store_rows(result, output, output_scale, token, head, valid, ROWS, C)

@@ -63,12 +63,17 @@ def units_of(keys, splits, C: tl.constexpr):
 @triton.jit
 def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
     """This program's :class:`Share`; empty if there is nothing left for it."""
-    total = tl.zeros([SCAN], tl.int32)
-    for base in range(0, num_seqs, SCAN):
-        row_blocks, keys = sequence_facts(base + tl.arange(0, SCAN), num_seqs, batch, scoring, C)
+    if num_seqs == 1:
+        row_blocks, keys = sequence_facts(0, num_seqs, batch, scoring, C)
         units, _ = units_of(keys, splits, C)
-        total += row_blocks * units
-    total = tl.sum(total)
+        total = row_blocks * units
+    else:
+        counts = tl.zeros([SCAN], tl.int32)
+        for base in range(0, num_seqs, SCAN):
+            row_blocks, keys = sequence_facts(base + tl.arange(0, SCAN), num_seqs, batch, scoring, C)
+            units, _ = units_of(keys, splits, C)
+            counts += row_blocks * units
+        total = tl.sum(counts)
     size = 1
     if C.split == "shares":
         size = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), splits.least)
@@ -83,16 +88,17 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
     before = 0
     blocks_before = 0
     running = 0
-    for base in range(0, num_seqs, SCAN):
-        seqs = base + tl.arange(0, SCAN)
-        row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
-        units, _ = units_of(keys, splits, C)
-        ends = running + tl.cumsum(row_blocks * units, 0)
-        passed = (ends <= share.next) & (seqs < num_seqs)
-        seq += tl.sum(passed.to(tl.int32))
-        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
-        blocks_before += tl.sum(tl.where(passed, row_blocks, 0))
-        running = tl.max(ends)
+    if num_seqs > 1:
+        for base in range(0, num_seqs, SCAN):
+            seqs = base + tl.arange(0, SCAN)
+            row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
+            units, _ = units_of(keys, splits, C)
+            ends = running + tl.cumsum(row_blocks * units, 0)
+            passed = (ends <= share.next) & (seqs < num_seqs)
+            seq += tl.sum(passed.to(tl.int32))
+            before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
+            blocks_before += tl.sum(tl.where(passed, row_blocks, 0))
+            running = tl.max(ends)
     row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
     units, length = units_of(keys, splits, C)
     block = (share.next - before) // units
@@ -150,7 +156,11 @@ def key_tile(start, work, batch, table_stride, num_blocks, scoring, C: tl.conste
     position = start + tl.arange(0, C.keys)
     valid = position < work.stop
     entry = batch.block_table + work.seq.to(tl.int64) * table_stride + position // C.block_size
-    block = tl.load(entry, mask=valid, other=-1)
+    if C.small_vectors:
+        twice = (tl.arange(0, 2) >= 0)[None, :]
+        block, _ = tl.split(tl.load(tl.where(twice, entry[:, None], entry[:, None]), mask=valid[:, None] & twice, other=-1))
+    else:
+        block = tl.load(entry, mask=valid, other=-1)
     # The unsigned view catches negative ids too.
     valid = valid & (block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True))
     first = work.context_len + work.row_start
@@ -216,13 +226,23 @@ def load_lanes(plane, tile, place, kv_head, HEADS: tl.constexpr, TURNED: tl.cons
 
 @triton.jit
 def load_scales(keys, values, tile, kv_head, C: tl.constexpr):
-    """The scales of a tile's keys and values, [KEYS] float32 each; 0 for invalid keys."""
+    """The scales of a tile's keys and values, [KEYS] float32 each; for invalid keys -1 and 0.
+
+    No scale is negative, so that the sign says which scores to hide: masks in the layout of the scores would load the block table again.
+    """
     k_place = page_offset(tile, keys.scale_block_stride, keys.scale_slot_stride, C)
     if C.same_strides:
         v_place = k_place
     else:
         v_place = page_offset(tile, values.scale_block_stride, values.scale_slot_stride, C)
     head = kv_head.to(tl.int64)
-    k = tl.load(keys.scales + head * keys.scale_head_stride + k_place, mask=tile.valid, other=0.0)
-    v = tl.load(values.scales + head * values.scale_head_stride + v_place, mask=tile.valid, other=0.0)
+    k_at = keys.scales + head * keys.scale_head_stride + k_place
+    v_at = values.scales + head * values.scale_head_stride + v_place
+    if C.small_vectors:
+        is_key = (tl.arange(0, 2) == 0)[None, :]
+        at = tl.where(is_key, k_at[:, None], v_at[:, None])
+        k, v = tl.split(tl.load(at, mask=tile.valid[:, None], other=tl.where(is_key, -1.0, 0.0)))
+    else:
+        k = tl.load(k_at, mask=tile.valid, other=-1.0)
+        v = tl.load(v_at, mask=tile.valid, other=0.0)
     return k, v

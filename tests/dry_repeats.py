@@ -1,8 +1,8 @@
 """Calls that vary one thing each, launched into the void with and without repeats: ``python tests/dry_repeats.py [--blind FACT]``.
 
-Prints as JSON how many variations there were, how many calls were repeated, and those variations whose launches (kernel, what Triton
-specialized it on, grid, stream, every value) or error were not what a process that repeats nothing gives. ``--blind`` leaves a fact of
-the tensors out, so that there must be some.
+Prints as JSON how many variations there were, whether launches can be repeated with this Triton, how many calls were, how many launches
+hooks missed, and which variations went wrong: their launches (kernel, what Triton specialized it on, grid, stream, every value) or
+error were not those of a process that repeats nothing. ``--blind`` leaves a fact of the tensors out, so that there must be some.
 """
 
 import argparse
@@ -184,7 +184,8 @@ def main() -> None:
                         tried += 1
                         wrong += [] if fits else [f"{name}, {label}"]
                     unseen += unseen_by_hooks(dry, call, base)
-    print(json.dumps({"tried": tried, "repeated": repeated, "unseen_by_hooks": unseen, "wrong": wrong}))
+    known = launched.triton_is_known()
+    print(json.dumps({"tried": tried, "known": known, "repeated": repeated, "unseen_by_hooks": unseen, "wrong": wrong}))
 
 
 if __name__ == "__main__":

@@ -31,13 +31,15 @@ def test_repeats_launch_what_the_whole_way_would() -> None:
     """Whatever differs from an earlier call: address, alignment, shape, strides, dtype, device, options, the environment."""
     seen = dry_repeats()
     assert seen["wrong"] == []
-    assert seen["tried"] > 1000 and seen["repeated"] > seen["tried"], "nothing was tested"
+    assert seen["tried"] > 1000, "nothing was tested"
+    assert seen["repeated"] > seen["tried"] if seen["known"] else seen["repeated"] == 0
     assert seen["unseen_by_hooks"] == 0, "a profiler would miss launches"
 
 
 @pytest.mark.parametrize("fact", ["alignment", "stride", "dtype"])
 def test_variations_would_show_a_missing_fact(fact: str) -> None:
-    assert dry_repeats("--blind", fact)["wrong"]
+    seen = dry_repeats("--blind", fact)
+    assert seen["wrong"] or not seen["known"]
 
 
 @pytest.mark.quick
@@ -68,6 +70,8 @@ def test_the_oldest_call_is_forgotten() -> None:
 @pytest.mark.parametrize("way", ["plain", "stream", "graph"])
 def test_repeats_use_the_new_tensors(monkeypatch: pytest.MonkeyPatch, mode: str, way: str) -> None:
     """Bytes and results of a repeated call are those of the whole way, eagerly, on another stream, and captured."""
+    from kvq_core.launched import triton_is_known
+
     device, backend = places.enter("gpu", monkeypatch).device, get_backend(mode)
     case = Case(query_lens=(1, 1, 3), seq_lens=(2100, 700, 40), sinks=True)
 
@@ -94,7 +98,7 @@ def test_repeats_use_the_new_tensors(monkeypatch: pytest.MonkeyPatch, mode: str,
     call(2)
     repeated = call(1)
     known = ops._OPS._bound[mode].repeats
-    assert all(len(repeats._known) == 1 for repeats in known.values()), "nothing was repeated"
+    assert all(len(repeats._known) == triton_is_known() for repeats in known.values()), "nothing was repeated"
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(right, repeated, strict=True))
 
 

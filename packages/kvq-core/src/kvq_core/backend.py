@@ -114,8 +114,8 @@ class QuantKVBackend(ABC):
     def write(self, rows: NewRows) -> Launched | None:
         """Quantize and scatter ``rows``; everything in them is validated.
 
-        Returns what was launched if that is all that was done, so that later calls like this one may repeat the launches and pass this
-        method by (:mod:`kvq_core.repeat`). ``None`` is always right.
+        Returns what was launched if that is all that was done and only ``rows`` decided it: later calls like this one may then repeat
+        the launches and pass this method by (:mod:`kvq_core.repeat`). ``None`` is always right.
         """
         eager.write(self, rows)
         return None

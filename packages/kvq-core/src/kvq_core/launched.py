@@ -30,6 +30,11 @@ _Space = tuple[int, tuple[torch.Tensor, ...]]
 """Size of a workspace, and its parts."""
 
 
+def triton_is_known() -> bool:
+    """Whether launches can be repeated with this Triton; with others every call goes the whole way."""
+    return triton.__version__.startswith(_KNOWN_TRITON)
+
+
 class _UntracedError(Exception):
     """A tensor of a launch lies where neither the call's tensors nor its workspace do, so that a later call's cannot be found."""
 
@@ -72,7 +77,7 @@ class Launched:
 
         Two tensors at one address could not be told apart.
         """
-        known = triton.__version__.startswith(_KNOWN_TRITON) and driver.active.get_current_target().backend == "cuda"
+        known = triton_is_known() and driver.active.get_current_target().backend == "cuda"
         if not known or None in self._starts or len(self._spaces) > 1 or len(set(addresses)) < len(addresses):
             return None
         try:
@@ -136,7 +141,7 @@ class Repeated:
         stream = self._driver.get_current_stream(self._driver.get_current_device())
         pool: Pool = addresses
         if self._offsets:
-            buffer = kept_buffer(self._device, self._size)
+            buffer = kept_buffer(self._device, self._size, stream)
             base = buffer.data_ptr()
             if base % ALIGNMENT:
                 return False
@@ -157,6 +162,6 @@ def _knobs() -> tuple[object, ...]:
 def _no_hooks() -> bool:
     """Whether nobody wants to see launches."""
     runtime = knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook, runtime.add_stages_inspection_hook
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     # Triton's chains of hooks may be empty; a user may have put a function or None in their place.
-    return not any(getattr(hook, "calls", hook) for hook in hooks)
+    return not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or runtime.add_stages_inspection_hook)

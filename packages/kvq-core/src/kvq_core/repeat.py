@@ -43,7 +43,7 @@ def facts_of(arguments: Sequence[object]) -> tuple[Facts, list[int]]:
             addresses.append(address)
             facts += (x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT == 0)
         else:
-            facts.append(x)
+            facts.append(x)  # a number or None
     return tuple(facts), addresses
 
 

@@ -29,9 +29,12 @@ class _Workspaces:
         self._lock = threading.Lock()
         self._kept: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
 
-    def get(self, device: torch.device, size: int) -> torch.Tensor:
-        """A float32 buffer of at least ``size`` elements for the current stream of ``device``."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else threading.get_ident()
+    def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
+        """A float32 buffer of at least ``size`` elements for the current stream of ``device`` (``stream``, if the caller knows it)."""
+        if device.type != "cuda":
+            stream = threading.get_ident()
+        elif stream is None:
+            stream = torch.cuda.current_stream(device).cuda_stream
         with self._lock:
             kept = self._kept.setdefault((device, stream), [])
             if kept and kept[-1].numel() >= size:
@@ -46,9 +49,9 @@ class _Workspaces:
 _WORKSPACES = _Workspaces()
 
 
-def kept_buffer(device: torch.device, size: int) -> torch.Tensor:
+def kept_buffer(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
     """A float32 buffer of at least ``size`` elements for the current stream: what :func:`workspace` cuts up."""
-    return _WORKSPACES.get(device, size)
+    return _WORKSPACES.get(device, size, stream)
 
 
 def _noted(row_blocks: int) -> int:

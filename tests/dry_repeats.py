@@ -115,15 +115,14 @@ def environment(dry: DryDriver, name: str) -> Iterator[None]:
 
 def check(dry: DryDriver, mode: str, call: Any, base: dict[str, Any], options: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     """(variation, whether what it launched, twice, between two calls without it, was right)."""
-    backend = get_backend(mode)
     every = [(label, change, "") for label, change in variations(base, options)]
     every += [(kind, {}, kind) for kind in ("stream", "debug", "batch invariant")]
     for label, change, kind in every:
         arguments = base | change
-        ops._OPS.bind(backend)
+        ops.forget_repeats()
         with environment(dry, kind):
             right = outcome(dry, call, arguments)
-        ops._OPS.bind(backend)
+        ops.forget_repeats()
         first = outcome(dry, call, base)
         with environment(dry, kind):
             seen = [outcome(dry, call, arguments) for _ in range(2)]

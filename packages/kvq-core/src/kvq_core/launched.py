@@ -36,7 +36,7 @@ def triton_is_known() -> bool:
 
 
 class _UntracedError(Exception):
-    """A tensor of a launch lies where neither the call's tensors nor its workspace do, so that a later call's cannot be found."""
+    """A tensor of a launch lies where neither the call's tensors nor its workspace do (or is nested): a later call's cannot be found."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Repeated:
 
     def _pick(self, argument: Any) -> Pick:
         """How to get ``argument`` from the pool."""
-        if not isinstance(argument, tuple) or not any(isinstance(leaf, torch.Tensor) for leaf in argument):
+        if not isinstance(argument, tuple) or not _holds_tensor(argument):
             return itemgetter(self._index(argument))
         indices = [self._index(leaf) for leaf in argument]
         return itemgetter(*indices) if len(indices) > 1 else lambda pool: (pool[indices[0]],)
@@ -132,6 +132,8 @@ class Repeated:
             if index is None:
                 raise _UntracedError
             return index
+        if _holds_tensor(leaf):
+            raise _UntracedError
         self._constants.append(leaf)
         return len(self._places) + len(self._constants) - 1
 
@@ -152,6 +154,10 @@ class Repeated:
             # As JITFunction.run does it, without metadata for hooks and without hooks.
             launch.run(*launch.grid, stream, launch.function, launch.metadata, None, None, None, *arguments)
         return True
+
+
+def _holds_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(map(_holds_tensor, value)))
 
 
 def _knobs() -> tuple[object, ...]:

@@ -202,6 +202,10 @@ class _Ops:
             self._library.impl(name, run, key)
         torch.library.register_fake(f"kvq::{name}", _no_result, lib=self._library)
 
+    def forget(self) -> None:
+        with self._lock:
+            self._bound = {mode: _Bound(bound.backend) for mode, bound in self._bound.items()}
+
     def current(self, mode: str) -> QuantKVBackend | None:
         bound = self._bound.get(mode)
         return bound.backend if bound else None
@@ -212,6 +216,11 @@ def _no_result(*args: object, **kwargs: object) -> None:
 
 
 _OPS = _Ops()
+
+
+def forget_repeats() -> None:
+    """Have the next call of every kind go the whole way: for who changes plans or kernels in a running program (tuning, tests)."""
+    _OPS.forget()
 
 
 def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:

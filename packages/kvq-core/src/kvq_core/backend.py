@@ -25,13 +25,16 @@ A mode's distribution announces it as an entry point in the group ``kvq.backends
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvq_core import eager, ops
 from kvq_core.errors import ArgumentError
 from kvq_core.spec import Attention, NewRows, window_left
+
+if TYPE_CHECKING:
+    from kvq_core.launched import Launched
 
 
 class QuantKVBackend(ABC):
@@ -108,13 +111,19 @@ class QuantKVBackend(ABC):
             raise ArgumentError("scales", "None", f"the scales that mode {self.mode} stored")
         return scales
 
-    def write(self, rows: NewRows) -> None:
-        """Quantize and scatter ``rows``; everything in them is validated."""
-        eager.write(self, rows)
+    def write(self, rows: NewRows) -> Launched | None:
+        """Quantize and scatter ``rows``; everything in them is validated.
 
-    def read(self, attention: Attention) -> None:
-        """Attend over the pages and fill ``attention.out``; everything in it is validated."""
+        Returns what was launched if that is all that was done and only ``rows`` decided it: later calls like this one may then repeat
+        the launches and pass this method by (:mod:`kvq_core.repeat`). ``None`` is always right.
+        """
+        eager.write(self, rows)
+        return None
+
+    def read(self, attention: Attention) -> Launched | None:
+        """Attend over the pages and fill ``attention.out``; everything in it is validated. Returns as :meth:`write` does."""
         eager.read(self, attention)
+        return None
 
     # -- the two doors --------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from kvq_core import schedule
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.splits import merge_kernel
+from kvq_core.launched import Launched
 from kvq_core.spec import Attention, NewRows, Plane
-from kvq_core.workspace import workspace
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
@@ -63,8 +63,9 @@ def bundle_rows(tensor: torch.Tensor) -> args.Rows:
     return args.Rows(tensor, token, head)
 
 
-def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> None:
+def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     """Launch a mode's write kernel: grid (row blocks, K and V)."""
+    launched = Launched(rows.key.device)
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
     block, warps = schedule.write_tile(total)
@@ -78,7 +79,9 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> None:
         use_asm=_device_facts(rows.key.device)[1],
         upcast_dots=interpreting(),
     )
-    kernel[(triton.cdiv(total, block), 2)](
+    launched.start(
+        kernel,
+        (triton.cdiv(total, block), 2),
         bundle_rows(rows.key),
         bundle_rows(rows.value),
         bundle_plane(rows.keys, "key_cache", form.streams),
@@ -89,13 +92,16 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> None:
         C=config,
         num_warps=warps,
     )
+    return launched
 
 
-def launch_attention(kernel: Any, attention: Attention, form: args.Format) -> None:
+def launch_attention(kernel: Any, attention: Attention, form: args.Format) -> Launched:
     """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch."""
+    launched = Launched(attention.q.device)
     problem = problem_of(attention, form)
     for launch in schedule.plan(problem):
-        _launch(kernel, attention, form, problem, launch)
+        _launch(launched, kernel, attention, form, problem, launch)
+    return launched
 
 
 def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
@@ -126,7 +132,9 @@ def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
     )
 
 
-def _launch(kernel: Any, attention: Attention, form: args.Format, problem: schedule.Problem, launch: schedule.Launch) -> None:
+def _launch(
+    launched: Launched, kernel: Any, attention: Attention, form: args.Format, problem: schedule.Problem, launch: schedule.Launch
+) -> None:
     batch, tile = attention.batch, launch.tile
     config = _config(attention, form, launch)
     items, programs = launch.max_items, launch.programs
@@ -137,9 +145,11 @@ def _launch(kernel: Any, attention: Attention, form: args.Format, problem: sched
     output = bundle_rows(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out)
     lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
     score = _bundle_scoring(attention)
-    splits, partials = _splits(attention, launch, items, config)
+    splits, partials = _splits(launched, attention, launch, items, config)
     num_kv_heads = problem.num_kv_heads
-    kernel[(programs, num_kv_heads)](
+    launched.start(
+        kernel,
+        (programs, num_kv_heads),
         bundle_rows(attention.q),
         bundle_plane(attention.keys, "k_cache", form.streams),
         bundle_plane(attention.values, "v_cache", form.streams),
@@ -162,7 +172,9 @@ def _launch(kernel: Any, attention: Attention, form: args.Format, problem: sched
         return
     row_blocks = batch.num_seqs * launch.max_row_blocks
     merge = schedule.merge_tile(problem, launch, row_blocks)
-    merge_kernel[(row_blocks, num_kv_heads, tile.rows // merge.rows)](
+    launched.start(
+        merge_kernel,
+        (row_blocks, num_kv_heads, tile.rows // merge.rows),
         output,
         attention.output_scale,
         lengths,
@@ -226,7 +238,9 @@ def _bundle_scoring(attention: Attention) -> args.Scoring:
     )
 
 
-def _splits(attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig) -> tuple[args.Splits, args.Partials]:
+def _splits(
+    launched: Launched, attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig
+) -> tuple[args.Splits, args.Partials]:
     if not launch.split:
         return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
     row_blocks = attention.batch.num_seqs * launch.max_row_blocks
@@ -236,8 +250,8 @@ def _splits(attention: Attention, launch: schedule.Launch, items: int, config: a
             raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
         segments = scratch.output.shape[2]
         splits = args.Splits(0, 0, segments)
-        plan, *_ = workspace(attention.q.device, row_blocks, 0, 0)
+        plan, *_ = launched.workspace(row_blocks, 0, 0)
         return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
     rows = items * attention.keys.num_kv_heads * config.rows
-    plan, acc, top, total = workspace(attention.q.device, row_blocks, rows, config.head_size_v)
+    plan, acc, top, total = launched.workspace(row_blocks, rows, config.head_size_v)
     return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.spec import Attention, NewRows
+
+if TYPE_CHECKING:
+    from kvq_core.launched import Launched
 
 
 class NoneBackend(QuantKVBackend):
@@ -24,14 +29,14 @@ class NoneBackend(QuantKVBackend):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return codes.float()
 
-    def write(self, rows: NewRows) -> None:
+    def write(self, rows: NewRows) -> Launched:
         from kvq_core.kernels import args, copy
         from kvq_core.launch import launch_rows
 
-        launch_rows(copy.write, rows, args.Format(streams=1))
+        return launch_rows(copy.write, rows, args.Format(streams=1))
 
-    def read(self, attention: Attention) -> None:
+    def read(self, attention: Attention) -> Launched:
         from kvq_core.kernels import args, dense
         from kvq_core.launch import launch_attention
 
-        launch_attention(dense.attend, attention, args.Format(streams=1))
+        return launch_attention(dense.attend, attention, args.Format(streams=1))

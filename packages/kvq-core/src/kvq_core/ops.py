@@ -1,7 +1,8 @@
 """torch custom ops: each mode's write and read as one opaque node that ``torch.compile`` and CUDA graphs can hold.
 
 Ops are defined per mode, on first use, as ``kvq::<mode>_write`` and ``kvq::<mode>_read``. ``Library.define`` costs about a fifth of
-``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch.
+``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch; a call whose arguments
+have the facts of an earlier one repeats that one's launches instead (:mod:`kvq_core.repeat`).
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core import debug, eager
+from kvq_core import debug, eager, schedule
+from kvq_core.repeat import Facts, Repeats, facts_of
 from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
+    from kvq_core.launched import Launched
 
 _WRITE_SCHEMA = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
@@ -32,11 +36,18 @@ _READ_SCHEMA = (
     "Tensor? k_scale_cache, Tensor? v_scale_cache, SymInt? seq_threshold_3D, SymInt? num_par_softmax_segments, "
     "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum) -> ()"
 )
+_MAX_SEQLEN_K = 7
+"""Its place among the read op's arguments."""
 
 
 def kernels_run_on(device: torch.device) -> bool:
     """Whether Triton kernels run on ``device``: any GPU, or the CPU when Triton's interpreter was asked for."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launches_repeat_on(device: torch.device) -> bool:
+    """Whether calls on ``device`` may repeat launches: on NVIDIA GPUs, and not under ``KVQ_DEBUG=1``, which looks at values."""
+    return device.type == "cuda" and torch.version.hip is None and not debug.enabled()
 
 
 def _write(
@@ -48,16 +59,16 @@ def _write(
     slot_mapping: torch.Tensor,
     k_scale_cache: torch.Tensor | None,
     v_scale_cache: torch.Tensor | None,
-) -> None:
+) -> Launched | None:
     rows = NewRows.checked(backend, key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
     if debug.enabled():
         debug.check_slots(rows)
     if key.shape[0] == 0 or key.shape[1] == 0 or key_cache.shape[0] == 0:
-        return
+        return None
     if kernels_run_on(key.device):
-        backend.write(rows)
-    else:
-        eager.write(backend, rows)
+        return backend.write(rows)
+    eager.write(backend, rows)
+    return None
 
 
 def _read(
@@ -87,7 +98,7 @@ def _read(
     segm_output: torch.Tensor | None,
     segm_max: torch.Tensor | None,
     segm_expsum: torch.Tensor | None,
-) -> None:
+) -> Launched | None:
     attention = Attention(
         q=q,
         out=out,
@@ -103,11 +114,55 @@ def _read(
     if debug.enabled():
         debug.check_batch(attention)
     if q.shape[0] == 0 or q.shape[1] == 0 or attention.batch.num_seqs == 0:
-        return
+        return None
     if kernels_run_on(q.device):
-        backend.read(attention)
-    else:
-        eager.read(backend, attention)
+        return backend.read(attention)
+    eager.read(backend, attention)
+    return None
+
+
+def _read_facts(arguments: tuple[Any, ...]) -> tuple[Facts, list[int]]:
+    """The facts of a read, with ``max_seqlen_k`` as the plan sees it: the calls of one step have those of the last, mostly."""
+    longest = arguments[_MAX_SEQLEN_K]
+    if longest > 0:
+        arguments = (*arguments[:_MAX_SEQLEN_K], schedule.power_of_two(longest), *arguments[_MAX_SEQLEN_K + 1 :])
+    facts, addresses = facts_of(arguments)
+    return (schedule.is_batch_invariant(), *facts), addresses
+
+
+@dataclass(frozen=True)
+class _Verb:
+    """One of the two ops: its body, and what a call of it depends on."""
+
+    name: str
+    body: Callable[..., Launched | None]
+    facts: Callable[[tuple[Any, ...]], tuple[Facts, list[int]]]
+
+
+_VERBS = (_Verb("write", _write, facts_of), _Verb("read", _read, _read_facts))
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The backend that a mode's ops call, and the calls of each op that can be repeated."""
+
+    backend: QuantKVBackend
+    repeats: dict[str, Repeats] = field(default_factory=lambda: {verb.name: Repeats() for verb in _VERBS})
+
+    def call(self, verb: _Verb, arguments: tuple[Any, ...]) -> None:
+        device = arguments[0].device
+        if not launches_repeat_on(device):
+            verb.body(self.backend, *arguments)
+            return
+        facts, addresses = verb.facts(arguments)
+        repeats = self.repeats[verb.name]
+        repeat = repeats.get(facts)
+        if repeat is not None and repeat(addresses):
+            return
+        launched = verb.body(self.backend, *arguments)
+        repeat = launched.repeat(addresses) if launched is not None else None
+        if repeat is not None:
+            repeats.keep(facts, repeat)
 
 
 class _Ops:
@@ -116,32 +171,44 @@ class _Ops:
     def __init__(self) -> None:
         self._library = torch.library.Library("kvq", "FRAGMENT")
         self._lock = threading.Lock()
-        self._backends: dict[str, QuantKVBackend] = {}
+        self._bound: dict[str, _Bound] = {}
 
     def bind(self, backend: QuantKVBackend) -> None:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
         with self._lock:
-            known = backend.mode in self._backends
-            self._backends[backend.mode] = backend
+            known = backend.mode in self._bound
+            self._bound[backend.mode] = _Bound(backend)
             if known:
                 return
-            write_schema = _WRITE_SCHEMA_GIVEN_SCALES if backend.reads_scales and not backend.needs_scale_caches else _WRITE_SCHEMA
-            self._define(backend.mode, "write", write_schema, _write)
-            self._define(backend.mode, "read", _READ_SCHEMA, _read)
+            given = backend.reads_scales and not backend.needs_scale_caches
+            schemas = {"write": _WRITE_SCHEMA_GIVEN_SCALES if given else _WRITE_SCHEMA, "read": _READ_SCHEMA}
+            for verb in _VERBS:
+                self._define(backend.mode, verb, schemas[verb.name])
 
-    def _define(self, mode: str, verb: str, schema: str, body: Callable[..., None]) -> None:
-        name = f"{mode}_{verb}"
+    def _define(self, mode: str, verb: _Verb, schema: str) -> None:
+        name = f"{mode}_{verb.name}"
         self._library.define(name + schema)
 
-        def run(*args: object, **kwargs: object) -> None:
-            body(self._backends[mode], *args, **kwargs)
+        def run(*arguments: Any) -> None:
+            device = arguments[0].device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                # Triton launches on the current device.
+                with torch.cuda.device(device):
+                    self._bound[mode].call(verb, arguments)
+            else:
+                self._bound[mode].call(verb, arguments)
 
         for key in ("CPU", "CUDA"):
             self._library.impl(name, run, key)
         torch.library.register_fake(f"kvq::{name}", _no_result, lib=self._library)
 
+    def forget(self) -> None:
+        with self._lock:
+            self._bound = {mode: _Bound(bound.backend) for mode, bound in self._bound.items()}
+
     def current(self, mode: str) -> QuantKVBackend | None:
-        return self._backends.get(mode)
+        bound = self._bound.get(mode)
+        return bound.backend if bound else None
 
 
 def _no_result(*args: object, **kwargs: object) -> None:
@@ -149,6 +216,11 @@ def _no_result(*args: object, **kwargs: object) -> None:
 
 
 _OPS = _Ops()
+
+
+def forget_repeats() -> None:
+    """Have the next call of every kind go the whole way: for who changes plans or kernels in a running program (tuning, tests)."""
+    _OPS.forget()
 
 
 def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:

@@ -31,13 +31,18 @@ def _need(condition: bool, argument: str, got: object, need: str) -> None:
 
 
 def _need_tensor(tensor: torch.Tensor, argument: str, rank: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    _need(tensor.dim() == rank, argument, _shape(tensor), f"{rank} dimensions")
-    _need(tensor.dtype in dtypes, argument, tensor.dtype, " or ".join(str(d) for d in dtypes))
-    _need(tensor.device == device, argument, f"a tensor on {tensor.device}", f"one on {device}")
+    # What is checked most puts its message together only when it is needed.
+    if tensor.dim() != rank:
+        raise ArgumentError(argument, _shape(tensor), f"{rank} dimensions")
+    if tensor.dtype not in dtypes:
+        raise ArgumentError(argument, tensor.dtype, " or ".join(str(d) for d in dtypes))
+    if tensor.device != device:
+        raise ArgumentError(argument, f"a tensor on {tensor.device}", f"one on {device}")
 
 
 def _need_rows(tensor: torch.Tensor, argument: str) -> None:
-    _need(tensor.stride(-1) == 1 or tensor.shape[-1] <= 1, argument, f"strides {tensor.stride()}", "a contiguous last dimension")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ArgumentError(argument, f"strides {tensor.stride()}", "a contiguous last dimension")
 
 
 @dataclass(frozen=True)

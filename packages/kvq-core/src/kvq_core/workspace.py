@@ -29,9 +29,12 @@ class _Workspaces:
         self._lock = threading.Lock()
         self._kept: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
 
-    def get(self, device: torch.device, size: int) -> torch.Tensor:
-        """A float32 buffer of at least ``size`` elements for the current stream of ``device``."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else threading.get_ident()
+    def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
+        """A float32 buffer of at least ``size`` elements for the current stream of ``device`` (``stream``, if the caller knows it)."""
+        if device.type != "cuda":
+            stream = threading.get_ident()
+        elif stream is None:
+            stream = torch.cuda.current_stream(device).cuda_stream
         with self._lock:
             kept = self._kept.setdefault((device, stream), [])
             if kept and kept[-1].numel() >= size:
@@ -46,6 +49,20 @@ class _Workspaces:
 _WORKSPACES = _Workspaces()
 
 
+def kept_buffer(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
+    """A float32 buffer of at least ``size`` elements for the current stream: what :func:`workspace` cuts up."""
+    return _WORKSPACES.get(device, size, stream)
+
+
+def _noted(row_blocks: int) -> int:
+    return -(-row_blocks * 2 // 64) * 64
+
+
+def workspace_size(row_blocks: int, rows: int, head_size_v: int) -> int:
+    """Elements of the buffer behind such a workspace."""
+    return _noted(row_blocks) + rows * (head_size_v + 2)
+
+
 def workspace(
     device: torch.device, row_blocks: int, rows: int, head_size_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,7 +70,7 @@ def workspace(
 
     plan [row_blocks * 2] int32, acc [rows * head_size_v], max [rows] and sum [rows] float32.
     """
-    noted = -(-row_blocks * 2 // 64) * 64
+    noted = _noted(row_blocks)
     acc = noted + rows * head_size_v
-    buffer = _WORKSPACES.get(device, acc + 2 * rows)
+    buffer = kept_buffer(device, workspace_size(row_blocks, rows, head_size_v))
     return buffer[:noted].view(torch.int32), buffer[noted:acc], buffer[acc : acc + rows], buffer[acc + rows : acc + 2 * rows]

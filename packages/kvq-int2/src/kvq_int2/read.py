@@ -17,6 +17,7 @@ from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
 from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share
 from kvq_core.launch import launch_attention
+from kvq_core.launched import Launched
 from kvq_core.spec import Attention
 from kvq_int2.codec import READ_LEVEL
 from kvq_int2.write import FORMAT
@@ -25,9 +26,9 @@ from kvq_int2.write import FORMAT
 LEVEL = tl.constexpr(READ_LEVEL * 2.0**24)
 
 
-def launch_read(attention: Attention) -> None:
+def launch_read(attention: Attention) -> Launched:
     """Run the kernel on a validated problem."""
-    launch_attention(attend, attention, FORMAT)
+    return launch_attention(attend, attention, FORMAT)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

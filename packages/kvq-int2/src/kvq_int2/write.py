@@ -8,6 +8,7 @@ from kvq_core.kernels.packing import to_streams
 from kvq_core.kernels.rotation import rotate
 from kvq_core.kernels.slots import has_nan, load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
+from kvq_core.launched import Launched
 from kvq_core.spec import NewRows
 from kvq_int2.codec import BOUNDARY as _BOUNDARY
 
@@ -16,9 +17,9 @@ BOUNDARY = tl.constexpr(_BOUNDARY)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
-def launch_write(rows: NewRows) -> None:
+def launch_write(rows: NewRows) -> Launched:
     """Run the kernel on validated rows."""
-    launch_rows(write, rows, FORMAT)
+    return launch_rows(write, rows, FORMAT)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.spec import Attention, NewRows
 from kvq_int4 import codec
+
+if TYPE_CHECKING:
+    from kvq_core.launched import Launched
 
 
 class Int4PerTokenHead(QuantKVBackend):
@@ -26,12 +31,12 @@ class Int4PerTokenHead(QuantKVBackend):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return codec.decode(codes, self.required(scales))
 
-    def write(self, rows: NewRows) -> None:
+    def write(self, rows: NewRows) -> Launched:
         from kvq_int4.write import launch_write
 
-        launch_write(rows)
+        return launch_write(rows)
 
-    def read(self, attention: Attention) -> None:
+    def read(self, attention: Attention) -> Launched:
         from kvq_int4.read import launch_read
 
-        launch_read(attention)
+        return launch_read(attention)

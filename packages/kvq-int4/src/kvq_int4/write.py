@@ -10,6 +10,7 @@ from kvq_core.kernels.rotation import rotate
 from kvq_core.kernels.rounding import floor_bits
 from kvq_core.kernels.slots import has_nan, in_head, load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
+from kvq_core.launched import Launched
 from kvq_core.spec import NewRows
 from kvq_int4.codec import MIN_SCALE as _MIN_SCALE
 
@@ -17,9 +18,9 @@ FORMAT = Format(streams=4, rotated=True, signs=sign_bits(0, 256))
 MIN_SCALE = tl.constexpr(_MIN_SCALE)
 
 
-def launch_write(rows: NewRows) -> None:
+def launch_write(rows: NewRows) -> Launched:
     """Run the kernel on validated rows."""
-    launch_rows(write, rows, FORMAT)
+    return launch_rows(write, rows, FORMAT)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.spec import Attention, NewRows
 from kvq_int8fp8 import codec
+
+if TYPE_CHECKING:
+    from kvq_core.launched import Launched
 
 
 class _OneByte(QuantKVBackend):
@@ -21,15 +26,15 @@ class _OneByte(QuantKVBackend):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return codec.decode(codes.view(self.dtype), self.required(scales))
 
-    def write(self, rows: NewRows) -> None:
+    def write(self, rows: NewRows) -> Launched:
         from kvq_int8fp8.write import launch_write
 
-        launch_write(rows, is_int8=self.dtype == torch.int8, per_tensor=not self.needs_scale_caches)
+        return launch_write(rows, is_int8=self.dtype == torch.int8, per_tensor=not self.needs_scale_caches)
 
-    def read(self, attention: Attention) -> None:
+    def read(self, attention: Attention) -> Launched:
         from kvq_int8fp8.read import launch_read
 
-        launch_read(attention, is_int8=self.dtype == torch.int8, per_tensor=not self.needs_scale_caches)
+        return launch_read(attention, is_int8=self.dtype == torch.int8, per_tensor=not self.needs_scale_caches)
 
 
 class Int8PerTokenHead(_OneByte):

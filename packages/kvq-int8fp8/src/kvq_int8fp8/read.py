@@ -29,6 +29,7 @@ from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
 from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share
 from kvq_core.launch import launch_attention
+from kvq_core.launched import Launched
 from kvq_core.spec import Attention
 from kvq_int8fp8.write import format_of
 
@@ -36,9 +37,9 @@ INT8_UNIT = tl.constexpr(2.0**24)
 FP8_UNIT = tl.constexpr(2.0**8)
 
 
-def launch_read(attention: Attention, *, is_int8: bool, per_tensor: bool) -> None:
+def launch_read(attention: Attention, *, is_int8: bool, per_tensor: bool) -> Launched:
     """Run the kernel on a validated problem."""
-    launch_attention(attend, attention, format_of(is_int8, per_tensor))
+    return launch_attention(attend, attention, format_of(is_int8, per_tensor))
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

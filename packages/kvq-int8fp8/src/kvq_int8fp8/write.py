@@ -8,6 +8,7 @@ from kvq_core.kernels.packing import to_streams
 from kvq_core.kernels.rounding import floor_bits, to_fp8_bits
 from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
+from kvq_core.launched import Launched
 from kvq_core.spec import NewRows
 from kvq_int8fp8.codec import E4M3_MAX, INT8_MAX
 from kvq_int8fp8.codec import MIN_SCALE as _MIN_SCALE
@@ -23,9 +24,9 @@ def format_of(is_int8: bool, per_tensor: bool) -> Format:
     return Format(streams=2, variant="int8" if is_int8 else "fp8_per_tensor" if per_tensor else "fp8")
 
 
-def launch_write(rows: NewRows, *, is_int8: bool, per_tensor: bool) -> None:
+def launch_write(rows: NewRows, *, is_int8: bool, per_tensor: bool) -> Launched:
     """Run the kernel on validated rows."""
-    launch_rows(write, rows, format_of(is_int8, per_tensor))
+    return launch_rows(write, rows, format_of(is_int8, per_tensor))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])

@@ -96,7 +96,7 @@ class Build:
     loads: int
 
 
-class _Driver:
+class Driver:
     """All of a driver that compiling needs."""
 
     def __init__(self, name: str, target: Target) -> None:
@@ -108,7 +108,7 @@ class _Driver:
     def get_current_target(self) -> Any:
         return self.target
 
-    def get_current_device(self) -> str:
+    def get_current_device(self) -> object:
         # Kernels keep what they compiled per device: each target is one.
         return self.name
 
@@ -139,7 +139,7 @@ def compiling_for(name: str) -> Iterator[list[Any]]:
         built.append(kernel)
         return kernel
 
-    driver.set_active(_Driver(name, target))
+    driver.set_active(Driver(name, target))
     JITFunction.run = compile_only
     launch._device_facts = lambda device: (target.num_sms, target.backend == "cuda")  # type: ignore[assignment]
     try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvq_core.errors import ArgumentError, KVQError
@@ -99,6 +100,38 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         raise KVQError('kvq\'s attention has no backward pass: train with another implementation (model.set_attn_implementation("sdpa"))')
+
+
+class _Switched:
+    """Which implementation each switched config had before. By identity: configs have no hash, and are no place for private notes."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, str | None] = {}
+
+    def on(self, config: PretrainedConfig) -> None:
+        if config._attn_implementation != NAME:
+            if id(config) not in self._before:
+                weakref.finalize(config, self._before.pop, id(config), None)
+            self._before[id(config)] = config._attn_implementation
+            config._attn_implementation = NAME
+
+    def off(self, config: PretrainedConfig) -> None:
+        if config._attn_implementation == NAME:
+            # Eager attention is what every model has.
+            config._attn_implementation = self._before.get(id(config)) or "eager"
+
+
+_SWITCHED = _Switched()
+
+
+def switch_on(config: PretrainedConfig) -> None:
+    """Let the model of ``config`` use kvq's attention from its next forward on."""
+    _SWITCHED.on(config)
+
+
+def switch_off(config: PretrainedConfig) -> None:
+    """Back to the attention implementation from before :func:`switch_on`."""
+    _SWITCHED.off(config)
 
 
 def register() -> None:

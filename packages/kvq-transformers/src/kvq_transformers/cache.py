@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from copy import deepcopy
 from typing import Any, NoReturn, cast
 
@@ -10,7 +11,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvq_core.errors import ArgumentError
-from kvq_transformers.attention import NAME
+from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedLayer
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
@@ -66,8 +67,7 @@ class KVQCache(Cache):
             )
         super().__init__(layers=layers)
         self._tables = [] if max_cache_len is not None else list(tables.values())
-        if text._attn_implementation != NAME:
-            text._attn_implementation = NAME
+        switch_on(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVQCache:
         for layer in self._pages_layers:
@@ -113,17 +113,19 @@ class KVQCache(Cache):
             ArgumentError: ``tokens_to_remove`` is positive (transformers' old, absolute meaning).
             RuntimeError: behind a sliding window they are gone already: call :meth:`activate_past_recording` before writing them.
         """
-        if tokens_to_remove > 0:
-            raise ArgumentError("tokens_to_remove", tokens_to_remove, "minus the number of tokens to remove from the end")
+        # transformers passes a tensor here; an int must not become one that is shared and added to in place.
+        count = -operator.index(tokens_to_remove)
+        if count < 0:
+            raise ArgumentError("tokens_to_remove", -count, "minus the number of tokens to remove from the end")
         for table in self._tables:
-            table.crop(-tokens_to_remove)
+            table.crop(count)
         for layer in self.layers:
             if isinstance(layer, GrowingLayer):
                 layer.columns = layer.table.columns
             elif isinstance(layer, FixedLayer):
-                layer.crop(-tokens_to_remove)
+                layer.crop(count)
             else:
-                layer.crop(tokens_to_remove)
+                layer.crop(-count)
 
     def activate_past_recording(self) -> None:
         """Keep tokens behind sliding windows until :meth:`crop`, so that it can bring them back into view."""

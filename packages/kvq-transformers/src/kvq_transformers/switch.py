@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvq_core.errors import ArgumentError
-from kvq_transformers.attention import NAME
+from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.modes import Modes
 from kvq_transformers.support import decoder_config
 
 M = TypeVar("M", bound=PreTrainedModel)
-_BEFORE = "_kvq_before"
 
 
 def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, block_size: int = 16) -> M:
@@ -34,33 +34,29 @@ def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, 
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise ArgumentError("model", type(model).__name__, "a transformers model with generate()")
     text = decoder_config(model.config)
-    before = text._attn_implementation
+    was_on = text._attn_implementation == NAME
     make = functools.partial(KVQCache, mode=mode, max_cache_len=max_cache_len, block_size=block_size)
     make(model.config)  # refuses here rather than at the first generate
     if not _follows(model, text):
-        text._attn_implementation = before
+        if not was_on:
+            switch_off(text)
         raise ArgumentError("model", type(model).__name__, "one whose attention layers use transformers' AttentionInterface")
-    disable(model)
-    text._attn_implementation = NAME
-    setattr(model, _BEFORE, before if before != NAME else None)
-    plain = model.generate
 
-    @functools.wraps(plain)
-    def generate(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(type(model).generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _wants_cache(kwargs):
-            kwargs["past_key_values"] = make(model.config)
-        return plain(*args, **kwargs)
+            kwargs["past_key_values"] = make(self.config)
+        return type(self).generate(self, *args, **kwargs)
 
-    model.__dict__["generate"] = generate
+    # A bound method, so that a deep copy of the model calls itself and not the original.
+    model.__dict__["generate"] = MethodType(generate, model)
     return model
 
 
 def disable(model: M) -> M:
-    """Take :func:`enable` back: transformers' own cache and the attention implementation from before. Returns ``model``."""
-    if model.__dict__.pop("generate", None) is not None:
-        before = model.__dict__.pop(_BEFORE, None)
-        if before is not None:
-            decoder_config(model.config)._attn_implementation = before
+    """Take :func:`enable` back: transformers' own cache, and the attention implementation from before kvq's. Returns ``model``."""
+    model.__dict__.pop("generate", None)
+    switch_off(decoder_config(model.config))
     return model
 
 
@@ -72,6 +68,6 @@ def _wants_cache(kwargs: dict[str, Any]) -> bool:
 
 
 def _follows(model: PreTrainedModel, text: Any) -> bool:
-    """Whether some of the model's modules look up their attention in the interface, by the very config that was switched."""
+    """Whether the modules that hold the switched config look their attention up in transformers' interface."""
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is text]
     return bool(owners) and all(owner._can_set_attn_implementation() for owner in owners)

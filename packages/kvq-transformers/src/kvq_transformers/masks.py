@@ -62,7 +62,8 @@ def _of_fixed_length(
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(batch_size, 1, 1, q_length)
     if attention_mask.shape[-1] > capacity:
         raise ArgumentError("attention_mask", f"{attention_mask.shape[-1]} tokens", f"at most the max_cache_len of {capacity}")
-    return attention_mask[:, None, None, -q_length:]
+    # A view's strides would grow with the text, and compiled code is made anew for each.
+    return attention_mask[:, None, None, -q_length:].clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_overlays(q_length: int, allow_is_causal_skip: bool, use_vmap: bool, local_size: int | None, config: Any) -> None:

@@ -10,13 +10,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kvq_core import ArgumentError  # noqa: E402
-from kvq_core.testing import places  # noqa: E402
-from kvq_transformers import KVQCache  # noqa: E402
-from kvq_transformers.attention import register  # noqa: E402
-from transformers import AttentionInterface, DynamicCache  # noqa: E402
-from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst  # noqa: E402
-from transformers_watch import Watch  # noqa: E402
+from transformers import AttentionInterface, DynamicCache
+from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst
+from transformers_watch import Watch
+
+from kvq_core import ArgumentError
+from kvq_core.testing import places
+from kvq_transformers import KVQCache
+from kvq_transformers.attention import register
 
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 64}}
 QUANTIZED = ["int8", "fp8", "fp8_per_tensor", "int4", "int2"]

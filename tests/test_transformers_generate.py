@@ -13,10 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kvq_core.testing import places  # noqa: E402
-from kvq_transformers import KVQCache, disable, enable  # noqa: E402
-from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel  # noqa: E402
-from transformers_families import eager_twin, fake_quantized_cache, make_model, prompts  # noqa: E402
+from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers_families import eager_twin, fake_quantized_cache, make_model, prompts
+
+from kvq_core.testing import places
+from kvq_transformers import KVQCache, disable, enable
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}

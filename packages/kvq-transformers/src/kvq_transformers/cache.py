@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, KVQError
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedLayer
 from kvq_transformers.layers import GrowingLayer, KVQLayer
@@ -45,9 +46,7 @@ class KVQCache(Cache):
     A row's padding takes no space. A cache is not safe to use from several threads at once.
     """
 
-    def __init__(
-        self, config: PretrainedConfig, mode: Modes = "int4", *, max_cache_len: int | None = None, block_size: int = 16
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, mode: Modes = "int4", *, max_cache_len: int | None = None, block_size: int = 16) -> None:
         text = decoder_config(config)
         for name, value, step in (("max_cache_len", max_cache_len, 1), ("block_size", block_size, 8)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % step):
@@ -117,15 +116,16 @@ class KVQCache(Cache):
         count = -operator.index(tokens_to_remove)
         if count < 0:
             raise ArgumentError("tokens_to_remove", -count, "minus the number of tokens to remove from the end")
+        others = self._others("crop")
         for table in self._tables:
             table.crop(count)
-        for layer in self.layers:
+        for layer in self._pages_layers:
             if isinstance(layer, GrowingLayer):
                 layer.columns = layer.table.columns
             elif isinstance(layer, FixedLayer):
                 layer.crop(count)
-            else:
-                layer.crop(-count)
+        for crop in others:
+            crop(-count)
 
     def activate_past_recording(self) -> None:
         """Keep tokens behind sliding windows until :meth:`crop`, so that it can bring them back into view."""
@@ -135,27 +135,27 @@ class KVQCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on from row ``beam_idx[i]``; beams share the blocks of what they have in common."""
+        others = self._others("reorder_cache")
         self._select(row_indices(beam_idx, self._num_rows, "beam_idx"))
-        for layer in self.layers:
-            if not isinstance(layer, KVQLayer):
-                layer.reorder_cache(beam_idx)
+        for reorder in others:
+            reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """``repeats`` copies of each row, side by side; they share blocks until they write."""
         if not isinstance(repeats, int) or repeats < 1:
             raise ArgumentError("repeats", repr(repeats), "a positive integer")
+        others = self._others("batch_repeat_interleave")
         self._select([row for row in range(self._num_rows) for _ in range(repeats)])
-        for layer in self.layers:
-            if not isinstance(layer, KVQLayer):
-                layer.batch_repeat_interleave(repeats)
+        for repeat in others:
+            repeat(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows ``indices``, in that order."""
         rows = indices.nonzero() if indices.dtype == torch.bool else indices
+        others = self._others("batch_select_indices")
         self._select(row_indices(rows, self._num_rows, "indices"))
-        for layer in self.layers:
-            if not isinstance(layer, KVQLayer):
-                layer.batch_select_indices(indices)
+        for select in others:
+            select(indices)
 
     def _select(self, rows: list[int]) -> None:
         for table in self._tables:
@@ -171,6 +171,14 @@ class KVQCache(Cache):
     def _pages_layers(self) -> list[KVQLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVQLayer)]
 
+    def _others(self, method: str) -> list[Callable[..., None]]:
+        """``method`` of the layers that keep no K and V; an error, before anything changes, if one of them has none."""
+        layers = [layer for layer in self.layers if not isinstance(layer, KVQLayer)]
+        for layer in layers:
+            if not hasattr(layer, method):
+                raise KVQError(f"{method}: layers of type {type(layer).__name__}, which this model has, too, cannot do that")
+        return [getattr(layer, method) for layer in layers]
+
     @property
     def _num_rows(self) -> int:
         return max(0, max(layer.batch_size for layer in self._pages_layers))
@@ -181,7 +189,7 @@ def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int
     if type(layer) is DynamicLayer:
         return None
     if type(layer) is DynamicSlidingWindowLayer:
-        return cast(int, layer.sliding_window)
+        return layer.sliding_window
     _refuse_layer(layer, index, config)
 
 

@@ -76,9 +76,7 @@ class FixedLayer(KVQLayer):
         for first in range(0, columns, self.piece):
             part = slice(first, min(first + self.piece, columns))
             parts.append(
-                self._attend_piece(
-                    query[:, :, part], key[:, :, part], value[:, :, part], None if mask is None else mask[:, part], scoring
-                )
+                self._attend_piece(query[:, :, part], key[:, :, part], value[:, :, part], None if mask is None else mask[:, part], scoring)
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

@@ -41,7 +41,7 @@ def kvq_mask(
         common = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "local_size": local_size}
         return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, use_vmap=use_vmap, device=device, **common, **kwargs)
     _refuse_overlays(q_length, allow_is_causal_skip, use_vmap, local_size, config)
-    if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length > q_offset + q_length:
+    if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
         return _of_fixed_length(batch_size, q_length, kv_offset + kv_length, attention_mask, device)
     if attention_mask is None:
         return None
@@ -58,10 +58,11 @@ def _of_fixed_length(
     batch_size: int, q_length: int, capacity: int, attention_mask: torch.Tensor | None, device: torch.device | str
 ) -> torch.Tensor:
     """The new columns for a cache of ``capacity`` tokens, whose length is known on the device only."""
+    tokens = q_length if attention_mask is None else attention_mask.shape[-1]
+    if tokens > capacity:
+        raise ArgumentError("attention_mask", f"{tokens} tokens", f"at most the max_cache_len of {capacity}")
     if attention_mask is None:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(batch_size, 1, 1, q_length)
-    if attention_mask.shape[-1] > capacity:
-        raise ArgumentError("attention_mask", f"{attention_mask.shape[-1]} tokens", f"at most the max_cache_len of {capacity}")
     # A view's strides would grow with the text, and compiled code is made anew for each.
     return attention_mask[:, None, None, -q_length:].clone(memory_format=torch.contiguous_format)
 
@@ -72,7 +73,9 @@ def _refuse_overlays(q_length: int, allow_is_causal_skip: bool, use_vmap: bool, 
         need = "a causal or sliding-window mask: kvq has none for tokens that see later ones, for packed sequences or custom overlays"
         raise ArgumentError("attention_mask", "a mask function that is not plainly causal", need)
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
-        raise ArgumentError("attention_mask", f"chunks of {local_size}", "a causal or sliding-window mask: kvq has none for chunked attention")
+        raise ArgumentError(
+            "attention_mask", f"chunks of {local_size}", "a causal or sliding-window mask: kvq has none for chunked attention"
+        )
 
 
 def padding_of(attention_mask: torch.Tensor | None, num_queries: int) -> torch.Tensor | None:

@@ -102,15 +102,18 @@ class RowTable:
         Raises:
             RuntimeError: tokens that come into view again were dropped already (see :attr:`keeps_past`).
         """
-        lengths = [self._sequences.get(row).length for row in self._rows]
-        for length, dropped in zip(lengths, self._dropped, strict=True):
-            if dropped and self.window is not None and length - count < self.window - 1:
+        for row, dropped in zip(self._rows, self._dropped, strict=True):
+            kept = self._sequences.get(row).length - count
+            if dropped and self.window is not None and -dropped < kept < self.window - 1:
                 raise RuntimeError(
                     f"crop: removing {count} tokens brings tokens into the sliding window of {self.window} that were dropped already; "
                     "call activate_past_recording() on the cache before the tokens to roll back"
                 )
-        for row, length in zip(self._rows, lengths, strict=True):
-            self._sequences.truncate(row, max(length - count, 0))
+        for i, row in enumerate(self._rows):
+            kept = self._sequences.get(row).length - count
+            self._sequences.truncate(row, max(kept, 0))
+            if kept <= 0:
+                self._dropped[i] = 0
         self.columns = max(self.columns - count, 0)
         self.pieces = ()
         self._drop_unseen(even_if_kept=True)

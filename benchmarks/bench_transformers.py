@@ -34,7 +34,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 from kvq_transformers import KVQCache, disable  # noqa: E402
 from rows import brief, release  # noqa: E402
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
     "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128},
@@ -119,7 +119,7 @@ class Bench:
         self.args, self.device = args, torch.device(args.device)
         self.short, self.tokens = 8, args.tokens
         self.spare = 3 * self.short + self.tokens + 8
-        self.model = build_model(args.shape, max(args.contexts) + self.spare, self.device)
+        self.model: Any = build_model(args.shape, max(args.contexts) + self.spare, self.device)
         self.weights = self._allocated()
 
     def measure(self, name: str, context: int) -> Result:
@@ -160,7 +160,7 @@ class Bench:
     def _generate(self, text: torch.Tensor, cache: Any, count: int) -> tuple[torch.Tensor, float]:
         self._wait()
         begin = time.perf_counter()
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         mask = torch.ones_like(text)
         out = self.model.generate(text, attention_mask=mask, past_key_values=cache, disable_compile=self.args.no_compile, **options)
         self._wait()

@@ -149,6 +149,14 @@ def test_enabled_models_leave_a_callers_own_choice_alone() -> None:
     assert own.get_seq_length() == expected.shape[1] - 1
 
 
+def test_a_models_default_cache_gives_way() -> None:
+    model = make_model("Llama")
+    model.generation_config.cache_implementation = "static"
+    enable(model, mode="int8")
+    out = model.generate(**prompts(1, 9), **GREEDY, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, KVQCache)
+
+
 def test_a_copy_of_an_enabled_model_is_a_model_of_its_own() -> None:
     model = enable(make_model("Llama"), mode="none")
     twin = copy.deepcopy(model)

@@ -13,8 +13,8 @@ import torch
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import Geometry
-from kvq_transformers.layers import KVQLayer, token_rows
-from kvq_transformers.rows import piece_length
+from kvq_transformers.layers import KVQLayer
+from kvq_transformers.rows import piece_length, token_rows
 from kvq_transformers.storage import Batch, LayerPages, Scoring
 
 
@@ -84,12 +84,9 @@ class FixedLayer(KVQLayer):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
         batch_size, num_heads, columns, _ = query.shape
-        if mask is None:
-            rank = torch.arange(columns, device=self.device).expand(batch_size, -1)
-            count: torch.Tensor | int = columns
-        else:
-            rank = mask.cumsum(1) - 1
-            count = mask.sum(1, dtype=torch.int32)
+        count: torch.Tensor | int = columns if mask is None else mask.sum(1, dtype=torch.int32)
+        plain = torch.arange(columns, device=self.device).expand(batch_size, -1)
+        rank = plain if mask is None or columns == 1 else mask.cumsum(1) - 1
         position = self.lengths[:, None] + rank
         # A position past the end is out of the table's bounds: an error on the CPU, an assertion on the device, as for StaticCache.
         blocks = self.block_table.gather(1, torch.where(rank < 0, 0, position // self.block_size))

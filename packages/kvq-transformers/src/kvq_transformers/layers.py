@@ -9,6 +9,7 @@ the attention function is told which tokens are padding.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -16,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.layout import Geometry
-from kvq_transformers.rows import Piece, RowTable
+from kvq_transformers.rows import Piece, RowTable, token_rows
 from kvq_transformers.storage import Batch, LayerPages, Scoring
 
 HANDLE = "_kvq_layer"
@@ -98,7 +99,7 @@ class KVQLayer(CacheLayerMixin):
         if mask is not None and mask.shape != (key.shape[0], key.shape[2]):
             raise ArgumentError("attention_mask", f"columns {tuple(mask.shape)}", f"the {tuple(key.shape[0:3:2])} new tokens of each row")
         self.is_pending = False
-        return self._attend(query, key, value, mask, scoring)
+        return self._attend(query, key, value, None if mask is None else mask.to(self.device), scoring)
 
     @abstractmethod
     def _make_pages(self, sizes: dict[str, int]) -> None: ...
@@ -145,70 +146,48 @@ class GrowingLayer(KVQLayer):
         if table.columns != self.columns:
             raise KVQError(f"layer {self.index} has seen {self.columns} tokens, other layers {table.columns}: all must see the same")
         self.pages.grow(table.num_blocks)
-        if query.shape[2] == columns and len(table.pieces) == 1 and table.pieces[0].index is None:
-            return self._attend_whole(query, key, value, table.pieces[0], scoring)
         batch_size, num_heads, num_queries, _ = query.shape
-        out = query.new_zeros(batch_size, num_queries, num_heads, value.shape[-1])
+        if num_queries < columns:
+            return self._attend_last(query, key, value, mask, scoring)
+        if len(table.pieces) == 1 and table.pieces[0].index is None:
+            return self._attend_piece(query, key, value, table.pieces[0], scoring).view(batch_size, columns, num_heads, -1)
+        out = query.new_zeros(batch_size, columns, num_heads, value.shape[-1])
         for piece in table.pieces:
-            self._attend_piece(query, key, value, mask, piece, scoring, out)
+            piece.put(self._attend_piece(query, key, value, piece, scoring), out)
         return out
 
-    def _attend_whole(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scoring: Scoring) -> torch.Tensor:
-        """The common case: no padding, one piece."""
-        batch_size, num_heads, columns, _ = query.shape
-        out = query.new_empty(batch_size * columns, num_heads, value.shape[-1])
-        batch = self._write(token_rows(key), token_rows(value), piece)
-        self.pages.attend(token_rows(query), out, batch, scoring)
-        return out.view(batch_size, columns, num_heads, -1)
+    def _attend_piece(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scoring: Scoring) -> torch.Tensor:
+        """The piece's rows of the result, [num_tokens, num_query_heads, head_size_v]."""
+        batch = self._write(piece.take(key), piece.take(value), piece)
+        q = piece.take(query)
+        out = q.new_empty(*q.shape[:2], value.shape[-1])
+        self.pages.attend(q, out, batch, scoring)
+        return out
 
-    def _attend_piece(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        piece: Piece,
-        scoring: Scoring,
-        out: torch.Tensor,
-    ) -> None:
-        """One piece of a long or padded forward, into the places of ``out`` [batch_size, q_columns, heads, head_size_v] it covers."""
-        columns, num_queries = key.shape[2], query.shape[2]
-        whole = piece.index is None
-        if whole:
-            part = slice(piece.first, piece.last)
-            batch = self._write(token_rows(key[:, :, part]), token_rows(value[:, :, part]), piece)
-        else:
-            batch = self._write(token_rows(key)[piece.index], token_rows(value)[piece.index], piece)
-        if num_queries == columns:
-            q = token_rows(query[:, :, part] if whole else query)
-            q = q if whole else q[piece.index]
-            result = q.new_empty(*q.shape[:2], value.shape[-1])
-            self.pages.attend(q, result, batch, scoring)
-            if whole:
-                out[:, part] = result.view(len(out), -1, *result.shape[1:])
-            else:
-                out.view(-1, *out.shape[2:])[piece.index] = result
-            return
-        if len(self.table.pieces) > 1:
-            raise KVQError(f"layer {self.index}: {num_queries} queries for {columns} new keys under a sliding window")
-        counts = torch.full((len(out),), num_queries, device=self.device) if mask is None else mask[:, -num_queries:].sum(1)
-        holds = slice(None) if mask is None else mask.any(1)
-        starts = torch.nn.functional.pad(counts[holds].cumsum(0), (1, 0)).to(torch.int32)
-        batch = Batch(starts, batch.seqused_k, batch.block_table, num_queries, batch.max_seqlen_k)
-        chosen = slice(None) if mask is None else mask[:, -num_queries:].flatten().nonzero().squeeze(1)
+    def _attend_last(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        """Fewer queries than keys: those of the last columns, as when another cache hands over all of its keys."""
+        batch_size, num_heads, num_queries, _ = query.shape
+        if len(self.table.pieces) != 1:
+            raise KVQError(f"layer {self.index}: {num_queries} queries for {key.shape[2]} new keys under a sliding window")
+        (piece,) = self.table.pieces
+        batch = self._write(piece.take(key), piece.take(value), piece)
+        if mask is None:
+            mask = torch.ones(batch_size, key.shape[2], dtype=torch.bool, device=self.device)
+        # Rows of padding alone are not in the batch.
+        counts = mask[mask.any(1), -num_queries:].sum(1)
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        chosen = mask[:, -num_queries:].flatten().nonzero().squeeze(1)
         q = token_rows(query)[chosen]
         result = q.new_empty(*q.shape[:2], value.shape[-1])
-        self.pages.attend(q, result, batch, scoring)
-        out.view(-1, *out.shape[2:])[chosen] = result
+        self.pages.attend(q, result, replace(batch, cu_seqlens_q=starts, max_seqlen_q=num_queries), scoring)
+        out = query.new_zeros(batch_size, num_queries, num_heads, value.shape[-1])
+        out.view(-1, *result.shape[1:])[chosen] = result
+        return out
 
     def _write(self, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> Batch:
         self.pages.copy_blocks(piece.growth.copies)
         step = piece.step(self.table.block_size, self.device)
         self.pages.write(key, value, step.slot_mapping)
         return Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k)
-
-
-def token_rows(states: torch.Tensor) -> torch.Tensor:
-    """[batch_size, heads, columns, head_size] -> [batch_size * columns, heads, head_size], without a copy where strides allow."""
-    batch_size, heads, columns, head_size = states.shape
-    return states.transpose(1, 2).reshape(batch_size * columns, heads, head_size)

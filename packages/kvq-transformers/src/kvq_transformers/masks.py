@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvq_core.errors import ArgumentError
 
@@ -19,7 +20,7 @@ def kvq_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
@@ -36,9 +37,7 @@ def kvq_mask(
         ArgumentError: a mask that is no causal or sliding-window one, or whose columns do not fit the cache.
     """
     if "allow_is_bidirectional_skip" in kwargs:
-        from transformers.masking_utils import sdpa_mask
-
-        common = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "local_size": local_size}
+        common: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "local_size": local_size}
         return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, use_vmap=use_vmap, device=device, **common, **kwargs)
     _refuse_overlays(q_length, allow_is_causal_skip, use_vmap, local_size, config)
     if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:

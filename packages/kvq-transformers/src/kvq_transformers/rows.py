@@ -42,6 +42,19 @@ class Piece:
             self._steps[device] = build(self.growth.rows, block_size, device, self, self.clock)
         return self._steps[device]
 
+    def take(self, states: torch.Tensor) -> torch.Tensor:
+        """The piece's tokens of ``states`` [batch_size, heads, columns, head_size]: [num_tokens, heads, head_size]."""
+        if self.index is None:
+            return token_rows(states[:, :, self.first : self.last])
+        return token_rows(states)[self.index.to(states.device)]
+
+    def put(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Undo :meth:`take`: ``rows`` into their places of ``out`` [batch_size, columns, heads, head_size]."""
+        if self.index is None:
+            out[:, self.first : self.last] = rows.view(len(out), -1, *rows.shape[1:])
+        else:
+            out.view(-1, *rows.shape[1:])[self.index.to(out.device)] = rows
+
 
 class RowTable:
     """Blocks and lengths of ``batch_size`` rows. ``columns`` counts the tokens every row has been given, padding included."""
@@ -162,6 +175,12 @@ class RowTable:
                 sequence.blocks = sequence.blocks[unseen:]
                 sequence.length -= unseen * self.block_size
                 self._dropped[i] += unseen * self.block_size
+
+
+def token_rows(states: torch.Tensor) -> torch.Tensor:
+    """[batch_size, heads, columns, head_size] -> [batch_size * columns, heads, head_size], without a copy where strides allow."""
+    batch_size, heads, columns, head_size = states.shape
+    return states.transpose(1, 2).reshape(batch_size * columns, heads, head_size)
 
 
 def row_indices(rows: torch.Tensor, batch_size: int, argument: str) -> list[int]:

@@ -46,6 +46,8 @@ def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _wants_cache(kwargs):
             kwargs["past_key_values"] = make(self.config)
+            if self.generation_config.cache_implementation is not None:  # the model's default, which nobody asked for
+                kwargs["cache_implementation"] = None
         return type(self).generate(self, *args, **kwargs)
 
     # A bound method, so that a deep copy of the model calls itself and not the original.

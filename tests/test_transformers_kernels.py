@@ -9,9 +9,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kvq_transformers import KVQCache
 from transformers import DynamicCache
 from transformers_families import eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
+
+from kvq_transformers import KVQCache
 
 
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "fixed"])

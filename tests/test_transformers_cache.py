@@ -316,6 +316,40 @@ def test_what_a_hybrids_other_layers_cannot_do_is_refused_before_anything_change
     assert cache.batch_size == 3
 
 
+def test_layers_of_an_unknown_type() -> None:
+    config = make_config("Llama")
+    config.layer_types = ["full_attention", "telepathy"]
+    with pytest.raises(ArgumentError, match="llama with layers of type 'telepathy'"):
+        KVQCache(config)
+
+
+def test_a_composite_models_text_decoder_is_switched_alone() -> None:
+    """Gemma 3 with its vision tower: text goes through kvq's pages, an image's tokens see each other and are refused."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = COMMON | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 64}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5))
+    ids = prompts(2, 20)["input_ids"].clamp(min=6)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.eval().generate(ids, **options)
+    tower = model.config.vision_config._attn_implementation
+    assert torch.equal(enable(model, "none").generate(ids, **options), expected)
+    assert model.config.text_config._attn_implementation == "kvq" and model.config.vision_config._attn_implementation == tower
+    ids[:, 3:7] = 5
+    image = {"pixel_values": torch.zeros(2, 3, 28, 28), "token_type_ids": (ids == 5).long()}
+    with pytest.raises(ArgumentError, match="tokens that see later ones"):
+        model.generate(ids, **image, **options)
+
+
 def test_no_config() -> None:
     with pytest.raises(ArgumentError, match="config: got str, need a transformers config"):
         KVQCache("llama")  # type: ignore[arg-type]

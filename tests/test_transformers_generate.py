@@ -180,3 +180,18 @@ def test_a_decode_step_compiles_once_and_as_one_graph(model: PreTrainedModel, mo
     cache.reset()
     assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache, compile_config=compiled), found)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["lazily", "early"])
+def test_chunked_prefill_compiles(early: bool) -> None:
+    """``generate`` compiles that, too. Pages made beforehand leave nothing to do inside the graph."""
+    model = make_model("Llama")
+    compiled = CompileConfig(fullgraph=early, backend="aot_eager", mode="default")
+    compiled._compile_all_devices = True
+    cache, twin, expected_cache = both(model, "int8", {"max_cache_len": 64})
+    if early:
+        cache.early_initialization(2, num_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
+    inputs = prompts(2, 24, (0, 9))
+    torch._dynamo.reset()
+    found = model.generate(**inputs, **GREEDY, past_key_values=cache, compile_config=compiled, prefill_chunk_size=8)
+    assert torch.equal(found, twin.generate(**inputs, **GREEDY, past_key_values=expected_cache))

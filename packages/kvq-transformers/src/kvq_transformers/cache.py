@@ -51,7 +51,12 @@ class KVQCache(Cache):
         for name, value, step in (("max_cache_len", max_cache_len, 1), ("block_size", block_size, 8)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % step):
                 raise ArgumentError(name, repr(value), "a positive integer" if step == 1 else f"a positive multiple of {step}")
-        layers = DynamicCache(config=text).layers
+        try:
+            layers = DynamicCache(config=text).layers
+        except KeyError as unknown:
+            raise ArgumentError(
+                "config", f"{text.model_type} with layers of type {unknown}", "types that transformers' caches know"
+            ) from None
         windows = {index: _window(layer, index, text) for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
         if not windows:
             raise ArgumentError("config", f"{text.model_type}, whose layers keep no K and V", "a model with attention layers")
@@ -74,6 +79,9 @@ class KVQCache(Cache):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        for layer in twin._pages_layers:
+            if isinstance(layer, FixedLayer) and layer.is_initialized:
+                layer.pin()
         return twin
 
     # -- facts ----------------------------------------------------------------------------------------------------------

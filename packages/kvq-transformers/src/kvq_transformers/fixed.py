@@ -36,6 +36,7 @@ class FixedLayer(KVQLayer):
             self.piece = piece_length(window)
             self.ring = min(self.num_logical, -(-(window - 1 + self.piece) // block_size) + 1)
 
+    @torch.compiler.disable  # a compiled prefill may be the first to come here; what is made must outlive its graph
     def _make_pages(self, sizes: dict[str, int]) -> None:
         size = self.block_size
         geometry = Geometry(
@@ -47,12 +48,13 @@ class FixedLayer(KVQLayer):
         rows = torch.arange(self.batch_size, device=self.device)[:, None] * self.ring
         ring = torch.arange(self.num_logical, device=self.device) % self.ring
         self.block_table = (rows + ring).to(torch.int32)
-        if not torch.compiler.is_compiling():
-            # Without fixed addresses a CUDA graph would copy the pages in and out at every replay.
-            caches = self.pages.caches
-            for tensor in (*vars(caches).values(), self.lengths, self.columns, self.block_table):
-                if tensor is not None:
-                    torch._dynamo.mark_static_address(tensor)
+        self.pin()
+
+    def pin(self) -> None:
+        """Tell torch.compile that addresses stay: it would copy the pages into and out of a CUDA graph at every replay."""
+        for tensor in (*vars(self.pages.caches).values(), self.lengths, self.columns, self.block_table):
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]  # a tensor, as transformers' StaticLayer has it
         return self.columns if self.is_initialized else 0

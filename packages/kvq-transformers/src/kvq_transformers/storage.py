@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvq_core import ops
 from kvq_core.backend import QuantKVBackend
 from kvq_core.layout import Geometry
 from kvq_core.pages import Pages
@@ -43,6 +44,9 @@ class LayerPages:
         self.backend, self.geometry, self.device = backend, geometry, device
         self._pages = Pages(backend, geometry, device, None, None)
         self.caches = self._pages.layers[0]
+        # Ops are defined at first use, which torch.compile could not trace.
+        ops.write_op(backend)
+        ops.read_op(backend)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
         # A backend is one shared instance: a copy of it would be another mode to the registered ops.

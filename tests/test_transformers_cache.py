@@ -43,7 +43,7 @@ def held_to_eager(story: Callable[[Any, Any], Logits], family: str = "Llama", **
         def forward(ids: torch.Tensor, mask: torch.Tensor | None = None, cache: Any = cache) -> torch.Tensor:
             return model(ids, attention_mask=mask, past_key_values=cache).logits
 
-        return torch.cat([logits.flatten(0, 1) for logits in story(forward, cache)])
+        return torch.cat([logits.flatten(0, -2) for logits in story(forward, cache)])
 
     exact = told(exact_twin(model), DynamicCache(config=model.config))
     eager = told(eager_twin(model), DynamicCache(config=model.config))
@@ -74,6 +74,8 @@ def test_crop(family: str, capacity: dict[str, Any]) -> None:
     assert int(cache.get_seq_length()) == 30 - 4 + 8 + 4
     cache.crop(-1000)
     assert int(cache.get_seq_length()) == 0
+    if not capacity:
+        assert cache.layers[0].table.lengths == [0, 0, 0]
 
 
 def test_rows_are_repeated_selected_and_reordered() -> None:
@@ -102,6 +104,17 @@ def test_rows_are_reordered(family: str, capacity: dict[str, Any]) -> None:
         return found
 
     held_to_eager(story, family, **capacity)
+
+
+def test_rows_of_different_lengths_are_reordered(capacity: dict[str, Any]) -> None:
+    rows, mask = torch.tensor([2, 0, 0]), prompts(3, 24, (0, 5, 17))["attention_mask"]
+
+    def story(forward: Any, cache: Any) -> Logits:
+        first = forward(IDS[:, :19], mask[:, :19])
+        cache.reorder_cache(rows)
+        return [first[mask[:, :19].bool()], forward(IDS[:, 19:23], mask[rows, :23]), forward(IDS[:, 23:24], mask[rows])]
+
+    held_to_eager(story, **capacity)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
@@ -156,6 +169,23 @@ def test_padding_may_stand_anywhere_in_a_growing_cache() -> None:
             alone = model(ids[row : row + 1, real[row]], past_key_values=KVQCache(model.config, "int4")).logits
             torch.testing.assert_close(whole[row : row + 1, real[row]], alone, rtol=1e-4, atol=1e-4)
     assert cache.layers[0].table.lengths == real.sum(1).tolist()
+
+
+def test_each_turn_may_be_padded_on_the_left(capacity: dict[str, Any]) -> None:
+    """Between the turns of a row then lies padding, which must not end up in the place of a token."""
+    model = make_model("Llama")
+    real = torch.tensor([[0] * 2 + [1] * 18 + [0] * 3 + [1] * 9 + [1], [1] * 20 + [0] * 10 + [1] * 2 + [1]]).bool()
+    ids, positions = IDS[:2, :33], (real.cumsum(1) - 1).clamp(min=0)
+    cache = KVQCache(model.config, "int8", **capacity)
+    found = []
+    with torch.no_grad():
+        for part in (slice(0, 20), slice(20, 32), slice(32, 33)):
+            inputs = {"attention_mask": real[:, : part.stop].long(), "position_ids": positions[:, part]}
+            found.append(model(ids[:, part], **inputs, past_key_values=cache).logits)
+        whole = torch.cat(found, 1)
+        for row in range(2):
+            alone = model(ids[row : row + 1, real[row]], past_key_values=KVQCache(model.config, "int8")).logits
+            torch.testing.assert_close(whole[row : row + 1, real[row]], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_a_forward_without_a_kvq_cache_is_plain_attention() -> None:

@@ -2,8 +2,8 @@
 
 Every row owns ``ceil(max_cache_len / block_size)`` blocks from the start, or, under a sliding window, a ring of as many as the window
 and one piece of a prompt need: logical block i lies in the ring's block ``i % ring``, and what a new token overwrites is out of sight.
-Padding has no slot. Real tokens must be the last ones of a row in each forward (left padding): then row t of ``n`` new columns sits at position
-``length - n + t`` whatever is padded before it, and a padding row, at a negative position, sees nothing.
+Padding has no slot. Real tokens must be the last ones of a row in each forward (left padding): then row t of ``n`` new columns sits at
+position ``length - n + t`` whatever is padded before it, and a padding row before the first token, at a negative position, sees nothing.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODE_PACKAGES = ("kvq_int2", "kvq_int4", "kvq_int8fp8")
+FRAMEWORKS = ("kvq_transformers",)
 MAX_LINES = 400
 
 
@@ -59,7 +60,7 @@ def is_jit_file(tree: ast.Module) -> bool:
 @pytest.mark.quick
 def test_the_rules_see_the_files() -> None:
     names = {module_name(path) for path in source_files()}
-    assert {"kvq_core", "kvq_core.backend", *MODE_PACKAGES} <= names
+    assert {"kvq_core", "kvq_core.backend", *MODE_PACKAGES, *FRAMEWORKS} <= names
     targets = {target for _, target in imports(ROOT / "packages/kvq-core/src/kvq_core/registry.py")}
     assert {"os", "importlib.metadata.entry_points", "kvq_core.errors.ArgumentError", "kvq_core.backend.QuantKVBackend"} <= targets
 
@@ -72,11 +73,14 @@ def required(extra: str) -> set[str]:
 
 def test_packages_import_what_they_declare() -> None:
     """A mode: the core, torch and triton. The core: safetensors too, in its command line what prints and (extra ``plots``) draws, in its
-    shipped test suite what the extra ``testing`` brings."""
+    shipped test suite what the extra ``testing`` brings. A framework's package: the core, torch and the framework; kernels and modes are
+    the core's business.
+    """
 
     def allowed(module: str, target: str) -> bool:
         own = module.partition(".")[0]
-        declared = {own, "kvq_core", "torch", "triton", *sys.stdlib_module_names}
+        declared = {own, "kvq_core", "torch", *sys.stdlib_module_names}
+        declared |= {own.removeprefix("kvq_")} if own in FRAMEWORKS else {"triton"}
         if own == "kvq_core":
             declared |= {"safetensors", "fast_hadamard_transform"}  # the latter only if installed
         if within(module, "kvq_core.evaluation.huggingface"):
@@ -90,8 +94,16 @@ def test_packages_import_what_they_declare() -> None:
     assert not violations(allowed)
 
 
-def test_the_core_imports_no_mode() -> None:
-    assert not violations(lambda module, target: not within(module, "kvq_core") or target.partition(".")[0] not in MODE_PACKAGES)
+def test_the_core_imports_no_mode_and_no_framework() -> None:
+    """But for what evaluates a framework's model, if it is installed."""
+
+    def allowed(module: str, target: str) -> bool:
+        top = target.partition(".")[0]
+        if within(module, "kvq_core.evaluation.huggingface"):
+            return top not in MODE_PACKAGES
+        return not within(module, "kvq_core") or top not in (*MODE_PACKAGES, *FRAMEWORKS)
+
+    assert not violations(allowed)
 
 
 def test_kernels_import_only_kernels() -> None:
@@ -111,6 +123,7 @@ def test_nothing_shipped_imports_the_test_suite() -> None:
         ("import kvq_core", {"torch", "triton", "numpy", "click", "tabulate", "tqdm", *MODE_PACKAGES}),
         ("from kvq_core import *", {"triton", *MODE_PACKAGES}),
         *((f"import {package}", {"triton", *MODE_PACKAGES} - {package}) for package in MODE_PACKAGES),
+        *((f"import {package}", {*MODE_PACKAGES}) for package in FRAMEWORKS),
     ],
 )
 def test_what_an_import_drags_in(program: str, absent: set[str]) -> None:

@@ -1,8 +1,8 @@
 """``kvq eval`` on a small random model: its table, its files, and what it says of bad input."""
 
 import csv
-import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,8 +104,8 @@ def test_models_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
     assert "not a tiny model's weights" in refused("--model", str(tmp_path / "model.safetensors"), "--text", text)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("kvq_transformers") is not None, reason="kvq-transformers is installed")
-def test_a_hugging_face_model_names_what_it_needs(text: str, tmp_path: Path) -> None:
+def test_a_hugging_face_model_names_what_it_needs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvq_transformers", None)  # as if it were not installed
     (tmp_path / "config.json").write_text("{}")
     for model in ("Qwen/Qwen3-0.6B", str(tmp_path)):
         assert "pip install kvq-transformers" in refused("--model", model, "--text", text)

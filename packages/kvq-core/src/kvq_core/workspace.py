@@ -12,6 +12,7 @@ for as long as the graph lives, and hands it out again only to what the same str
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -42,8 +43,24 @@ class _Workspaces:
             if _capturing(device):
                 return torch.empty(size, dtype=torch.float32, device=device)
             grown = max(size, kept[-1].numel() * 3 // 2 if kept else 0, 1 << 16)
-            kept.append(torch.empty(grown, dtype=torch.float32, device=device))
+            kept.append(_buffer(grown, device))
             return kept[-1]
+
+
+def _buffer(size: int, device: torch.device) -> torch.Tensor:
+    """Uninitialized float32 memory of the allocator's ordinary pool.
+
+    While torch.compile warms a CUDA graph up, without capturing yet, what this thread allocates comes from the graph's own pool, whose
+    checks refuse memory that stays. Another thread's allocations do not.
+    """
+
+    def allocate() -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    if device.type != "cuda":
+        return allocate()
+    with ThreadPoolExecutor(1) as outside:
+        return outside.submit(allocate).result()
 
 
 _WORKSPACES = _Workspaces()

@@ -30,14 +30,15 @@ def load(name: str, device: torch.device) -> HuggingFaceSubject:
         ArgumentError: neither a folder here nor an id on the hub holds such a model.
     """
     try:
-        import kvq_transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import kvq_transformers
     except ImportError as missing:
         need = "pip install kvq-transformers (which brings transformers)"
         raise MissingPackageError(f"a Hugging Face model ({name}) needs kvq-transformers: {missing}; {need}") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if device.type == "cuda" else torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if device.type == "cuda" else torch.float32)
     except (OSError, ValueError, KeyError) as problem:
         why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         raise ArgumentError("model", f"{name!r}: {why}", "a folder with a model and its tokenizer, or an id on the hub") from problem

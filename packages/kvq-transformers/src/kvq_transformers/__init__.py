@@ -1,0 +1,21 @@
+"""Quantized, paged KV caches for Hugging Face transformers.
+
+::
+
+    from kvq_transformers import KVQCache, enable
+
+    model.generate(**inputs, past_key_values=KVQCache(model.config, mode="int4"))
+    enable(model, mode="int4").generate(**inputs)  # the same, for every generate from now on
+
+Importing this package registers the attention implementation ``kvq`` with transformers; the modes come from kvq's other packages.
+"""
+
+from kvq_transformers.attention import register
+from kvq_transformers.cache import KVQCache
+from kvq_transformers.switch import disable, enable
+
+register()
+
+__version__ = "0.1.0"
+
+__all__ = ["KVQCache", "disable", "enable"]

@@ -1,0 +1,140 @@
+"""kvq's entry in transformers' attention interface: ``attn_implementation="kvq"``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.registry import get_backend
+from kvq_transformers.layers import HANDLE, GrowingLayer, KVQLayer
+from kvq_transformers.masks import kvq_mask, padding_of
+from kvq_transformers.rows import RowTable
+from kvq_transformers.storage import Scoring
+
+NAME: Final = "kvq"
+_REFUSED: Final = {
+    "output_attentions": "False: attention weights never exist as a tensor",
+    "position_bias": "None: kvq adds no learned bias to scores",
+    "cu_seq_lens_q": "None: sequences of a KVQCache are rows of the batch",
+}
+
+
+def kvq_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a transformers layer over the pages of the ``KVQCache`` that ``key`` comes from.
+
+    Without one (no cache, or another cache), over pages that live as long as this call, unquantized.
+
+    Args:
+        query: [batch_size, num_query_heads, columns, head_size]; key, value: [batch_size, num_kv_heads, columns, head_size(_v)].
+        attention_mask: what :func:`kvq_transformers.masks.kvq_mask` made.
+        scaling, sliding_window, softcap: of the scores, as transformers names them; s_aux: [num_query_heads], the sinks.
+
+    Returns:
+        ([batch_size, columns, num_query_heads, head_size_v], None): no weights.
+
+    Raises:
+        ArgumentError: something that the kernels have no counterpart for.
+    """
+    layer: KVQLayer | None = getattr(key, HANDLE, None)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        if layer is not None:
+            raise ArgumentError("is_causal", "False", "causal attention: a token must not see later ones")
+        # An encoder beside the decoder, such as a vision tower.
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=False, **kwargs)
+    for name, need in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ArgumentError(name, "a value" if isinstance(kwargs[name], torch.Tensor) else repr(kwargs[name]), need)
+    if dropout:
+        raise ArgumentError("dropout", dropout, "0: call model.eval()")
+    window = sliding_window
+    if layer is None:
+        layer = _passing_layer(key, value, attention_mask)
+    elif layer.window is not None:
+        window = layer.window if window is None else min(window, layer.window)
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux)
+    mask = padding_of(attention_mask, query.shape[2])
+    if torch.is_grad_enabled() and query.requires_grad:
+        with torch.no_grad():
+            out = layer.attend(query, key, value, mask, scoring)
+        return _NoBackward.apply(query, out), None
+    return layer.attend(query, key, value, mask, scoring), None
+
+
+def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> GrowingLayer:
+    """A layer for keys that no ``KVQCache`` holds: all of them are in ``key``."""
+    if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        got = f"{key.shape[2]} keys, {attention_mask.shape[-1]} of them written"
+        raise ArgumentError("past_key_values", got, "a KVQCache (with max_cache_len) in place of a static cache, under kvq's attention")
+    layer = GrowingLayer(get_backend("none"), -1, RowTable(block_size=64))
+    layer.update(key, value)
+    return layer
+
+
+class _NoBackward(torch.autograd.Function):
+    """Passes a result on, and says so when someone asks for gradients that nothing computed."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise KVQError('kvq\'s attention has no backward pass: train with another implementation (model.set_attn_implementation("sdpa"))')
+
+
+class _Switched:
+    """Which implementation each switched config had before. By identity: configs have no hash, and are no place for private notes."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, str | None] = {}
+
+    def on(self, config: PretrainedConfig) -> None:
+        if config._attn_implementation != NAME:
+            if id(config) not in self._before:
+                weakref.finalize(config, self._before.pop, id(config), None)
+            self._before[id(config)] = config._attn_implementation
+            config._attn_implementation = NAME
+
+    def off(self, config: PretrainedConfig) -> None:
+        if config._attn_implementation == NAME:
+            # Eager attention is what every model has.
+            config._attn_implementation = self._before.get(id(config)) or "eager"
+
+
+_SWITCHED = _Switched()
+
+
+def switch_on(config: PretrainedConfig) -> None:
+    """Let the model of ``config`` use kvq's attention from its next forward on."""
+    _SWITCHED.on(config)
+
+
+def switch_off(config: PretrainedConfig) -> None:
+    """Back to the attention implementation from before :func:`switch_on`."""
+    _SWITCHED.off(config)
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvq"`` known to transformers: its attention and its masks."""
+    AttentionInterface.register(NAME, kvq_attention)
+    AttentionMaskInterface.register(NAME, kvq_mask)

@@ -1,0 +1,51 @@
+"""Which mode each layer is stored in: one for all, or by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvq_core.backend import QuantKVBackend
+from kvq_core.errors import ArgumentError
+from kvq_core.registry import get_backend
+
+Mode = str | QuantKVBackend | tuple[str | QuantKVBackend, str | QuantKVBackend]
+Modes = Mode | Mapping[int | str, Mode]
+"""A mode's name, alias or backend; a pair of them for K and V; or a mapping of layer numbers (negative: from the end) and "default"."""
+
+
+def layer_modes(mode: Modes, layers: list[int], num_layers: int) -> dict[int, QuantKVBackend]:
+    """The backend of each of ``layers``, the attention layers of a model of ``num_layers``.
+
+    Raises:
+        ArgumentError: a layer that is not there or has no K and V, no default for some layer, or different modes for K and V.
+        UnknownModeError: no installed package provides a mode.
+    """
+    if not isinstance(mode, Mapping):
+        backend = _backend(mode, "mode")
+        return dict.fromkeys(layers, backend)
+    chosen: dict[int, Mode] = {}
+    for key, value in mode.items():
+        if key == "default":
+            continue
+        if not isinstance(key, int) or isinstance(key, bool) or not -num_layers <= key < num_layers:
+            raise ArgumentError("mode", f"layer {key!r}", f'"default" or a layer from {-num_layers} to {num_layers - 1}')
+        if key % num_layers not in layers:
+            raise ArgumentError("mode", f"layer {key}", f"a layer that keeps K and V: one of {layers}")
+        if chosen.setdefault(key % num_layers, value) != value:
+            raise ArgumentError("mode", f"two modes for layer {key % num_layers}", "one")
+    missing = [layer for layer in layers if layer not in chosen]
+    if missing and "default" not in mode:
+        raise ArgumentError("mode", f"no mode for layers {missing}", 'one for each, or a "default"')
+    return {layer: _backend(chosen.get(layer, mode.get("default", "none")), f"mode[{layer}]") for layer in layers}
+
+
+def _backend(mode: Mode, argument: str) -> QuantKVBackend:
+    if isinstance(mode, tuple):
+        if len(mode) != 2:
+            raise ArgumentError(argument, f"{len(mode)} modes", "one, or a pair for K and V")
+        key, value = _backend(mode[0], argument), _backend(mode[1], argument)
+        if key is not value:
+            need = "the same mode for both: a mode's kernels read K and V in one format (give layers different modes instead)"
+            raise ArgumentError(argument, f"{key.mode} for K and {value.mode} for V", need)
+        return key
+    return mode if isinstance(mode, QuantKVBackend) else get_backend(mode)

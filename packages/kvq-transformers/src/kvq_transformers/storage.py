@@ -1,0 +1,139 @@
+"""The pages of one model layer: bytes in a mode's format, written and read through the mode's two doors."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvq_core import ops
+from kvq_core.backend import QuantKVBackend
+from kvq_core.layout import Geometry
+from kvq_core.pages import Pages
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a model's layer turns q.k into weights, in the terms of ``unified_attention``.
+
+    ``window`` is transformers' ``sliding_window``: keys a row sees, its own included (``None``: all). ``sinks`` [num_query_heads].
+    """
+
+    softmax_scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Who attends to what, as ``unified_attention`` takes it: int32 tensors on the layer's device."""
+
+    cu_seqlens_q: torch.Tensor
+    seqused_k: torch.Tensor
+    block_table: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class LayerPages:
+    """K and V of one layer in ``num_blocks`` blocks, as ``backend`` stores them. Knows nothing about who holds which block."""
+
+    def __init__(self, backend: QuantKVBackend, geometry: Geometry, device: torch.device) -> None:
+        self.backend, self.geometry, self.device = backend, geometry, device
+        self._pages = Pages(backend, geometry, device, None, None)
+        self.caches = self._pages.layers[0]
+        # Ops are defined at first use, which torch.compile could not trace.
+        ops.write_op(backend)
+        ops.read_op(backend)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
+        # A backend is one shared instance: a copy of it would be another mode to the registered ops.
+        twin = copy(self)
+        twin._allocate(self.geometry.num_blocks)
+        twin._take(self._pages, slice(None))
+        return twin
+
+    @property
+    def num_blocks(self) -> int:
+        return self.geometry.num_blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, free blocks included."""
+        return self._pages.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._pages.bytes_per_slot
+
+    def grow(self, num_blocks: int) -> None:
+        """Make room for ``num_blocks`` blocks; those there are keep their numbers and bytes."""
+        if num_blocks > self.num_blocks:
+            old = self._pages
+            self._allocate(num_blocks)
+            self._take(old, slice(old.layers[0].key_cache.shape[0]))
+
+    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy blocks (from, to), codes and scales."""
+        if copies:
+            self._pages.copy_blocks(copies)
+
+    def gather_blocks(self, blocks: torch.Tensor) -> None:
+        """Block i becomes what block ``blocks[i]`` was, at the same addresses; ``blocks`` [n] int64, n at most ``num_blocks``."""
+        for buffer in self._buffers(self._pages).values():
+            buffer[:, : len(blocks)] = buffer.index_select(1, blocks)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Store rows [num_tokens, num_kv_heads, head_size(_v)] in the slots of ``slot_mapping`` (negative: skip)."""
+        caches = self.caches
+        self.backend.reshape_and_cache(
+            key,
+            value,
+            caches.key_cache,
+            caches.value_cache,
+            slot_mapping,
+            k_scale_cache=caches.k_scale_cache,
+            v_scale_cache=caches.v_scale_cache,
+        )
+
+    def attend(self, q: torch.Tensor, out: torch.Tensor, batch: Batch, scoring: Scoring) -> None:
+        """Causal attention of rows ``q`` [num_tokens, num_query_heads, head_size] over the pages, into ``out``."""
+        caches = self.caches
+        self.backend.unified_attention(
+            q,
+            caches.key_cache,
+            caches.value_cache,
+            out,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q,
+            seqused_k=batch.seqused_k,
+            max_seqlen_k=batch.max_seqlen_k,
+            softmax_scale=scoring.softmax_scale,
+            window_size=(-1, -1) if scoring.window is None else (scoring.window - 1, 0),
+            block_table=batch.block_table,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+            alibi_slopes=None,
+            use_alibi_sqrt=False,
+            qq_bias=None,
+            output_scale=None,
+            mm_prefix_range=None,
+            k_scale_cache=caches.k_scale_cache,
+            v_scale_cache=caches.v_scale_cache,
+        )
+
+    def _allocate(self, num_blocks: int) -> None:
+        self.geometry = replace(self.geometry, num_blocks=num_blocks)
+        self._pages = Pages(self.backend, self.geometry, self.device, None, None)
+        self.caches = self._pages.layers[0]
+
+    def _take(self, old: Pages, blocks: slice) -> None:
+        for name, buffer in self._buffers(self._pages).items():
+            buffer[:, blocks] = old.tensors[name]
+
+    @staticmethod
+    def _buffers(pages: Pages) -> dict[str, torch.Tensor]:
+        """The byte buffers [1, num_blocks, ...]; scales that a caller gives (one float a layer) are not among them."""
+        return {name: tensor for name, tensor in pages.tensors.items() if tensor.dim() > 1}

@@ -1,0 +1,482 @@
+"""KVQCache as a container: rows, lengths, blocks and bytes; and everything it refuses."""
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from transformers import AutoConfig, DynamicCache, StaticCache
+from transformers_families import COMMON, eager_twin, exact_twin, make_config, make_model, prompts, worst
+
+from kvq_core import ArgumentError, KVQError, UnknownModeError, get_backend
+from kvq_core.testing import places
+from kvq_transformers import KVQCache, enable
+from kvq_transformers.rows import RowTable, piece_length
+
+CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
+Logits = list[torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.enter("eager", monkeypatch)
+
+
+@pytest.fixture(params=CAPACITIES)
+def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return CAPACITIES[request.param]
+
+
+def held_to_eager(story: Callable[[Any, Any], Logits], family: str = "Llama", **capacity: Any) -> KVQCache:
+    """Tell ``story(forward, cache)`` to a KVQCache in mode ``none`` and to transformers' cache, and compare the logits it returns."""
+    model = make_model(family)
+    cache = KVQCache(model.config, "none", **capacity)
+
+    def told(model: Any, cache: Any) -> torch.Tensor:
+        @torch.no_grad()
+        def forward(ids: torch.Tensor, mask: torch.Tensor | None = None, cache: Any = cache) -> torch.Tensor:
+            return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+        return torch.cat([logits.flatten(0, -2) for logits in story(forward, cache)])
+
+    exact = told(exact_twin(model), DynamicCache(config=model.config))
+    eager = told(eager_twin(model), DynamicCache(config=model.config))
+    found = told(model, cache)
+    ones = torch.ones(len(exact))
+    assert worst(found, exact, ones) <= 2 * worst(eager, exact, ones)
+    return cache
+
+
+IDS = prompts(3, 60)["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_crop(family: str, capacity: dict[str, Any]) -> None:
+    def story(forward: Any, cache: Any) -> Logits:
+        cache.activate_past_recording()
+        found = [forward(IDS[:, :30])]
+        cache.crop(-4)
+        found += [forward(IDS[:, 30:37])]
+        cache.crop(0)
+        found += [forward(IDS[:, 37:38])]
+        cache.crop(0)
+        found += [forward(IDS[:, 38:40])]
+        cache.crop(torch.tensor(-2))  # generate's assisted decoding counts on the device
+        return [*found, forward(IDS[:, 40:44])]
+
+    cache = held_to_eager(story, family, **capacity)
+    assert int(cache.get_seq_length()) == 30 - 4 + 8 + 4
+    cache.crop(-1000)
+    assert int(cache.get_seq_length()) == 0
+    if not capacity:
+        assert cache.layers[0].table.lengths == [0, 0, 0]
+
+
+def test_rows_are_repeated_selected_and_reordered() -> None:
+    def story(forward: Any, cache: Any) -> Logits:
+        found = [forward(IDS[:2, :19])]
+        cache.batch_repeat_interleave(3)
+        found += [forward(IDS[:, 19:21].repeat(2, 1))]
+        cache.reorder_cache(torch.tensor([5, 0, 1, 1, 2, 5]))
+        found += [forward(IDS[:, 21:22].repeat(2, 1))]
+        cache.batch_select_indices(torch.tensor([4, 1, 0]))
+        found += [forward(IDS[:, 22:40])]
+        cache.batch_select_indices(torch.tensor([1]))
+        return [*found, forward(IDS[:1, 40:41])]
+
+    cache = held_to_eager(story)
+    assert cache.batch_size == 1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_rows_are_reordered(family: str, capacity: dict[str, Any]) -> None:
+    def story(forward: Any, cache: Any) -> Logits:
+        found = [forward(IDS[:, :19])]
+        for step, rows in enumerate([[2, 2, 0], [0, 1, 2], [1, 0, 0], [2, 2, 2]]):
+            cache.reorder_cache(torch.tensor(rows))
+            found += [forward(IDS[:, 19 + step : 20 + step])]
+        return found
+
+    held_to_eager(story, family, **capacity)
+
+
+def test_rows_of_different_lengths_are_reordered(capacity: dict[str, Any]) -> None:
+    rows, mask = torch.tensor([2, 0, 0]), prompts(3, 24, (0, 5, 17))["attention_mask"]
+
+    def story(forward: Any, cache: Any) -> Logits:
+        first = forward(IDS[:, :19], mask[:, :19])
+        cache.reorder_cache(rows)
+        return [first[mask[:, :19].bool()], forward(IDS[:, 19:23], mask[rows, :23]), forward(IDS[:, 23:24], mask[rows])]
+
+    held_to_eager(story, **capacity)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_copies_are_independent(family: str, capacity: dict[str, Any]) -> None:
+    def story(forward: Any, cache: Any) -> Logits:
+        forward(IDS[:, :21])
+        twin = copy.deepcopy(cache)
+        first = forward(IDS[:, 21:24])
+        return [first, forward(IDS[:, 30:33], cache=twin), forward(IDS[:, 24:25]), forward(IDS[:, 33:34], cache=twin)]
+
+    held_to_eager(story, family, **capacity)
+
+
+def test_a_copy_shares_the_mode_and_nothing_else() -> None:
+    model = make_model("Llama")
+    cache = KVQCache(model.config, "int4")
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    assert twin.layers[0].backend is cache.layers[0].backend is get_backend("int4")
+    assert twin.layers[0].table is twin.layers[1].table is not cache.layers[0].table
+    assert torch.equal(twin.layers[0].pages.caches.key_cache, cache.layers[0].pages.caches.key_cache)
+    assert twin.layers[0].pages.caches.key_cache.data_ptr() != cache.layers[0].pages.caches.key_cache.data_ptr()
+    assert copy.deepcopy(KVQCache(model.config, "int4")).nbytes == 0
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_reset_leaves_no_trace(family: str, capacity: dict[str, Any]) -> None:
+    model = make_model(family)
+    cache, fresh = (KVQCache(model.config, "int8", **capacity) for _ in range(2))
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        cache.reset()
+        assert int(cache.get_seq_length()) == 0
+        again = model(IDS[:, :30].flip(0), past_key_values=cache).logits
+        assert torch.equal(again, model(IDS[:, :30].flip(0), past_key_values=fresh).logits)
+
+
+def test_padding_may_stand_anywhere_in_a_growing_cache() -> None:
+    """On the right and in the middle: compared with each row alone, without padding."""
+    model = make_model("Llama")
+    real = torch.tensor([[1] * 8 + [0] * 4 + [1] * 6, [0] * 3 + [1] * 6 + [0] * 2 + [1] * 7, [1] * 12 + [0] * 6]).bool()
+    ids, positions = IDS[:, :18], (real.cumsum(1) - 1).clamp(min=0)
+    cache = KVQCache(model.config, "int4")
+    found = []
+    with torch.no_grad():
+        for part in (slice(0, 11), slice(11, 12), slice(12, 18)):
+            inputs = {"attention_mask": real[:, : part.stop].long(), "position_ids": positions[:, part]}
+            found.append(model(ids[:, part], **inputs, past_key_values=cache).logits)
+        whole = torch.cat(found, 1)
+        for row in range(3):
+            alone = model(ids[row : row + 1, real[row]], past_key_values=KVQCache(model.config, "int4")).logits
+            torch.testing.assert_close(whole[row : row + 1, real[row]], alone, rtol=1e-4, atol=1e-4)
+    assert cache.layers[0].table.lengths == real.sum(1).tolist()
+
+
+def test_each_turn_may_be_padded_on_the_left(capacity: dict[str, Any]) -> None:
+    """Between the turns of a row then lies padding, which must not end up in the place of a token."""
+    model = make_model("Llama")
+    real = torch.tensor([[0] * 2 + [1] * 18 + [0] * 3 + [1] * 9 + [1], [1] * 20 + [0] * 10 + [1] * 2 + [1]]).bool()
+    ids, positions = IDS[:2, :33], (real.cumsum(1) - 1).clamp(min=0)
+    cache = KVQCache(model.config, "int8", **capacity)
+    found = []
+    with torch.no_grad():
+        for part in (slice(0, 20), slice(20, 32), slice(32, 33)):
+            inputs = {"attention_mask": real[:, : part.stop].long(), "position_ids": positions[:, part]}
+            found.append(model(ids[:, part], **inputs, past_key_values=cache).logits)
+        whole = torch.cat(found, 1)
+        for row in range(2):
+            alone = model(ids[row : row + 1, real[row]], past_key_values=KVQCache(model.config, "int8")).logits
+            torch.testing.assert_close(whole[row : row + 1, real[row]], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_without_a_kvq_cache_is_plain_attention() -> None:
+    model = make_model("Gemma2")
+    twin = eager_twin(model)
+    KVQCache(model.config)  # switches the model to kvq's attention
+    inputs = prompts(2, 30, (0, 7))
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = twin(**inputs).logits
+        torch.testing.assert_close(model(**inputs).logits[real], expected[real], rtol=1e-4, atol=1e-4)
+        own, theirs = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        for part in (slice(0, 20), slice(20, 29), slice(29, 30)):
+            step = {"attention_mask": inputs["attention_mask"][:, : part.stop]}
+            found = model(inputs["input_ids"][:, part], **step, past_key_values=own).logits
+            expected = twin(inputs["input_ids"][:, part], **step, past_key_values=theirs).logits
+            torch.testing.assert_close(found[real[:, part]], expected[real[:, part]], rtol=1e-4, atol=1e-4)
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------------
+
+
+def test_padding_takes_no_blocks_and_growth_wastes_little() -> None:
+    model = make_model("Llama")
+    cache = KVQCache(model.config, "none")
+    mask = torch.ones(3, 60, dtype=torch.long)
+    mask[:2, :50] = 0
+    with torch.no_grad():
+        model(IDS, attention_mask=mask, past_key_values=cache)
+    assert cache.layers[0].table.lengths == [10, 10, 60]
+    tokens = 10 + 10 + 60
+    assert cache.bytes_per_token == 2 * 2 * 2 * 64 * 4
+    # At most a started block and two to spare a row.
+    assert tokens <= cache.nbytes / cache.bytes_per_token <= tokens + 3 * 3 * 16
+
+
+def test_beams_share_what_they_have_in_common() -> None:
+    table = RowTable(block_size=16)
+    table.start(1)
+    table.advance(160, None)
+    table.select([0] * 8)
+    held = {block for piece in table.pieces for row in piece.growth.rows for block in row.blocks}
+    assert held == set()
+    table.advance(1, None)
+    (piece,) = table.pieces
+    blocks = [set(row.blocks) for row in piece.growth.rows]
+    assert len(set.intersection(*blocks)) == 10 and len(set.union(*blocks)) == 10 + 8
+    table.advance(1, None)
+    (piece,) = table.pieces
+    assert piece.growth.copies == ()
+    table.select([3, 3])
+    table.advance(1, None)
+    (piece,) = table.pieces
+    assert len(piece.growth.copies) == 1  # one of the two keeps the original
+
+
+def test_tokens_behind_a_window_take_no_space(capacity: dict[str, Any]) -> None:
+    window = 40
+    capacity = capacity and {"max_cache_len": 4000}
+    model = make_model("Mistral", sliding_window=window, num_hidden_layers=1, max_position_embeddings=4096)
+    cache = KVQCache(model.config, "int4", **capacity)
+    ids = torch.randint(3, 97, (1, 3000), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model(ids, past_key_values=cache).logits[:, -1]
+        expected = eager_twin(model)(ids[:, -2 * window :], position_ids=torch.arange(3000 - 2 * window, 3000)[None]).logits[:, -1]
+        assert found.shape == expected.shape
+        for step in range(100):
+            model(ids[:, step : step + 1], past_key_values=cache)
+    assert int(cache.get_seq_length()) == 3100
+    tokens = cache.nbytes / cache.bytes_per_token
+    assert tokens <= (window + piece_length(window) + 3 * 16) * 1.25
+
+
+def test_long_prompts_behind_a_window_are_exact(capacity: dict[str, Any]) -> None:
+    """Longer than several pieces, padded, then decoded on."""
+    count = 2 * piece_length(11) + 100
+    capacity = capacity and {"max_cache_len": count + 8}
+    model = make_model("Mistral", num_hidden_layers=1, max_position_embeddings=4096)
+    inputs = prompts(2, count + 4, (0, 700))
+    mask = inputs["attention_mask"]
+
+    @torch.no_grad()
+    def run(model: Any, cache: Any) -> torch.Tensor:
+        parts = (slice(0, count), slice(count, count + 1), slice(count + 1, count + 4))
+        steps = [(inputs["input_ids"][:, part], mask[:, : part.stop]) for part in parts]
+        return torch.cat([model(ids, attention_mask=seen, past_key_values=cache).logits for ids, seen in steps], 1)
+
+    found = run(model, KVQCache(model.config, "none", **capacity))
+    expected = run(eager_twin(model), DynamicCache(config=model.config))
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)
+
+
+def test_cropping_what_a_window_has_dropped_is_an_error() -> None:
+    model = make_model("Mistral")
+    cache = KVQCache(model.config, "none")
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"removing 20 tokens .* activate_past_recording"):
+        cache.crop(-20)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("deepseek_v3", {}, "multi-head latent attention"),
+        ("llama4_text", {}, "chunked attention"),
+        ("t5", {}, "an encoder-decoder model"),
+        ("gemma3n_text", {}, "layers that read another layer's K and V"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
+        ("falcon_h1", {}, "LinearAttentionAndFullAttentionLayer"),
+        ("mamba2", {}, "whose layers keep no K and V"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused_with_the_reason(model_type: str, changes: dict[str, Any], reason: str) -> None:
+    config = AutoConfig.for_model(model_type, **changes)
+    before = config.get_text_config()._attn_implementation
+    with pytest.raises(ArgumentError, match=reason):
+        KVQCache(config, "int8")
+    assert config.get_text_config()._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mode": "int5"}, UnknownModeError, "installed: "),
+        ({"mode": ("int8", "int4")}, ArgumentError, "int8_per_token_head for K and int4_per_token_head for V, need the same mode"),
+        ({"mode": ("int8", "int8", "int8")}, ArgumentError, "3 modes"),
+        ({"mode": {0: "int4"}}, ArgumentError, r"no mode for layers \[1\]"),
+        ({"mode": {"default": "int4", 2: "none"}}, ArgumentError, "layer 2, need .* from -2 to 1"),
+        ({"mode": {"default": "int4", "first": "none"}}, ArgumentError, "layer 'first'"),
+        ({"mode": {"default": "int4", 1: "none", -1: "int8"}}, ArgumentError, "two modes for layer 1"),
+        ({"max_cache_len": 0}, ArgumentError, "max_cache_len: got 0"),
+        ({"block_size": 12}, ArgumentError, "block_size: got 12, need a positive multiple of 8"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    config = make_config("Llama")
+    with pytest.raises(error, match=message):
+        KVQCache(config, **arguments)
+    assert KVQCache(config, ("int4", "int4_per_token_head")).modes == dict.fromkeys(range(2), "int4_per_token_head")
+
+
+def test_a_hybrids_other_layers_have_no_mode() -> None:
+    with pytest.raises(ArgumentError, match=r"layer 0, need a layer that keeps K and V: one of \[1\]"):
+        KVQCache(make_config("Lfm2"), {"default": "int4", 0: "none"})
+
+
+def test_what_a_hybrids_other_layers_cannot_do_is_refused_before_anything_changes() -> None:
+    model = make_model("Lfm2")
+    cache = KVQCache(model.config, "none")
+    with torch.no_grad():
+        model(IDS[:, :9], past_key_values=cache)
+    with pytest.raises(KVQError, match="batch_repeat_interleave: layers of type LinearAttentionLayer"):
+        cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 3
+
+
+def test_layers_of_an_unknown_type() -> None:
+    config = make_config("Llama")
+    config.layer_types = ["full_attention", "telepathy"]
+    with pytest.raises(ArgumentError, match="llama with layers of type 'telepathy'"):
+        KVQCache(config)
+
+
+def test_a_composite_models_text_decoder_is_switched_alone() -> None:
+    """Gemma 3 with its vision tower: text goes through kvq's pages, an image's tokens see each other and are refused."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = COMMON | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 64}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5))
+    ids = prompts(2, 20)["input_ids"].clamp(min=6)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.eval().generate(ids, **options)
+    tower = model.config.vision_config._attn_implementation
+    assert torch.equal(enable(model, "none").generate(ids, **options), expected)
+    assert model.config.text_config._attn_implementation == "kvq" and model.config.vision_config._attn_implementation == tower
+    ids[:, 3:7] = 5
+    image = {"pixel_values": torch.zeros(2, 3, 28, 28), "token_type_ids": (ids == 5).long()}
+    with pytest.raises(ArgumentError, match="tokens that see later ones"):
+        model.generate(ids, **image, **options)
+
+
+def test_no_config() -> None:
+    with pytest.raises(ArgumentError, match="config: got str, need a transformers config"):
+        KVQCache("llama")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="model: got LlamaConfig, need a transformers model with generate"):
+        enable(make_config("Llama"))
+
+
+def test_what_a_forward_cannot_do() -> None:
+    model = make_model("Llama")
+    ids = IDS[:, :6]
+    square = torch.zeros(3, 1, 6, 6)
+    for options, message in (
+        ({"output_attentions": True}, "output_attentions: got True, need False"),
+        ({"attention_mask": square}, "kvq takes no custom mask"),
+        ({"attention_mask": torch.ones(3, 4)}, "attention_mask: got 4 columns, need 6"),
+        ({"past_key_values": StaticCache(model.config, max_cache_len=10)}, "in place of a static cache"),
+    ):
+        cache = {"past_key_values": KVQCache(model.config)}
+        with pytest.raises(ArgumentError, match=message), torch.no_grad():
+            model(ids, **(cache | options))
+    model.train()
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ArgumentError, match=r"dropout: got 0\.1"):
+        model(ids, past_key_values=KVQCache(model.config))
+
+
+def test_overlaid_masks_are_refused() -> None:
+    from transformers.masking_utils import create_causal_mask
+
+    config = make_config("Llama", attn_implementation="kvq")
+    inputs = {"config": config, "inputs_embeds": torch.zeros(2, 5, 8), "attention_mask": None, "past_key_values": None}
+    assert create_causal_mask(**inputs) is None
+    everything = {"or_mask_function": lambda *args: torch.tensor(True)}
+    for overlay in (everything, {"allow_is_causal_skip": False}, {"block_sequence_ids": torch.zeros(2, 5, dtype=torch.long)}):
+        with pytest.raises(ArgumentError, match="not plainly causal"):
+            create_causal_mask(**inputs, **overlay)
+
+
+def test_more_tokens_than_a_fixed_cache_holds() -> None:
+    model = make_model("Llama")
+    for mask in (None, torch.ones(3, 17, dtype=torch.long)):
+        cache = KVQCache(model.config, "none", max_cache_len=16)
+        with pytest.raises(ArgumentError, match="17 tokens, need at most the max_cache_len of 16"), torch.no_grad():
+            model(IDS[:, :17], attention_mask=mask, past_key_values=cache)
+        with torch.no_grad():
+            model(IDS[:, :16], past_key_values=cache)
+            # Its length is on the device now: a mask tells, and without one the bounds of the block table do.
+            with pytest.raises(RuntimeError if mask is None else ArgumentError):
+                model(IDS[:, 16:17], attention_mask=mask, past_key_values=cache)
+
+
+def test_right_padding_in_a_fixed_cache() -> None:
+    model = make_model("Llama")
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[1, 7:] = 0
+    with pytest.raises(ArgumentError, match="padding after real tokens, need left padding"), torch.no_grad():
+        model(IDS[:, :9], attention_mask=mask, past_key_values=KVQCache(model.config, max_cache_len=20))
+
+
+def test_another_number_of_rows() -> None:
+    model = make_model("Llama")
+    cache = KVQCache(model.config, max_cache_len=20)
+    with torch.no_grad():
+        model(IDS[:, :9], past_key_values=cache)
+        with pytest.raises(ArgumentError, match="a batch of 2, need the 3 rows"):
+            model(IDS[:2, :1], past_key_values=cache)
+    for call in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(torch.tensor([0]))):
+        with pytest.raises(ArgumentError, match="keeps its number of rows"):
+            call()
+    with pytest.raises(ArgumentError, match=r"beam_idx: got .*, need rows of a batch of 3"):
+        cache.reorder_cache(torch.tensor([0, 1, 3]))
+    with pytest.raises(ArgumentError, match="tokens_to_remove: got 2"):
+        cache.crop(2)
+
+
+def test_a_model_that_keeps_its_own_attention_is_found_out() -> None:
+    model = make_model("Llama")
+    cache = KVQCache(model.config)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(IDS[:, :9], past_key_values=cache)
+        with pytest.raises(KVQError, match='must run with attn_implementation="kvq"'):
+            model(IDS[:, 9:10], past_key_values=cache)
+
+
+def test_gradients_are_refused_when_asked_for() -> None:
+    model = make_model("Llama")
+    logits = model(IDS[:, :9], past_key_values=KVQCache(model.config)).logits
+    with pytest.raises(KVQError, match="no backward pass"):
+        logits.sum().backward()
+
+
+def test_bloom_does_not_use_the_interface() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=COMMON["vocab_size"], hidden_size=64, n_layer=1, n_head=2))
+    before = model.config._attn_implementation
+    with pytest.raises(ArgumentError, match="use transformers' AttentionInterface"):
+        enable(model)
+    assert model.config._attn_implementation == before

@@ -1,0 +1,117 @@
+"""KVQCache in tiny models of each family, against transformers' own eager attention over its own cache."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from transformers import AttentionInterface, DynamicCache
+from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst
+from transformers_watch import Watch
+
+from kvq_core import ArgumentError
+from kvq_core.testing import places
+from kvq_transformers import KVQCache
+from kvq_transformers.attention import register
+
+CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 64}}
+QUANTIZED = ["int8", "fp8", "fp8_per_tensor", "int4", "int2"]
+# A prompt, a chunk of one, drafts: as generate, chunked prefill and speculative decoding feed a model. Row 1 has 5 columns of padding.
+STEPS = [19, 9, 1, 1, 3]
+PADDING = (0, 5)
+LENGTH = sum(STEPS)
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here is the way to the doors; behind them the interpreter would only be slow."""
+    places.enter("eager", monkeypatch)
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """kvq's attention, watched."""
+    seen = Watch()
+    AttentionInterface.register("kvq", seen.attention)
+    yield seen
+    register()
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unquantized_logits_are_as_good_as_eager_ones(family: str, capacity: str) -> None:
+    model, inputs = make_model(family), prompts(2, LENGTH, PADDING)
+    exact = logits_in_steps(exact_twin(model), inputs, DynamicCache(config=model.config), STEPS)
+    eager = logits_in_steps(eager_twin(model), inputs, DynamicCache(config=model.config), STEPS)
+    found = logits_in_steps(model, inputs, KVQCache(model.config, "none", **CAPACITIES[capacity]), STEPS)
+    mask = inputs["attention_mask"]
+    assert worst(found, exact, mask) <= 2 * worst(eager, exact, mask)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_mode_attends_over_what_it_stored(family: str, capacity: str, watch: Watch) -> None:
+    model, inputs = make_model(family), prompts(2, LENGTH, PADDING)
+    for mode in QUANTIZED:
+        watch.past, watch.calls, watch.kvq, watch.dense = {}, 0, 0.0, 0.0
+        cache = KVQCache(model.config, mode, **CAPACITIES[capacity])
+        logits_in_steps(model, inputs, cache, STEPS)
+        assert watch.calls == len(STEPS) * len(cache.modes)
+        assert watch.kvq <= 2 * watch.dense, mode
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_eager_attention(family: str, capacity: str) -> None:
+    model, inputs = make_model(family), prompts(2, 21, PADDING)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    expected = eager_twin(model).generate(**inputs, **options)
+    found = model.generate(**inputs, **options, past_key_values=KVQCache(model.config, "none", **CAPACITIES[capacity]))
+    assert torch.equal(found, expected)
+
+
+def test_bfloat16_is_as_good_as_eager() -> None:
+    model, inputs = make_model("Llama", torch.bfloat16), prompts(2, LENGTH, PADDING)
+    exact = logits_in_steps(exact_twin(model), inputs, DynamicCache(config=model.config), STEPS)
+    eager = logits_in_steps(eager_twin(model), inputs, DynamicCache(config=model.config), STEPS)
+    mask = inputs["attention_mask"]
+    for capacity in CAPACITIES.values():
+        found = logits_in_steps(model, inputs, KVQCache(model.config, "none", **capacity), STEPS)
+        assert worst(found, exact, mask) <= 1.5 * worst(eager, exact, mask)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_head_sizes(head_dim: int, watch: Watch) -> None:
+    model, inputs = make_model("Llama", head_dim=head_dim), prompts(1, LENGTH)
+    for mode in QUANTIZED:
+        watch.past, watch.kvq, watch.dense = {}, 0.0, 0.0
+        logits_in_steps(model, inputs, KVQCache(model.config, mode), STEPS)
+        assert 0 < watch.kvq <= 2 * watch.dense, mode
+
+
+def test_a_head_size_that_does_not_pack_is_refused_before_anything_runs() -> None:
+    config = make_config("Llama", head_dim=66)
+    with pytest.raises(ArgumentError, match=r"mode \(layer 0\): got head size 66, need a multiple of 4"):
+        KVQCache(config, "int4")
+    KVQCache(config, "int8")
+
+
+def test_a_hybrid_keeps_its_other_layers() -> None:
+    cache = KVQCache(make_config("Lfm2"), "int4")
+    assert cache.modes == {1: "int4_per_token_head"}
+    assert type(cache.layers[0]).__name__ == "LinearAttentionLayer"
+
+
+def test_layers_in_modes_of_their_own(watch: Watch) -> None:
+    model, inputs = make_model("Llama", num_hidden_layers=4), prompts(2, LENGTH, PADDING)
+    cache = KVQCache(model.config, {"default": "int4", 0: "none", -1: "none", 2: "int2"})
+    logits_in_steps(model, inputs, cache, STEPS)
+    assert cache.modes == {0: "none", 1: "int4_per_token_head", 2: "int2_per_token_head", 3: "none"}
+    assert watch.kvq <= 2 * watch.dense
+    heads, size = 2, 64
+    assert cache.bytes_per_token == heads * 2 * (4 * size * 2 + (size // 2 + 4) + (size // 4 + 4))

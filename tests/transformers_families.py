@@ -1,0 +1,183 @@
+"""Tiny random models of each family, and transformers' own cache with K and V passed through a mode: what a KVQCache is held to.
+
+The models are made so that attention matters: weights are large enough that scores spread over several units.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import eager_mask
+
+from kvq_core import get_backend
+
+VOCAB = 97
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+MIXED = ["sliding_attention", "full_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"head_dim": 64},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 128},
+    "Mistral": {"sliding_window": 11, "head_dim": 96},
+    "Gemma2": {
+        "head_dim": 256,
+        "sliding_window": 11,
+        "layer_types": MIXED,
+        "attn_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 100,
+    },
+    "Gemma3": {"head_dim": 64, "sliding_window": 11, "layer_types": MIXED, "query_pre_attn_scalar": 50},
+    "GptOss": {
+        "head_dim": 64,
+        "sliding_window": 11,
+        "layer_types": MIXED,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "Phi3": {"head_dim": 80, "hidden_size": 320, "partial_rotary_factor": 1.0},
+    "Granite": {"attention_multiplier": 0.31, "head_dim": 64},
+    "Olmo2": {"hidden_size": 256},
+    "Cohere2": {"head_dim": 64, "sliding_window": 11, "layer_types": MIXED},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "hidden_size": 128, "block_multiple_of": 32},
+    "Qwen3Next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 64,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
+def make_config(family: str, **changes: Any) -> Any:
+    return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**(COMMON | FAMILIES[family] | changes))
+
+
+def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A model of ``family`` with fixed random weights; ``changes`` to its config."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(make_config(family, **changes))
+    model.set_experts_implementation("eager")  # the others know no float64
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(dtype).eval()
+
+
+def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """Random token ids [batch_size, columns] and their attention mask, with ``padding[b]`` columns of padding on the left of row b."""
+    generator = torch.Generator().manual_seed(batch_size * 1000 + columns)
+    ids = torch.randint(3, VOCAB, (batch_size, columns), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding):
+        ids[row, :count], mask[row, :count] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def fake_quantized_cache(config: Any, modes: dict[int, str]) -> DynamicCache:
+    """transformers' cache, in which layer i holds what ``modes[i]`` makes of each row: its ``decode`` of its ``encode``."""
+    cache = DynamicCache(config=config)
+    for index, mode in modes.items():
+        layer = cache.layers[index]
+        assert type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        layer.update = _through(get_backend(mode), layer.update)
+    return cache
+
+
+def _through(backend: Any, update: Any) -> Any:
+    def quantize(rows: torch.Tensor) -> torch.Tensor:
+        given = torch.ones(1) if backend.reads_scales and not backend.needs_scale_caches else None
+        codes, scales = backend.encode(rows if rows.dtype != torch.float64 else rows.float(), scale=given)
+        return backend.decode(codes, given if given is not None else scales).to(rows.dtype)
+
+    def quantizing(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return update(quantize(key), quantize(value), *args, **kwargs)
+
+    return quantizing
+
+
+def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of ``model`` that runs transformers' eager attention."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
+    return twin
+
+
+def exact_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of ``model`` in float64, softmax included (transformers' eager attention takes it in float32)."""
+    twin = copy.deepcopy(model).double()
+    twin.set_attn_implementation("exact")
+    return twin
+
+
+def exact_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Dense attention under transformers' own mask; a row that sees nothing gives zeros."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is not None:
+        scores = scores.masked_fill(attention_mask < -1.0, -torch.inf)
+    sinks = scores.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux.to(scores.dtype).view(1, -1, 1, 1)
+    scores = torch.cat([scores, sinks.expand(*scores.shape[:1], scores.shape[1], scores.shape[2], 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., :-1]
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("exact", exact_attention)
+AttentionMaskInterface.register("exact", eager_mask)
+
+
+@torch.no_grad()
+def logits_in_steps(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Any, steps: list[int]) -> torch.Tensor:
+    """Logits [batch_size, columns, vocabulary] of forwards of ``steps`` columns each, through ``cache``."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found, seen = [], 0
+    for count in steps:
+        part = slice(seen, seen + count)
+        seen += count
+        out = model(ids[:, part], attention_mask=mask[:, :seen], position_ids=positions[:, part], past_key_values=cache, use_cache=True)
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+def worst(found: torch.Tensor, gold: torch.Tensor, mask: torch.Tensor) -> float:
+    """Largest difference over real tokens."""
+    return float((found.double() - gold.double())[mask.bool()].abs().max())

@@ -17,6 +17,7 @@ from kvq_transformers import KVQCache
 
 pytestmark = pytest.mark.gpu
 STEPS = [19, 9, 1, 1, 3]
+ROUTED = ("GptOss", "Qwen3Next")
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 
@@ -33,10 +34,16 @@ def half_model(family: str, **changes: Any) -> PreTrainedModel:
     return make_model(family, torch.bfloat16, **changes).cuda()
 
 
+def steady_model(family: str) -> PreTrainedModel:
+    """In float32 where a rounding can decide more than a digit: a router's choice of experts, or a code."""
+    return make_model(family, torch.float32).cuda()
+
+
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 64}], ids=["growing", "fixed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unquantized_logits_are_as_good_as_eager_ones(family: str, capacity: dict[str, Any]) -> None:
-    model, inputs = half_model(family), on_gpu(prompts(2, sum(STEPS), (0, 5)))
+    make = steady_model if family in ROUTED else half_model
+    model, inputs = make(family), on_gpu(prompts(2, sum(STEPS), (0, 5)))
     exact = logits_in_steps(exact_twin(model), inputs, DynamicCache(config=model.config), STEPS)
     eager = logits_in_steps(eager_twin(model), inputs, DynamicCache(config=model.config), STEPS)
     found = logits_in_steps(model, inputs, KVQCache(model.config, "none", **capacity), STEPS)
@@ -45,7 +52,7 @@ def test_unquantized_logits_are_as_good_as_eager_ones(family: str, capacity: dic
 
 
 @pytest.mark.parametrize("mode", ["none", "int8", "int4", "int2"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])  # gpt-oss's loop over experts does not compile (transformers 5.17, torch 2.11)
 def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) -> None:
     """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation."""
     model, inputs = half_model(family), on_gpu(prompts(2, 23, (0, 9)))
@@ -67,7 +74,7 @@ def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) ->
 
 @pytest.mark.parametrize("mode", ["none", "int8", "int4", "int2"])
 def test_growing_and_fixed_pages_give_the_same_logits(mode: str) -> None:
-    model, inputs = half_model("Llama"), on_gpu(prompts(2, sum(STEPS), (0, 5)))
+    model, inputs = steady_model("Llama"), on_gpu(prompts(2, sum(STEPS), (0, 5)))
     caches = [KVQCache(model.config, mode), KVQCache(model.config, mode, max_cache_len=64)]
     growing, fixed = (logits_in_steps(model, inputs, cache, STEPS) for cache in caches)
     real = inputs["attention_mask"].bool()

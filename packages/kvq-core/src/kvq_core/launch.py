@@ -127,6 +127,7 @@ def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
         streams=form.streams,
         num_sms=num_sms,
         engine_segments=segments,
+        scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
         may_split=may_split,
         batch_invariant=schedule.is_batch_invariant(),
     )
@@ -174,14 +175,14 @@ def _launch(
     merge = schedule.merge_tile(problem, launch, row_blocks)
     launched.start(
         merge_kernel,
-        (row_blocks, num_kv_heads, tile.rows // merge.rows),
+        (row_blocks, num_kv_heads, tile.rows // 8 + (config.tokens * config.group if merge.spread else 0)),
         output,
         attention.output_scale,
         lengths,
         score._replace(qq_bias=None, alibi_slopes=None),
         splits,
         partials,
-        TILE=args.MergeTile(merge.rows, merge.pieces),
+        TILE=args.MergeTile(merge.few, merge.pieces, merge.spread),
         C=config,
         num_warps=merge.warps,
         **({"launch_pdl": True} if config.overlap else {}),

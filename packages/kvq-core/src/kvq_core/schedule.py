@@ -40,6 +40,7 @@ class Problem:
     streams: int
     num_sms: int
     engine_segments: int = 0
+    scaled: bool = True
     may_split: bool = True
     batch_invariant: bool = False
 
@@ -177,7 +178,7 @@ def prefill_tile(problem: Problem) -> Tile:
     full_precision = problem.streams == 1 and problem.lane_bytes == 4
     rows = 64 if width <= 256 and not full_precision else 32
     keys = 64 if width <= 128 else 32 if width <= 512 else 16
-    if problem.streams == 2 and width <= 128:
+    if problem.streams == 2 and not problem.scaled and width <= 128:
         keys = 128
     rows = max(rows, power_of_two(problem.group))
     return Tile(rows, keys // 2 if full_precision else keys, 4, 2, keys_first=False, programs_per_sm=1)
@@ -185,19 +186,22 @@ def prefill_tile(problem: Problem) -> Tile:
 
 @dataclass(frozen=True)
 class Merge:
-    """How the merge works: ``rows`` (1 or 8) of a row block in a program, ``pieces`` of a row loaded together if they are many."""
+    """How the merge works: eight rows together up to ``few`` pieces; of more, ``pieces`` of a row, a program each if ``spread``."""
 
-    rows: int
+    few: int
     pieces: int
+    spread: bool
     warps: int
 
 
 def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> Merge:
-    """Its time is that of its loads: few rows are spread, with all pieces loaded at once; of many rows, eight share an un-rotation."""
-    if row_blocks * problem.num_kv_heads * launch.tile.rows <= 4 * problem.num_sms:
+    """Its time is that of its loads: many pieces of a row are loaded at once; of few pieces, eight rows share an un-rotation."""
+    programs = row_blocks * problem.num_kv_heads
+    if programs * launch.tile.rows <= 4 * problem.num_sms:
         pieces = max(32, min(256, power_of_two(-(-launch.max_items // row_blocks))))
-        return Merge(1, pieces, 4 if pieces <= 64 else 8)
-    return Merge(8, 32, 2)
+        return Merge(1, pieces, True, 4 if pieces <= 64 else 8)
+    # Programs that end at once cost their share of the multiprocessors, too.
+    return Merge(8, 32, programs * launch.tile.rows <= 64 * problem.num_sms, 4)
 
 
 def write_tile(rows: int) -> tuple[int, int]:

@@ -280,7 +280,9 @@ class WriteConfig:
 
 @dataclass(frozen=True)
 class MergeTile:
-    """Compile-time facts of a merge: ``rows`` (1 or 8) of a row block in a program, ``pieces`` of a row loaded together if many."""
+    """Compile-time facts of a merge: up to ``few`` pieces eight rows go together; of more, ``pieces`` of a row are loaded together, by a
+    program for each row if ``spread``."""
 
-    rows: int
+    few: int
     pieces: int
+    spread: bool

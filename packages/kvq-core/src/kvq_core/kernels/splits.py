@@ -73,28 +73,34 @@ def partial_row(work, kv_head, r, token, head, splits, C: tl.constexpr):
 
 @triton.jit
 def merge_kernel(output, output_scale, batch, scoring, splits, partials, TILE: tl.constexpr, C: tl.constexpr):
-    """Combine the shares of a row block. Grid (row blocks, kv heads, tiles of TILE.rows rows).
+    """Combine the shares of a row block. Grid (row blocks, kv heads, tiles of eight rows + rows).
 
-    Few pieces: eight rows at a time, which share an un-rotation. Many: row by row, TILE.pieces of them loaded together.
+    Few pieces: eight rows at a time, which share an un-rotation. Many: a program a row, TILE.pieces of them loaded together. Which of the
+    two a row block needs is known on the device alone; the programs of the other end at once. Without TILE.spread the second kind is left
+    out of the grid, and the first loops over its rows.
     """
     if C.overlap:
         gdc_wait()
+    TILES: tl.constexpr = C.rows // 8
     number = tl.program_id(0)
+    place = tl.program_id(2)
     seq = number // C.max_row_blocks
     row_start = number % C.max_row_blocks * C.tokens
     query_len = tl.load(batch.cu_seqlens_q + seq + 1) - tl.load(batch.cu_seqlens_q + seq)
     served = (query_len >= C.min_query_len) & (query_len <= C.max_query_len) & (row_start < query_len)
     num_pieces = tl.load(partials.plan + number * 2, mask=served, other=1)
-    if num_pieces > 1:
-        block = RowBlock(number, seq, row_start, query_len, num_pieces)
-        first = tl.program_id(2) * TILE.rows
-        if TILE.rows == 1:
-            merge_rows(first + tl.arange(0, 1), block, output, output_scale, batch, scoring, splits, partials, 1, TILE.pieces, C)
-        elif num_pieces <= 8:
-            merge_rows(first + tl.arange(0, 8), block, output, output_scale, batch, scoring, splits, partials, 8, 2, C)
-        else:
-            for row in range(first, tl.minimum(first + 8, C.tokens * C.group)):
-                merge_rows(row + tl.arange(0, 1), block, output, output_scale, batch, scoring, splits, partials, 1, TILE.pieces, C)
+    block = RowBlock(number, seq, row_start, query_len, num_pieces)
+    if (num_pieces > 1) & (num_pieces <= TILE.few):
+        if place < TILES:
+            merge_rows(place * 8 + tl.arange(0, 8), block, output, output_scale, batch, scoring, splits, partials, 8, 2, C)
+    elif num_pieces > TILE.few:
+        first = place - TILES
+        last = place - TILES + 1
+        if not TILE.spread:
+            first = place * 8
+            last = tl.minimum(first + 8, C.tokens * C.group)
+        for row in range(tl.maximum(first, 0), last):
+            merge_rows(row + tl.arange(0, 1), block, output, output_scale, batch, scoring, splits, partials, 1, TILE.pieces, C)
 
 
 @triton.jit

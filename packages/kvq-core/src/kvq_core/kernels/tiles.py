@@ -157,8 +157,8 @@ def key_tile(start, work, batch, table_stride, num_blocks, scoring, C: tl.conste
     valid = position < work.stop
     entry = batch.block_table + work.seq.to(tl.int64) * table_stride + position // C.block_size
     if C.small_vectors:
-        twice = (tl.arange(0, 2) >= 0)[None, :]
-        block, _ = tl.split(tl.load(tl.where(twice, entry[:, None], entry[:, None]), mask=valid[:, None] & twice, other=-1))
+        twice = (tl.arange(0, 2) * 0)[None, :]
+        block, _ = tl.split(tl.load(entry[:, None] + twice, mask=valid[:, None] & (twice == 0), other=-1))
     else:
         block = tl.load(entry, mask=valid, other=-1)
     # The unsigned view catches negative ids too.
@@ -236,13 +236,15 @@ def load_scales(keys, values, tile, kv_head, C: tl.constexpr):
     else:
         v_place = page_offset(tile, values.scale_block_stride, values.scale_slot_stride, C)
     head = kv_head.to(tl.int64)
-    k_at = keys.scales + head * keys.scale_head_stride + k_place
-    v_at = values.scales + head * values.scale_head_stride + v_place
+    k_at = head * keys.scale_head_stride + k_place
+    v_at = head * values.scale_head_stride + v_place
     if C.small_vectors:
+        # Both from one base: Triton's AMD backend (3.7) cannot select pointers.
         is_key = (tl.arange(0, 2) == 0)[None, :]
-        at = tl.where(is_key, k_at[:, None], v_at[:, None])
-        k, v = tl.split(tl.load(at, mask=tile.valid[:, None], other=tl.where(is_key, -1.0, 0.0)))
+        between = (values.scales.to(tl.int64) - keys.scales.to(tl.int64)) // 4
+        at = tl.where(is_key, k_at[:, None], v_at[:, None] + between)
+        k, v = tl.split(tl.load(keys.scales + at, mask=tile.valid[:, None], other=tl.where(is_key, -1.0, 0.0)))
     else:
-        k = tl.load(k_at, mask=tile.valid, other=-1.0)
-        v = tl.load(v_at, mask=tile.valid, other=0.0)
+        k = tl.load(keys.scales + k_at, mask=tile.valid, other=-1.0)
+        v = tl.load(values.scales + v_at, mask=tile.valid, other=0.0)
     return k, v

@@ -14,11 +14,13 @@ myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = "kvq"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["kvq.css"]
 html_theme_options = {"navigation_with_keys": True}
 copybutton_exclude = ".linenos, .gp, .go"  # a console block's prompt and output are not copied
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

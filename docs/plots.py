@@ -57,11 +57,11 @@ def bars(readme: str) -> list[Bar]:
 def draw(found: list[Bar], text: str, fill: str) -> Any:
     style: dict[Any, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), text)
     with plt.rc_context({**style, "font.family": "sans-serif", "font.size": 10}):
-        figure, axes = plt.subplots(1, 3, figsize=(9.6, 2.7), sharey=True, layout="constrained")
+        figure, axes = plt.subplots(1, 3, figsize=(7.6, 2.6), sharey=True, layout="constrained")
         panels = (
-            ("cache: times smaller than bf16", [bar.times_smaller for bar in found], "{:.2f}"),
-            ("decode: times FlashInfer bf16", [bar.times_as_fast for bar in found], "{:.2f}"),
-            ("loss of a small model", [bar.loss for bar in found], "+{:.1f} %"),
+            ("cache, times smaller\nthan bf16", [bar.times_smaller for bar in found], "{:.2f}"),
+            ("decode, times as fast as\nFlashInfer bf16", [bar.times_as_fast for bar in found], "{:.2f}"),
+            ("loss of a small model,\nbits per byte", [bar.loss for bar in found], "+{:.1f} %"),
         )
         for ax, (title, values, form) in zip(axes, panels, strict=True):
             drawn = ax.barh([bar.mode for bar in found], values, color=fill, height=0.7)

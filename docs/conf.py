@@ -29,8 +29,13 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 # Other projects' names are not linked: their inventories would have to be fetched, and the build needs no network.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|types|os|pathlib|_pytest)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(torch|transformers|collections|types|os|pathlib|_pytest)\..*")]
 nitpick_ignore = [
-    ("py:class", "B"),  # the type variable of register_backend, which returns what it is given
-    ("py:class", "kvq_core.evaluation.results.Tally"),  # the sums inside a ModeResult: its properties are what is public
+    # Type variables: register_backend and enable return what they are given.
+    ("py:class", "B"),
+    ("py:class", "kvq_transformers.switch.M"),
+    # The sums inside a ModeResult; its properties are what is public.
+    ("py:class", "kvq_core.evaluation.results.Tally"),
+    # Imported for annotations only, where autodoc cannot tell its module.
+    ("py:class", "Launched"),
 ]

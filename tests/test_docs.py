@@ -18,6 +18,8 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
+import kvq_core
+import kvq_transformers
 from kvq_core import get_backend, list_backends, unregister_backend
 from kvq_core.registry import ALIASES, FIRST_PARTY, IN_PROCESS
 
@@ -104,6 +106,13 @@ def test_index_leads_to_every_page() -> None:
     trees = [block["code"] for block in FENCE.finditer(index.read_text(encoding="utf-8")) if block["language"] == "{toctree}"]
     listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     assert sorted(listed) == sorted(name_of(page)[5:-3] for page in PAGES if page.is_relative_to(index.parent) and page != index)
+
+
+@pytest.mark.parametrize("package", [kvq_core, kvq_transformers], ids=lambda package: package.__name__)
+def test_the_api_reference_has_every_public_name(package: types.ModuleType) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(rf"^\.\. auto\w+:: (?:{package.__name__}\.)?(\w+)$", page, re.MULTILINE))
+    assert set(package.__all__) <= described
 
 
 def test_readme_names_the_installed_modes() -> None:

@@ -1,21 +1,37 @@
-"""The documents say what is so: their Python runs, their links lead somewhere, and the README's tables agree with the packages.
+"""The documents say what is so: their Python runs, their links lead somewhere, and their tables agree with the packages.
 
-A block that cannot run has a comment ``<!-- no-run: reason -->`` on the line before it.
+Sybil finds and runs the code blocks. A page is one test, whose blocks share a namespace, so that workers may take pages in any order. A
+block that cannot run has a comment ``<!--- skip: next "reason" -->`` on the line before it.
 """
 
+import contextlib
+import json
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
+from xml.etree import ElementTree
 
 import pytest
+from sybil import Sybil
+from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
+import kvq_core
+import kvq_transformers
 from kvq_core import get_backend, list_backends, unregister_backend
 from kvq_core.registry import ALIASES, FIRST_PARTY, IN_PROCESS
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import plots  # noqa: E402
+
+SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "packages").glob("*/README.md"))]
-FENCE = re.compile(r"^(?:<!-- no-run: (?P<reason>.+?) -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
@@ -36,28 +52,21 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def run(page: Path) -> dict[str, Any]:
-    """Execute a page's Python blocks in order, in one namespace, and return that. Tracebacks show the page's own line numbers."""
-    text = page.read_text(encoding="utf-8")
-    # A module of its own, since dataclasses and the registry look up where a class was defined.
-    space = types.ModuleType(f"docs_{page.stem}").__dict__
-    for block in FENCE.finditer(text):
-        if block["language"] == "python" and not block["reason"]:
-            lines_before = text.count("\n", 0, block.start("code"))
-            exec(compile("\n" * lines_before + block["code"], name_of(page), "exec"), space)
-    return space
-
-
-def table(heading: str) -> list[list[str]]:
-    """The rows of the README's table whose first column is ``heading``, cells without backticks."""
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
-    rows = []
-    for line in lines[first + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
-    return rows
+def run(page: Path) -> tuple[dict[str, Any], int]:
+    """Execute a page's Python blocks in order; return their namespace, and how many there were, those skipped for a reason included."""
+    document = SYBIL.parse(page)
+    # What a module has, since dataclasses and the registry look up where a class was defined.
+    document.namespace.update(vars(types.ModuleType(f"docs_{page.stem}")))
+    blocks = 0
+    for example in document.examples():
+        if isinstance(example.parsed, tuple):
+            action, reason = example.parsed
+            assert action == "next" and reason, f"{name_of(page)}:{example.line}: a skip is for one block, and says why"
+        else:
+            blocks += 1
+        with contextlib.suppress(SkipTest):
+            example.evaluate()
+    return document.namespace, blocks
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +84,9 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_runs(page: Path) -> None:
-    run(page)
+    _, blocks = run(page)
+    languages = [block["language"] for block in FENCE.finditer(page.read_text(encoding="utf-8"))]
+    assert blocks == languages.count("python"), "Sybil and the page disagree about what a Python block is"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -92,31 +103,72 @@ def test_relative_links_resolve(page: Path) -> None:
 
 def test_index_leads_to_every_page() -> None:
     index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))}
-    assert {page for page in PAGES if page.is_relative_to(index.parent)} - {index} <= linked
+    trees = [block["code"] for block in FENCE.finditer(index.read_text(encoding="utf-8")) if block["language"] == "{toctree}"]
+    listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    assert sorted(listed) == sorted(name_of(page)[5:-3] for page in PAGES if page.is_relative_to(index.parent) and page != index)
+
+
+@pytest.mark.parametrize("package", [kvq_core, kvq_transformers], ids=lambda package: package.__name__)
+def test_the_api_reference_has_every_public_name(package: types.ModuleType) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(rf"^\.\. auto\w+:: (?:{package.__name__}\.)?(\w+)$", page, re.MULTILINE))
+    assert set(package.__all__) <= described
 
 
 def test_readme_names_the_installed_modes() -> None:
     installed = {(e.distribution, e.mode, e.value) for e in list_backends() if e.distribution in FIRST_PARTY.values()}
-    assert {(row[0], row[2], row[3]) for row in table("distribution")} == installed
-    for distribution, package, _, value in table("distribution"):
-        assert package == distribution.replace("-", "_") == value.partition(".")[0]
-    rows = table("mode")
-    assert {row[0] for row in rows} == {mode for _, mode, _ in installed}
-    assert {row[1]: row[0] for row in rows if row[1]} == dict(ALIASES)
+    named = plots.table(README, "distribution")
+    assert {(row["distribution"], row["mode"], row["entry point in kvq.backends"]) for row in named} == installed
+    for row in named:
+        assert row["import"] == row["distribution"].replace("-", "_") == row["entry point in kvq.backends"].partition(".")[0]
+    rows = plots.table(README, "mode")
+    assert {row["mode"] for row in rows} == {mode for _, mode, _ in installed}
+    assert {row["alias"]: row["mode"] for row in rows if row["alias"]} == dict(ALIASES)
 
 
 def test_readme_measurements_hold() -> None:
-    measured = run(ROOT / "README.md")["measured"]
-    for mode, _, size, smaller, bits, error in table("mode"):
-        wanted_size, wanted_bits, wanted_error = measured[mode]
-        assert float(size) == wanted_size and float(bits) == wanted_bits, mode
-        assert float(smaller) == pytest.approx(256 / wanted_size, abs=0.005), mode
-        assert float(error) == pytest.approx(wanted_error, rel=0.01), mode
+    measured = run(ROOT / "README.md")[0]["measured"]
+    for row in plots.table(README, "mode"):
+        size, bits, error = measured[row["mode"]]
+        assert float(row["bytes per token and head"]) == size and float(row["bits per element"]) == bits, row
+        assert float(row["times smaller"]) == pytest.approx(256 / size, abs=0.005), row
+        assert float(row["relative MSE"]) == pytest.approx(error, rel=0.01), row
+
+
+def test_the_tables_of_the_guides_are_those_of_the_readme() -> None:
+    stated = {row["mode"]: row for row in plots.table(README, "mode")}
+    for row in plots.table((ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8"), "mode"):
+        assert row.items() <= stated[row["mode"]].items()
+    choosing = ROOT / "docs" / "choosing-a-mode.md"
+    pays_from = run(choosing)[0]["pays_from"]
+    for row, bar in zip(plots.table(choosing.read_text(encoding="utf-8"), "mode"), plots.bars(README), strict=True):
+        mode = stated[row["mode"]]
+        assert row["mode"] == bar.mode and row["bytes per token and head"] == mode["bytes per token and head"]
+        assert (float(row["times smaller"]), float(row["decode, x FlashInfer bf16"])) == (bar.times_smaller, bar.times_as_fast)
+        if bar.mode == "none":
+            assert (row["loss, bits per byte"], row["pays from, tokens"]) == ("exact", "")
+        else:
+            assert row["loss, bits per byte"] == f"+{bar.loss:.2f} %"
+            assert float(row["pays from, tokens"].replace(",", "")) == pytest.approx(pays_from[bar.mode], abs=500), bar.mode
+
+
+def test_the_claim_of_the_readme_is_that_of_its_tables() -> None:
+    quantized = [bar for bar in plots.bars(README) if bar.mode != "none"]
+    for what, values in (("the speed", [b.times_as_fast for b in quantized]), ("smaller", [b.times_smaller for b in quantized])):
+        claim = f"{min(values):.1f} to {max(values):.1f} times {what}"
+        assert claim in " ".join(README.split()), claim
+
+
+@pytest.mark.parametrize("theme", plots.THEMES)
+def test_the_figure_shows_the_tables_of_the_readme(theme: str) -> None:
+    """Otherwise: ``hatch run python docs/plots.py``."""
+    image = ElementTree.parse(ROOT / "docs" / "_static" / f"modes-{theme}.svg")
+    kept = image.find(".//{http://purl.org/dc/elements/1.1/}description")
+    assert kept is not None and [plots.Bar(**bar) for bar in json.loads(kept.text or "")] == plots.bars(README)
 
 
 def test_write_a_backend_example_packs() -> None:
     """The example mode's own promises, since its conformance suite is not collected here."""
-    space = run(ROOT / "docs" / "write-a-backend.md")
+    space, _ = run(ROOT / "docs" / "write-a-backend.md")
     backend = get_backend("int4_plain")
     assert type(backend) is space["Int4Plain"] and space["TestInt4Plain"].mode == backend.mode

@@ -44,10 +44,10 @@ class QuantKVBackend(ABC):
     """Full name, as engines and entry points spell it, e.g. ``"int4_per_token_head"``."""
 
     packing_factor: ClassVar[int] = 1
-    """Codes per cache element: 2 for int4 in bytes, 4 for int2, 1 otherwise."""
+    """Codes per cache element (2 for int4 in bytes, 4 for int2, 1 otherwise)."""
 
     head_size_multiple: ClassVar[int] = 1
-    """Head sizes must be a multiple of this: the packing's granule."""
+    """Head sizes must be a multiple of this, the packing's granule."""
 
     max_head_size: ClassVar[int] = 1024
 

@@ -150,7 +150,7 @@ class PagedKVCache:
         the cache as it was. Write every layer of a step before forking its sequences.
 
         Returns:
-            The :class:`Step` to give to :meth:`write` and :meth:`attend`.
+            The :class:`~kvq_core.step.Step` to give to :meth:`write` and :meth:`attend`.
 
         Raises:
             ArgumentError: an unknown sequence, no sequence at all, or a count below 1.

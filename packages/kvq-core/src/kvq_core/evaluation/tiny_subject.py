@@ -64,7 +64,7 @@ class TinySession:
 
 
 class TinySubject:
-    """See :class:`~kvq_core.evaluation.subject.Subject`. Tokens are bytes; :data:`SEPARATOR` opens every passage."""
+    """See :class:`~kvq_core.evaluation.subject.Subject`. Tokens are bytes; ``SEPARATOR`` opens every passage."""
 
     def __init__(self, model: TinyModel, name: str = "tiny model") -> None:
         self.model, self.name = model, name

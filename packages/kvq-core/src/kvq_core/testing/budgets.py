@@ -112,7 +112,7 @@ def rotation(x: torch.Tensor) -> torch.Tensor:
 
 
 def symmetric_levels(x: torch.Tensor, largest: int, min_scale: float) -> torch.Tensor:
-    """Uniform levels scale * n, |n| <= largest, scale = max(absmax / largest, min_scale): half a step."""
+    """Uniform levels scale * n, n from -largest to largest, scale = max(absmax / largest, min_scale): half a step."""
     scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=min_scale)
     return scale / 2 + 4 * F32 * x.abs()
 

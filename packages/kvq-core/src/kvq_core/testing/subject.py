@@ -39,7 +39,7 @@ class Subject:
         return x.double()
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        """The bound on |space(x) - space(decode(encode(x)))|, from the mode's mathematics (:mod:`kvq_core.testing.budgets`).
+        """The bound on ``|space(x) - space(decode(encode(x)))|``, from the mode's mathematics (:mod:`kvq_core.testing.budgets`).
 
         ``given`` is the scale for modes that are given it. The default asks little: no row may lose more than itself.
         """

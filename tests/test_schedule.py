@@ -1,0 +1,155 @@
+"""Launch plans are values: what every plan must hold to, over all kinds of problems, and the decisions that were measured."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile
+
+A = Problem(
+    num_seqs=64,
+    max_seqlen_q=1,
+    max_seqlen_k=8192,
+    max_keys=8192,
+    uniform=True,
+    group=4,
+    num_kv_heads=8,
+    lane_bytes=2,
+    lanes=32,
+    streams=4,
+    num_sms=132,
+)
+"""int4 at batch 64, context 8192, 32/8 heads of 128 on an H200."""
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    streams = draw(st.sampled_from([1, 2, 4, 8]))
+    return Problem(
+        num_seqs=draw(st.integers(1, 2048)),
+        max_seqlen_q=draw(st.integers(1, 9000)),
+        max_seqlen_k=2 ** draw(st.integers(0, 20)),
+        max_keys=draw(st.integers(1, 2**20)),
+        uniform=draw(st.booleans()),
+        group=draw(st.integers(1, 64)),
+        num_kv_heads=draw(st.integers(1, 32)),
+        lane_bytes=draw(st.sampled_from([1, 2, 4])),
+        lanes=draw(st.sampled_from([16, 32, 64, 128, 256])),
+        streams=streams,
+        num_sms=draw(st.sampled_from([4, 84, 132])),
+        engine_segments=draw(st.sampled_from([0, 0, 1, 16])),
+        scaled=draw(st.booleans()),
+        may_split=draw(st.booleans()),
+        batch_invariant=draw(st.booleans()),
+    )
+
+
+@given(problems())
+def test_every_query_length_is_served_once(problem: Problem) -> None:
+    launches = plan(problem)
+    for length in {1, 2, DECODE_QUERY_LEN, DECODE_QUERY_LEN + 1, problem.max_seqlen_q}:
+        # A uniform batch has one length only.
+        if length > problem.max_seqlen_q or (problem.uniform and length != problem.max_seqlen_q):
+            continue
+        assert sum(launch.min_query_len <= length <= launch.max_query_len for launch in launches) == 1
+
+
+@given(problems())
+def test_tiles_hold_their_rows(problem: Problem) -> None:
+    for launch in plan(problem):
+        tokens = launch.tile.rows // problem.group
+        longest = min(launch.max_query_len, problem.max_seqlen_q)
+        assert tokens >= 1
+        assert launch.max_row_blocks * tokens >= longest
+        assert launch.tile.rows == power_of_two(launch.tile.rows) >= 8
+
+
+@given(problems())
+def test_pieces_have_room(problem: Problem) -> None:
+    """A piece's number is that of its program, or of its unit, plus that of its row block: all must be below ``max_items``."""
+    for launch in plan(problem):
+        if launch.split in ("shares", "chunks"):
+            assert launch.max_items >= launch.programs + problem.num_seqs * launch.max_row_blocks
+        if launch.split == "chunks":
+            assert launch.programs * launch.chunk >= problem.max_keys
+
+
+@given(problems(), st.integers(1, 2048))
+def test_batch_invariance_ignores_the_rest_of_the_batch(problem: Problem, num_seqs: int) -> None:
+    """What decides how a sequence is computed is the same whatever else is in the batch."""
+    alone = replace(problem, batch_invariant=True, engine_segments=0)
+    others = replace(alone, num_seqs=num_seqs, uniform=not alone.uniform, max_seqlen_k=2 * alone.max_seqlen_k)
+    for one, other in zip(plan(alone), plan(others), strict=True):
+        assert (one.tile, one.split, one.chunk, one.min_query_len, one.max_query_len) == (
+            other.tile,
+            other.split,
+            other.chunk,
+            other.min_query_len,
+            other.max_query_len,
+        )
+
+
+def test_decode_takes_one_wave() -> None:
+    """As many programs as are resident at once, none of which waits for another: each takes an equal share."""
+    (launch,) = plan(A)
+    assert launch.split == "shares"
+    assert launch.programs * A.num_kv_heads <= A.num_sms * launch.tile.programs_per_sm
+    assert launch.tile.registers == 168 and launch.tile.programs_per_sm == 12
+
+
+def test_short_contexts_are_not_split() -> None:
+    (launch,) = plan(replace(A, max_seqlen_k=128))
+    assert launch.split == "" and launch.max_items == 0
+
+
+def test_an_engine_may_forbid_splits() -> None:
+    (launch,) = plan(replace(A, may_split=False))
+    assert launch.split == ""
+
+
+def test_an_engine_s_segments_are_for_single_rows() -> None:
+    (launch,) = plan(replace(A, engine_segments=16))
+    assert (launch.split, launch.segments) == ("segments", 16)
+    (launch,) = plan(replace(A, engine_segments=16, max_seqlen_q=2))
+    assert launch.split == "shares"
+
+
+def test_mixed_batches_take_two_launches() -> None:
+    decode, prefill = plan(replace(A, max_seqlen_q=500, uniform=False))
+    assert decode.tile.keys_first and not prefill.tile.keys_first
+    assert decode.max_query_len + 1 == prefill.min_query_len
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "rows_together", "spread"),
+    [(1, False, True), (64, True, True), (2000, True, False)],
+    ids=["one sequence", "a batch", "a large batch"],
+)
+def test_the_merge_suits_the_number_of_rows(num_seqs: int, rows_together: bool, spread: bool) -> None:
+    problem = replace(A, num_seqs=num_seqs)
+    (launch,) = plan(problem)
+    merge = merge_tile(problem, launch, num_seqs * launch.max_row_blocks)
+    assert (merge.few > 1) == rows_together
+    assert merge.spread == spread
+    if num_seqs == 1:
+        assert merge.pieces >= launch.programs  # all of a row's pieces at once
+
+
+def test_write_programs_are_small() -> None:
+    assert write_tile(8192 * 8) == (16, 1)
+    assert write_tile(64 * 8) == (8, 1)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVQ_BATCH_INVARIANT", raising=False)
+    assert not is_batch_invariant()
+    with batch_invariant():
+        assert is_batch_invariant()
+        with batch_invariant(False):
+            assert not is_batch_invariant()
+        assert is_batch_invariant()
+    assert not is_batch_invariant()
+    monkeypatch.setenv("KVQ_BATCH_INVARIANT", "1")
+    assert is_batch_invariant()

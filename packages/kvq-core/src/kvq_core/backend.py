@@ -192,7 +192,8 @@ class QuantKVBackend(ABC):
             max_seqlen_q, max_seqlen_k: upper bounds of the query lengths (must hold) and of ``seqused_k`` (a hint for the launch plan).
             softmax_scale: multiplies q.k.
             window_size: (left, right): a row sees ``left`` earlier keys and itself; (-1, -1): all. right is 0 or -1.
-            block_table: [num_seqs, max_blocks] int32, logical to physical block. Keys in a block outside the cache are not seen.
+            block_table: [num_seqs, max_blocks] int32, logical to physical block. Keys in a block outside the cache, or
+                past the last column, are not seen.
             softcap: 0, or c for ``c * tanh(score / c)``.
             sinks: [num_query_heads] logits that join each row's denominator once.
             alibi_slopes, use_alibi_sqrt: [num_query_heads]; adds ``slope * (j - p)`` or ``-slope * sqrt(p - j)`` for key j, query p.

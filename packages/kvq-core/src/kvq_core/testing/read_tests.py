@@ -66,6 +66,17 @@ class ReadTests(Subject):
             built.pages.raw.copy_(torch.where(owned, used, filling))
             assert torch.equal(built.read(), wanted)
 
+    @places.each((_DECODE,))
+    def test_lengths_beyond_the_table(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """A length that the block table has no columns for sees what it has columns for, and reads nothing beside it."""
+        built = self.build(backend, case, place).fill()
+        arguments = built.read_arguments()
+        narrow = arguments["block_table"][:, :2].contiguous()
+        held = arguments["seqused_k"].clamp(max=2 * case.block_size)
+        wanted = built.read(block_table=narrow, seqused_k=held)
+        assert not torch.equal(wanted, built.read())
+        assert torch.equal(built.read(block_table=narrow), wanted)
+
     @places.each((_DECODE, _ROWS), large=LARGE[3:4])
     def test_placement_does_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         outs = [self.build(backend, case, place, block_seed=seed).fill().read() for seed in (1, 2)]

@@ -63,6 +63,7 @@ def units_of(keys, splits, C: tl.constexpr):
 @triton.jit
 def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
     """This program's :class:`Share`; empty if there is nothing left for it."""
+    # A single sequence needs no scan: its programs are short, and wait for every load in a row.
     if num_seqs == 1:
         row_blocks, keys = sequence_facts(0, num_seqs, batch, scoring, C)
         units, _ = units_of(keys, splits, C)

@@ -1,23 +1,32 @@
-"""Every kernel builds for every GPU, within that GPU's shared memory. Each target in a process of its own: this one interprets."""
+"""Every kernel builds for every GPU, within that GPU's shared memory, and costs no more there than the golden counts say.
+
+Each target in a process of its own: this one interprets.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import triton
 
-from kvq_core.testing.compile_matrix import TARGETS
+from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS
+from kvq_core.testing.golden_counts import GoldenCounts
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 KERNELS = {("decode", "write"), ("decode", "attend"), ("decode", "merge_kernel"), ("prefill", "attend")}
+
+GOLDEN = Path(__file__).parent / "data" / "golden_counts.json"
+MEASURE = ["-m", "kvq_core.testing.compile_matrix", *MODES]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_builds(target: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kvq_core.testing.compile_matrix", *MODES, "--target", target, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, *MEASURE, "--target", target, "--json"], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     built = [json.loads(line) for line in done.stdout.splitlines()]
     for mode in MODES:
@@ -28,5 +37,17 @@ def test_every_kernel_builds(target: str) -> None:
             assert one["shared"] <= TARGETS[target].shared_limit, f"cannot be launched: {one}"
             if target.startswith("sm_") and one["kernel"] == "attend":
                 assert one["products"] > 0, f"no tensor-core products: {one}"
+                assert one["hot"]["keys"] > 1, f"no pipelined loop: {one}"
             if one["kernel"] == "write":
                 assert one["spilled"] == 0, one
+    # Here, since compiling is what takes time.
+    if target in CUDA_TARGETS:
+        compare_with_golden(target, built)
+
+
+def compare_with_golden(target: str, built: list[dict[str, Any]]) -> None:
+    golden = GoldenCounts.read(GOLDEN).for_target(target)
+    if golden.triton != triton.__version__:
+        pytest.skip(f"all kernels build; not compared: the golden counts are of Triton {golden.triton}, this is {triton.__version__}")
+    worse = "\n".join(golden.regressions(GoldenCounts.of(built, triton.__version__)))
+    assert not worse, f"{worse}\nIf that is meant: python {' '.join(MEASURE)} --golden {GOLDEN.relative_to(Path(__file__).parents[1])}"

@@ -3,19 +3,17 @@
 Triton compiles for a target that a driver names. :func:`compiling_for` puts a driver in place that names one and has no device, and
 turns every launch into a compilation, so that a mode's own launchers, plans and argument bundles are what is exercised. Run it in a
 process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled.
+
+``--golden PATH`` writes what the kernels cost to the file that later ones are compared with (:mod:`kvq_core.testing.golden_counts`).
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,8 +25,9 @@ import torch
 
 from kvq_core import debug, ops
 from kvq_core.registry import get_backend
-from kvq_core.testing import scene
+from kvq_core.testing import machine_code, scene
 from kvq_core.testing.cases import Case
+from kvq_core.testing.golden_counts import GoldenCounts
 
 KIB = 1024
 
@@ -56,6 +55,7 @@ TARGETS = MappingProxyType(
         "gfx950": Target("hip", "gfx950", 64, 160 * KIB, 256),
     }
 )
+CUDA_TARGETS = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
 
 _DECODE: dict[str, Any] = {"query_lens": (1,) * 4, "seq_lens": (2048,) * 4}
 CASES = MappingProxyType(
@@ -82,7 +82,7 @@ CASES = MappingProxyType(
 
 @dataclass(frozen=True)
 class Build:
-    """One compiled kernel. ``spilled``: bytes of local memory (CUDA) or spilled registers (HIP) per thread."""
+    """One compiled kernel. ``spilled``: bytes of local memory (CUDA) or spilled registers (HIP) per thread. ``hot``: CUDA only."""
 
     mode: str
     target: str
@@ -94,6 +94,7 @@ class Build:
     instructions: int
     products: int
     loads: int
+    hot: machine_code.Hot | None
 
 
 class Driver:
@@ -179,51 +180,8 @@ def _kernels_on_cpu() -> Iterator[None]:
 
 
 def _facts(mode: str, target: str, case: str, kernel: Any) -> Build:
-    counts = _cuda(kernel) if TARGETS[target].backend == "cuda" else _hip(kernel)
-    return Build(mode, target, case, kernel.metadata.name, shared=kernel.metadata.shared, **counts)
-
-
-def _cuda(kernel: Any) -> dict[str, int]:
-    """Counts from the machine code, by the cuobjdump that Triton brings."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        dump = subprocess.run([tool, "-sass", "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", dump)
-    if usage is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers:\n{dump[:500]}")
-    codes = [m[1] for m in re.finditer(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", dump, re.MULTILINE)]
-    return {
-        "registers": int(usage[1]),
-        "spilled": int(usage[2]) + int(usage[3]),
-        **_count(codes, ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA"), ("LDG", "LDGSTS")),
-    }
-
-
-def _hip(kernel: Any) -> dict[str, int]:
-    text = kernel.asm["amdgcn"]
-
-    def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", text)
-        return int(found[1]) if found else 0
-
-    codes = [m[1] for m in re.finditer(r"^\s+([a-z]+_[a-z0-9_]+)", text, re.MULTILINE)]
-    products = tuple({code for code in codes if "mfma" in code})
-    loads = tuple({code for code in codes if code.startswith(("global_load", "buffer_load", "flat_load"))})
-    spilled = number("vgpr_spill_count") + number("sgpr_spill_count")
-    return {"registers": number("vgpr_count"), "spilled": spilled, **_count(codes, products, loads)}
-
-
-def _count(codes: list[str], products: tuple[str, ...], loads: tuple[str, ...]) -> dict[str, int]:
-    counter = collections.Counter(codes)
-    return {
-        "instructions": len(codes),
-        "products": sum(counter[code] for code in products),
-        "loads": sum(counter[code] for code in loads),
-    }
+    facts = machine_code.of_cuda(kernel) if TARGETS[target].backend == "cuda" else machine_code.of_hip(kernel)
+    return Build(mode, target, case, kernel.metadata.name, shared=kernel.metadata.shared, **facts)
 
 
 def main() -> None:
@@ -231,21 +189,38 @@ def main() -> None:
     parser.add_argument("modes", nargs="+", metavar="MODE")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--json", action="store_true", help="one line of JSON a kernel")
+    parser.add_argument(
+        "--golden", type=Path, metavar="PATH", help="write the counts of the CUDA targets to this file, in place of what it has"
+    )
     options = parser.parse_args()
     # Kernels of this process must be compiled, whoever started it.
     os.environ.pop("TRITON_INTERPRET", None)
+    built: list[Build] = []
     failures = 0
-    for target in options.target or TARGETS:
+    for target in options.target or (CUDA_TARGETS if options.golden else TARGETS):
         for mode in options.modes:
             try:
-                built = build(mode, target)
+                of_mode = build(mode, target)
             except Exception:
                 failures += 1
                 print(f"{mode} for {target}:\n{traceback.format_exc()}", file=sys.stderr)
                 continue
-            for one in built:
-                print(json.dumps(asdict(one)) if options.json else "  ".join(f"{k}={v}" for k, v in asdict(one).items()), flush=True)
-    sys.exit(1 if failures else 0)
+            built += of_mode
+            for one in of_mode:
+                print(json.dumps(asdict(one)) if options.json else _words(one), flush=True)
+    if failures:
+        sys.exit(1)
+    if options.golden:
+        import triton
+
+        GoldenCounts.of(map(asdict, built), triton.__version__).write(options.golden)
+
+
+def _words(one: Build) -> str:
+    facts = asdict(one) | {"hot": None}
+    if one.hot is not None and one.hot.keys > 1:
+        facts |= asdict(one.hot) | {"instructions": one.instructions, "loop": one.hot.instructions, "per_key": round(one.hot.per_key, 2)}
+    return "  ".join(f"{name}={value}" for name, value in facts.items() if value is not None)
 
 
 if __name__ == "__main__":

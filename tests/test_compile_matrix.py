@@ -14,7 +14,7 @@ import pytest
 import triton
 
 from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS
-from kvq_core.testing.golden_counts import GoldenCounts
+from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 KERNELS = {("decode", "write"), ("decode", "attend"), ("decode", "merge_kernel"), ("prefill", "attend")}
@@ -51,3 +51,33 @@ def compare_with_golden(target: str, built: list[dict[str, Any]]) -> None:
         pytest.skip(f"all kernels build; not compared: the golden counts are of Triton {golden.triton}, this is {triton.__version__}")
     worse = "\n".join(golden.regressions(GoldenCounts.of(built, triton.__version__)))
     assert not worse, f"{worse}\nIf that is meant: python {' '.join(MEASURE)} --golden {GOLDEN.relative_to(Path(__file__).parents[1])}"
+
+
+def as_built(golden: GoldenCounts) -> list[dict[str, Any]]:
+    """Builds that have the counts of ``golden``."""
+    builds = []
+    for kernel, row in golden.kernels.items():
+        names = zip(("mode", "target", "case", "kernel"), kernel.split(), strict=True)
+        hot = {name: count for name, count in row.items() if name not in PER_PROGRAM}
+        builds.append({**dict(names), **{name: row[name] for name in PER_PROGRAM}, "hot": hot})
+    return builds
+
+
+@pytest.mark.quick
+def test_the_golden_counts_cover_every_kernel() -> None:
+    wanted = {f"{mode} {target} {case} {kernel}" for mode in MODES for target in CUDA_TARGETS for case, kernel in KERNELS}
+    assert GoldenCounts.read(GOLDEN).kernels.keys() == wanted
+
+
+@pytest.mark.quick
+def test_a_costlier_kernel_fails_and_another_compiler_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = GoldenCounts.read(GOLDEN)
+    built = as_built(golden.for_target("sm_90"))
+    monkeypatch.setattr(triton, "__version__", golden.triton)
+    compare_with_golden("sm_90", built)
+    built[0]["hot"]["conversions"] += 1
+    with pytest.raises(AssertionError, match=r"(?s)conversions \d+ -> \d+.*--golden tests/data/golden_counts.json"):
+        compare_with_golden("sm_90", built)
+    monkeypatch.setattr(triton, "__version__", "3.5.0")
+    with pytest.raises(pytest.skip.Exception, match=f"of Triton {golden.triton}, this is 3.5.0"):
+        compare_with_golden("sm_90", built)

@@ -7,10 +7,13 @@ tests know whether it is up to date.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib
 
@@ -20,6 +23,7 @@ import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
+STATIC = DOCS / "_static"
 THEMES = {"light": ("#1b1f24", "#5b7fb4"), "dark": ("#d6dae0", "#7ea6e0")}
 """Of text and lines, and of bars."""
 
@@ -54,35 +58,49 @@ def bars(readme: str) -> list[Bar]:
     return [Bar(mode, float(smaller[mode]), float(speed[mode]), float(loss[mode] or 0)) for mode in smaller]
 
 
-def draw(found: list[Bar], text: str, fill: str) -> Any:
-    style: dict[Any, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), text)
-    with plt.rc_context({**style, "font.family": "sans-serif", "font.size": 10}):
-        figure, axes = plt.subplots(1, 3, figsize=(7.6, 2.6), sharey=True, layout="constrained")
-        panels = (
-            ("cache, times smaller\nthan bf16", [bar.times_smaller for bar in found], "{:.2f}"),
-            ("decode, times as fast as\nFlashInfer bf16", [bar.times_as_fast for bar in found], "{:.2f}"),
-            ("loss of a small model,\nbits per byte", [bar.loss for bar in found], "+{:.1f} %"),
-        )
-        for ax, (title, values, form) in zip(axes, panels, strict=True):
-            drawn = ax.barh([bar.mode for bar in found], values, color=fill, height=0.7)
-            ax.bar_label(drawn, [form.format(value) for value in values], padding=4)
-            ax.set_title(title, fontsize=10, loc="left")
-            ax.set_xlim(0, 1.25 * max(values))
-            ax.xaxis.set_visible(False)
-            ax.spines[["top", "right", "bottom"]].set_visible(False)
-            ax.tick_params(axis="y", length=0)
-        axes[0].invert_yaxis()
+def style(text: str) -> dict[Any, Any]:
+    """matplotlib's settings for text and lines of one color."""
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), text)
+    return {**colors, "font.family": "sans-serif", "font.size": 10}
+
+
+def draw(found: list[Bar], fill: str) -> Any:
+    figure, axes = plt.subplots(1, 3, figsize=(7.6, 2.6), sharey=True, layout="constrained")
+    panels = (
+        ("cache, times smaller\nthan bf16", [bar.times_smaller for bar in found], "{:.2f}"),
+        ("decode, times as fast as\nFlashInfer bf16", [bar.times_as_fast for bar in found], "{:.2f}"),
+        ("loss of a small model,\nbits per byte", [bar.loss for bar in found], "+{:.1f} %"),
+    )
+    for ax, (title, values, form) in zip(axes, panels, strict=True):
+        drawn = ax.barh([bar.mode for bar in found], values, color=fill, height=0.7)
+        ax.bar_label(drawn, [form.format(value) for value in values], padding=4)
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.set_xlim(0, 1.25 * max(values))
+        ax.xaxis.set_visible(False)
+        ax.spines[["top", "right", "bottom"]].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    axes[0].invert_yaxis()
     return figure
+
+
+def write(name: str, kept: str, draw: Callable[[str], Any]) -> None:
+    """Write ``_static/NAME-light.svg`` and ``-dark.svg``: figures of ``draw(color)``, with ``kept`` as description."""
+    for theme, (text, fill) in THEMES.items():
+        with plt.rc_context({**style(text), "svg.hashsalt": "kvq", "svg.fonttype": "none"}):
+            figure = draw(fill)
+            figure.savefig(STATIC / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None, "Description": kept})
+        plt.close(figure)
+
+
+def kept_in(name: str, theme: str) -> str:
+    """The description that :func:`write` has put into a figure."""
+    found = ElementTree.parse(STATIC / f"{name}-{theme}.svg").find(".//{http://purl.org/dc/elements/1.1/}description")
+    return "" if found is None else found.text or ""
 
 
 def main() -> None:
     found = bars(README.read_text(encoding="utf-8"))
-    kept = json.dumps([asdict(bar) for bar in found])
-    for name, colors in THEMES.items():
-        figure = draw(found, *colors)
-        with plt.rc_context({"svg.hashsalt": "kvq", "svg.fonttype": "none"}):
-            figure.savefig(DOCS / "_static" / f"modes-{name}.svg", transparent=True, metadata={"Date": None, "Description": kept})
-        plt.close(figure)
+    write("modes", json.dumps([asdict(bar) for bar in found]), partial(draw, found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The accuracy page's figures, on the bundled tiny model: ``hatch run python docs/accuracy_report.py``, about two minutes on two CPU cores.
+"""The accuracy page's figures, on the bundled tiny model: ``hatch run python docs/accuracy_report.py``.
 
 Measures every installed mode, writes the figures to ``_data/accuracy.json``, and from there the generated part of ``accuracy.md`` and its
 plots. ``--from-data`` leaves the measuring out.
@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
         backends, broken = load_modes(None)
         if broken:
             parser.error("; ".join(broken))
-        figures = measure(subject, backends, read_documents(bundled("heldout.txt")), sizes)
         facts = machine(subject.device) | {"commit": measured_commit(), "date": date.today().isoformat()}
+        figures = measure(subject, backends, read_documents(bundled("heldout.txt")), sizes)
         content = {"machine": facts, "sizes": asdict(sizes), "modes": [asdict(mode) for mode in figures]}
         accuracy_page.DATA.parent.mkdir(exist_ok=True)
         accuracy_page.DATA.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

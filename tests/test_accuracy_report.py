@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -209,8 +210,7 @@ def test_the_page_shows_the_committed_figures(content: page.Content) -> None:
 def test_the_committed_figures_are_of_known_modes_and_in_proportion(content: page.Content) -> None:
     modes = {mode["mode"]: mode for mode in content["modes"]}
     assert next(iter(modes)) == "none" and set(modes) <= {entry.mode for entry in list_backends()}
-    sizes = {**content["sizes"]}
-    assert sizes == json.loads(json.dumps(report.asdict(report.Sizes()))), "measured with the sizes that the script has now"
+    assert content["sizes"] == json.loads(json.dumps(asdict(report.Sizes()))), "measured with the sizes that the script has now"
     for mode in list(modes.values())[1:]:
         weights = [s["last"] - s["first"] + 1 for s in mode["stretches"]]
         for what in ("bits", "difference"):

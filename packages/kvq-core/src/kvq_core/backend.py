@@ -45,7 +45,7 @@ class QuantKVBackend(ABC):
     """Full name, as engines and entry points spell it, e.g. ``"int4_per_token_head"``."""
 
     packing_factor: ClassVar[int | Fraction] = 1
-    """Codes per cache element: 2 for int4 in bytes, 4 for int2, ``Fraction(8, 3)`` for eight 3-bit codes in three bytes, 1 otherwise."""
+    """Codes per cache element (2 for int4 in bytes, 4 for int2, ``Fraction(8, 3)`` for eight 3-bit codes in three bytes, 1 otherwise)."""
 
     head_size_multiple: ClassVar[int] = 1
     """Head sizes must be a multiple of this, the packing's granule; itself a multiple of :attr:`packing_factor`."""

@@ -50,8 +50,9 @@ class Layer:
         return f"heads={self.num_query_heads}x{self.head_size}" + (f",window={self.window}" if self.window else "")
 
 
-# Prefill; a prefill chunk beside a decode row and a verified draft; decode alone, as a CUDA graph of a larger size has it.
-SMALL = Layer(steps=((((0, 21), (1, 5)), 0, 0), (((0, 1), (1, 3), (2, 17)), 0, 0), (((0, 1), (1, 1), (2, 1)), 2, 1)))
+# Prefill; a prefill chunk beside a decode row and a verified draft; decode alone, as a CUDA graph of a larger size has it. The first
+# sequence ends in a second tile of keys, from where its window reaches just into the first.
+SMALL = Layer(steps=((((0, 69), (1, 5)), 0, 0), (((0, 1), (1, 3), (2, 17)), 0, 0), (((0, 1), (1, 1), (2, 1)), 2, 1)))
 SMALL_WINDOWED = replace(SMALL, block_size=8, window=9, softcap=20.0, sinks=True)
 PLAIN = Layer(
     steps=(

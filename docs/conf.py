@@ -29,7 +29,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 # Other projects' names are not linked: their inventories would have to be fetched, and the build needs no network.
-nitpick_ignore_regex = [("py:.*", r"(torch|transformers|collections|types|os|pathlib|_pytest)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(torch|transformers|collections|fractions|types|os|pathlib|_pytest)\..*")]
 nitpick_ignore = [
     # Type variables: register_backend and enable return what they are given.
     ("py:class", "B"),

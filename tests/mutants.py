@@ -430,7 +430,7 @@ def _suite(cls: type[QuantKVBackend]) -> type[BackendTests]:
             if issubclass(cls, FP8PerTokenHead):
                 return budgets.minifloat(y, (y.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-6), torch.float8_e4m3fn)
             if issubclass(cls, Int2PerTokenHead):
-                return budgets.gaussian_levels(y, 0.9816, 0.4528, 1.5104)
+                return budgets.gaussian_levels(y, (0.9816,), (0.4528, 1.5104))
             return budgets.symmetric_levels(y, 127, 1e-6) if issubclass(cls, Int8PerTokenHead) else torch.zeros_like(y)
 
     Suite.__name__ = Suite.__qualname__ = f"Test{cls.__name__}"

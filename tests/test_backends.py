@@ -65,4 +65,4 @@ class TestInt2PerTokenHead(QuantizedTests):
         return block_hadamard(x.double())
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        return budgets.gaussian_levels(self.space(x), 0.9816, 0.4528, 1.5104)
+        return budgets.gaussian_levels(self.space(x), (0.9816,), (0.4528, 1.5104))

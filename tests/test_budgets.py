@@ -125,5 +125,10 @@ def test_round_trip_bounds_by_hand() -> None:
     assert torch.allclose(e4m3, torch.tensor([[1 / 16, 1.0, 28.0, 2.0**-10, 31.25 + 52]], dtype=torch.float64), rtol=1e-4)
     z = torch.tensor([[0.1, 0.97, 0.99, 3.0]], dtype=torch.float64)
     rms = math.sqrt(float(z.square().mean()))
-    levels = budgets.gaussian_levels(z, 0.9816 / rms, 0.4528 / rms, 1.5104 / rms)
+    levels = budgets.gaussian_levels(z, (0.9816 / rms,), (0.4528 / rms, 1.5104 / rms))
     assert torch.allclose(levels, torch.tensor([[0.5288, 0.5288, 0.5288, 1.4896]], dtype=torch.float64), rtol=1e-4)
+    # Three levels of unequal cells: 0 to 1 around 0.4, 1 to 3 around 1.6, and from 3 on around 4.4.
+    z = torch.tensor([[-0.1, 0.9, -1.1, 2.9, -3.1, 9.0]], dtype=torch.float64)
+    rms = math.sqrt(float(z.square().mean()))
+    levels = budgets.gaussian_levels(z, (1.0 / rms, 3.0 / rms), (0.4 / rms, 1.6 / rms, 4.4 / rms))
+    assert torch.allclose(levels, torch.tensor([[0.6, 0.6, 1.4, 1.4, 1.4, 4.6]], dtype=torch.float64), rtol=1e-4)

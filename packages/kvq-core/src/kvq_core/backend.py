@@ -25,6 +25,7 @@ A mode's distribution announces it as an entry point in the group ``kvq.backends
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -43,11 +44,11 @@ class QuantKVBackend(ABC):
     mode: ClassVar[str]
     """Full name, as engines and entry points spell it, e.g. ``"int4_per_token_head"``."""
 
-    packing_factor: ClassVar[int] = 1
-    """Codes per cache element (2 for int4 in bytes, 4 for int2, 1 otherwise)."""
+    packing_factor: ClassVar[int | Fraction] = 1
+    """Codes per cache element (2 for int4 in bytes, 4 for int2, ``Fraction(8, 3)`` for eight 3-bit codes in three bytes, 1 otherwise)."""
 
     head_size_multiple: ClassVar[int] = 1
-    """Head sizes must be a multiple of this, the packing's granule."""
+    """Head sizes must be a multiple of this, the packing's granule; itself a multiple of :attr:`packing_factor`."""
 
     max_head_size: ClassVar[int] = 1024
 

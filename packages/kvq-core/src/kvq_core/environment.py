@@ -115,17 +115,23 @@ class Route:
     why: str
 
 
+def kernels_of(backend: QuantKVBackend) -> frozenset[str]:
+    """Which of ``write`` and ``read`` the mode brings kernels for; the contract's own are plain torch."""
+    from kvq_core.backend import QuantKVBackend
+
+    return frozenset(name for name in ("write", "read") if getattr(type(backend), name) is not getattr(QuantKVBackend, name))
+
+
 def path_of(backend: QuantKVBackend, device: torch.device) -> Route:
     """The path that ``backend``'s doors take for tensors on ``device``."""
-    from kvq_core.backend import QuantKVBackend
     from kvq_core.ops import kernels_run_on
 
-    own = [name for name in ("write", "read") if getattr(type(backend), name) is not getattr(QuantKVBackend, name)]
+    own = kernels_of(backend)
     if not kernels_run_on(device):
         return Route("plain torch", "tensors on the CPU; a GPU runs the kernels")
     if not own:
         return Route("plain torch", "the mode brings no kernels")
     runs = "Triton kernels, interpreted" if device.type == "cpu" else "Triton kernels, compiled"
     why = "TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") == "1" else f"tensors on {device.type}"
-    missing = {"write", "read"} - set(own)
-    return Route(runs, why + (f"; its {missing.pop()} is plain torch" if missing else ""))
+    missing = {"write", "read"} - own
+    return Route(runs, why + "".join(f"; its {name} is plain torch" for name in missing))

@@ -2,7 +2,7 @@
 
 It needs pytest and hypothesis: ``pip install "kvq-core[testing]"``. ::
 
-    # conftest.py, before anything imports triton
+    # conftest.py of a mode that has kernels, before anything imports triton
     from kvq_core.testing.places import choose_interpreter
     choose_interpreter()
 
@@ -18,7 +18,13 @@ kernels, interpreted on the CPU) and ``gpu`` (the kernels compiled; marker ``gpu
 (:mod:`~kvq_core.testing.oracle`) within a derived error budget (:mod:`~kvq_core.testing.budgets`).
 """
 
-from kvq_core.testing.cases import Case
-from kvq_core.testing.suite import BackendTests
+import pytest
+
+_PARTS = ("codec_tests", "input_tests", "read_tests", "subject", "torch_tests", "write_tests")
+# Otherwise a failed assert of the suite says nothing but AssertionError where it is installed from a wheel.
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
+
+from kvq_core.testing.cases import Case  # noqa: E402
+from kvq_core.testing.suite import BackendTests  # noqa: E402
 
 __all__ = ["BackendTests", "Case"]

@@ -22,6 +22,7 @@ Hadamard basis counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -139,10 +140,16 @@ def minifloat(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
     return scale * half_step + clamped + 4 * F32 * x.abs()
 
 
-def gaussian_levels(y: torch.Tensor, boundary: float, inner: float, outer: float) -> torch.Tensor:
-    """Four levels +-inner, +-outer times rms(y), cells cut at 0 and +-boundary: how far a cell's points are from its level."""
+def gaussian_levels(y: torch.Tensor, boundaries: Sequence[float], levels: Sequence[float]) -> torch.Tensor:
+    """Levels +-``levels`` times rms(y), cells cut at 0 and +-``boundaries`` times it: how far a cell's points are from its level.
+
+    Both are of the positive half, ascending; a boundary lies midway between two levels, and the outermost cell has no end.
+    """
     rms = y.square().mean(-1, keepdim=True).sqrt()
     z = y.abs() / rms.clamp(min=1e-300)
-    within = torch.where(z < boundary, max(inner, boundary - inner), (z - outer).clamp(min=outer - boundary))
+    *inner, outer = levels
+    within = (z - outer).clamp(min=outer - boundaries[-1])
+    for low, level, high in reversed([*zip((0.0, *boundaries[:-1]), inner, boundaries, strict=True)]):
+        within = torch.where(z < high, max(level - low, high - level), within)
     # A point at the boundary may fall on either side of it, at the same distance.
     return rms * within * (1 + 16 * F32) + 16 * F32 * y.abs().amax(-1, keepdim=True)

@@ -205,6 +205,8 @@ def main() -> None:
                 failures += 1
                 print(f"{mode} for {target}:\n{traceback.format_exc()}", file=sys.stderr)
                 continue
+            if not of_mode:
+                print(f"{mode} for {target}: nothing to build, the mode brings no kernels", file=sys.stderr)
             built += of_mode
             for one in of_mode:
                 print(json.dumps(asdict(one)) if options.json else _words(one), flush=True)

@@ -1,0 +1,28 @@
+"""``int3_per_token_head``: 4.9 times smaller than bf16 at heads of 128, in plain torch."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+from kvq_core import QuantKVBackend
+from kvq_int3 import codec
+
+
+class Int3PerTokenHead(QuantKVBackend):
+    """Eight codes in three bytes, one float32 scale per (token, head) of K and of V. The bytes are drawn in :mod:`kvq_int3.codec`."""
+
+    mode = "int3_per_token_head"
+    packing_factor = Fraction(8, codec.BITS)
+    head_size_multiple = 8
+    max_head_size = 256
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return codec.encode(x)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        return codec.decode(codes, self.required(scales))

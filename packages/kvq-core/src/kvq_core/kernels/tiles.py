@@ -167,15 +167,17 @@ def key_tile(start, work, batch, table_stride, num_blocks, scoring, C: tl.conste
     first = work.context_len + work.row_start
     if scoring.ranges is not None:
         edge = start >= 0
-    elif C.max_query_len == 1:
-        # A single row, the newest: what it may not see is invalid, and nothing is left to mask.
-        edge = start < 0
-        if scoring.window_left is not None:
-            valid = valid & (first - position <= scoring.window_left)
     else:
-        edge = start + C.keys > first + 1
         if scoring.window_left is not None:
-            edge = edge | (start < first + work.num_rows - 1 - scoring.window_left)
+            # Not even the first row sees these, and their blocks may be an engine's null block by now, with anything in it.
+            valid = valid & (first - position <= scoring.window_left)
+        if C.max_query_len == 1:
+            # A single row, the newest: what it may not see is invalid, and nothing is left to mask.
+            edge = start < 0
+        else:
+            edge = start + C.keys > first + 1
+            if scoring.window_left is not None:
+                edge = edge | (start < first + work.num_rows - 1 - scoring.window_left)
     return KeyTile(position, tl.where(valid, block, 0), position % C.block_size, valid, edge)
 
 

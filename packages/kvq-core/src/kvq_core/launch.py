@@ -191,6 +191,7 @@ def _launch(
 
 def _config(attention: Attention, form: args.Format, launch: schedule.Launch) -> args.ReadConfig:
     tile = launch.tile
+    stride = max(_strides(attention.keys) + _strides(attention.values))
     return args.ReadConfig(
         format=form,
         head_size=attention.q.shape[2],
@@ -205,9 +206,12 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
+        # The newest row sees every key that is valid; who sees what of a prefix is known row by row.
+        parts=1 if launch.max_query_len == 1 or attention.scoring.mm_prefix_range is not None else 2,
         split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
-        wide_pages=attention.keys.block_size * max(_strides(attention.keys) + _strides(attention.values)) >= 2**31,
+        wide_planes=attention.keys.num_blocks * stride >= 2**31,
+        wide_pages=attention.keys.block_size * stride >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         use_asm=_device_facts(attention.q.device)[1],

@@ -15,7 +15,7 @@ from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share
+from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
@@ -60,17 +60,20 @@ def attend(
         state = softmax_start(C.rows)
         acc = accumulator(C)
         largest = 1e-30
-        for t in tl.range(work.start // C.keys, tl.cdiv(work.stop, C.keys), num_stages=C.stages):
-            tile = key_tile(t * C.keys, work, batch, table_stride, num_blocks, scoring, C)
-            k_place, v_place = places(keys, values, tile, C)
-            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
-            k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-            v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
-            s = scores(q, unpack(k, C), None, C) * by_row(unit, C)
-            s = finish_scores(s, k_scale, rows, tile, work, scoring, C)
-            p, alpha, state = softmax_step(s, state, C)
-            weights, shrink, largest = weigh(p, v_scale, largest, C)
-            acc = accumulate(weights, unpack(v, C), acc, alpha * shrink, None, C)
+        for part in tl.static_range(tl.constexpr(C.parts)):
+            tiles = tiles_of(work, batch, table_stride, num_blocks, scoring, part, C)
+            for t in tl.range(tiles.first, tiles.last, num_stages=C.stages):
+                tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
+                k_place, v_place = places(keys, values, tile, C)
+                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+                k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
+                k, v = unpack(k, C), unpack(v, C)
+                s = scores(q, k, None, C) * by_row(unit, C)
+                s = finish_scores(s, k_scale, rows, tile, work, scoring, part, C)
+                p, alpha, state = softmax_step(s, state, C)
+                weights, shrink, largest = weigh(p, v_scale, largest, C)
+                acc = accumulate(weights, v, acc, alpha * shrink, None, C)
         acc = accumulated_rows(acc, LEVEL * unweigh(largest), C)
         finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 

@@ -27,7 +27,7 @@ from kvq_core.kernels.queries import largest_in_row, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share
+from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
@@ -79,26 +79,29 @@ def attend(
         state = softmax_start(C.rows)
         acc = accumulator(C)
         largest = 1e-30
-        for t in tl.range(work.start // C.keys, tl.cdiv(work.stop, C.keys), num_stages=C.stages):
-            tile = key_tile(t * C.keys, work, batch, table_stride, num_blocks, scoring, C)
-            k_place, v_place = places(keys, values, tile, C)
-            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
-            v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
-            if PER_TENSOR:
-                k_scale = None
-            else:
-                k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-            s = finish_scores(scores(q, unpack(k, INT8, C), seed, C) * by_row(unit, C), k_scale, rows, tile, work, scoring, C)
-            p, alpha, state = softmax_step(s, state, C)
-            if PER_TENSOR:
-                weights = (p * 256.0).to(tl.float16)
-            else:
-                weights, shrink, largest = weigh(p, v_scale, largest, C)
-                alpha = alpha * shrink
-            offset = None
-            if INT8:
-                offset = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (128.0 / UNIT)
-            acc = accumulate(weights, unpack(v, INT8, C), acc, alpha, offset, C)
+        for part in tl.static_range(tl.constexpr(C.parts)):
+            tiles = tiles_of(work, batch, table_stride, num_blocks, scoring, part, C)
+            for t in tl.range(tiles.first, tiles.last, num_stages=C.stages):
+                tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
+                k_place, v_place = places(keys, values, tile, C)
+                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
+                if PER_TENSOR:
+                    k_scale = None
+                else:
+                    k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+                k, v = unpack(k, INT8, C), unpack(v, INT8, C)
+                s = finish_scores(scores(q, k, seed, C) * by_row(unit, C), k_scale, rows, tile, work, scoring, part, C)
+                p, alpha, state = softmax_step(s, state, C)
+                if PER_TENSOR:
+                    weights = (p * 256.0).to(tl.float16)
+                else:
+                    weights, shrink, largest = weigh(p, v_scale, largest, C)
+                    alpha = alpha * shrink
+                offset = None
+                if INT8:
+                    offset = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (128.0 / UNIT)
+                acc = accumulate(weights, v, acc, alpha, offset, C)
         if PER_TENSOR:
             largest = tl.load(values.scales)
         acc = accumulated_rows(acc, UNIT * unweigh(largest), C)

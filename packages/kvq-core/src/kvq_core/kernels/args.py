@@ -135,17 +135,22 @@ class QueryRows(NamedTuple):
     valid: Any
 
 
-class KeyTile(NamedTuple):
-    """The keys of a tile: [KEYS] vectors. ``valid``: in the piece's range, and in a block that exists.
+class Tiles(NamedTuple):
+    """Numbers of key tiles: ``first`` up to ``last``, and from ``gap_at`` on ``gap`` more (scalars)."""
 
-    ``edge`` (scalar): whether a valid key may be hidden from some of the rows, so that scores need a mask of their own.
-    """
+    first: Any
+    last: Any
+    gap_at: Any
+    gap: Any
+
+
+class KeyTile(NamedTuple):
+    """The keys of a tile: [KEYS] vectors. ``valid``: in the piece's range, and in a block that exists."""
 
     position: Any
     block: Any
     slot: Any
     valid: Any
-    edge: Any
 
 
 @dataclass(frozen=True)
@@ -209,9 +214,11 @@ class ReadConfig:
     min_query_len: int
     max_query_len: int
     max_row_blocks: int  # of a sequence; only a split needs it
+    parts: int  # of a piece's tiles: those away from the edges of what its rows see, where no mask is needed, and those at an edge; or 1
     split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     same_strides: bool  # of the two planes
-    wide_pages: bool  # offsets inside a page need 64 bits
+    wide_planes: bool  # offsets in a plane need 64 bits
+    wide_pages: bool  # those inside a page do, too
     alibi_sqrt: bool
     output: str
     use_asm: bool

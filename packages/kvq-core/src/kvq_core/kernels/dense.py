@@ -8,7 +8,7 @@ from kvq_core.kernels.queries import load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit
 from kvq_core.kernels.softmax import softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, next_work, places, query_rows, take_share
+from kvq_core.kernels.tiles import key_tile, load_lanes, next_work, places, query_rows, take_share, tiles_of
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
@@ -39,13 +39,15 @@ def attend(
         unit = score_unit(scoring)
         state = softmax_start(C.rows)
         acc = accumulator(C)
-        for t in tl.range(work.start // C.keys, tl.cdiv(work.stop, C.keys), num_stages=C.stages):
-            tile = key_tile(t * C.keys, work, batch, table_stride, num_blocks, scoring, C)
-            k_place, v_place = places(keys, values, tile, C)
-            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, CLEAR=True)
-            v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first, CLEAR=True)
-            s = finish_scores(scores(q, (k,), None, C) * unit, None, rows, tile, work, scoring, C)
-            p, alpha, state = softmax_step(s, state, C)
-            acc = accumulate(p.to(v.dtype), (v,), acc, alpha, None, C)
+        for part in tl.static_range(tl.constexpr(C.parts)):
+            tiles = tiles_of(work, batch, table_stride, num_blocks, scoring, part, C)
+            for t in tl.range(tiles.first, tiles.last, num_stages=C.stages):
+                tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
+                k_place, v_place = places(keys, values, tile, C)
+                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, CLEAR=True)
+                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first, CLEAR=True)
+                s = finish_scores(scores(q, (k,), None, C) * unit, None, rows, tile, work, scoring, part, C)
+                p, alpha, state = softmax_step(s, state, C)
+                acc = accumulate(p.to(v.dtype), (v,), acc, alpha, None, C)
         acc = accumulated_rows(acc, 1.0, C)
         finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)

@@ -40,11 +40,10 @@ def hide_invalid(k_scale, tile):
 
 
 @triton.jit
-def hide_unseen(s, rows, tile, seq, scoring, C: tl.constexpr):
-    """-inf for valid keys that a row does not see. Tiles away from the edges of what is visible skip it."""
-    if scoring.ranges is not None or C.max_query_len > 1:
-        if tile.edge:
-            s = tl.where(visible(rows, tile, seq, scoring, C), s, float("-inf"))
+def hide_unseen(s, rows, tile, seq, scoring, PART: tl.constexpr, C: tl.constexpr):
+    """-inf for valid keys that a row does not see; nothing to do in the part of a piece that all its rows see."""
+    if scoring.ranges is not None or PART > 0:
+        s = tl.where(visible(rows, tile, seq, scoring, C), s, float("-inf"))
     return s
 
 

@@ -18,24 +18,21 @@ def score_unit(scoring):
 
 
 @triton.jit
-def finish_scores(s, k_scale, rows, tile, work, scoring, C: tl.constexpr):
+def finish_scores(s, k_scale, rows, tile, work, scoring, PART: tl.constexpr, C: tl.constexpr):
     """Key scales ([KEYS], or None), softcap, mask and biases, in the order of the specification. Unseen scores become -inf.
 
     ``s`` is finite where keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one
     multiply-add with the scale.
     """
-    hidden = by_key(hide_invalid(k_scale, tile), C)
+    if k_scale is not None:
+        s = s * by_key(k_scale, C)
     if scoring.softcap is not None:
-        if k_scale is not None:
-            s = s * by_key(k_scale, C)
         # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing.
         grown = tl.exp2(s * (2.0 * LOG2E / scoring.softcap))
-        s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0)) + hidden
-    elif k_scale is not None:
-        s = s * by_key(k_scale, C) + hidden
-    else:
-        s = s + hidden
-    s = hide_unseen(s, rows, tile, work.seq, scoring, C)
+        s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
+    if PART == C.parts - 1:
+        s = s + by_key(hide_invalid(k_scale, tile), C)
+    s = hide_unseen(s, rows, tile, work.seq, scoring, PART, C)
     if scoring.alibi_slopes is not None:
         slope = tl.load(scoring.alibi_slopes + rows.head, mask=rows.valid, other=0.0).to(tl.float32) * LOG2E
         distance = (by_row(rows.position, C) - by_key(tile.position, C)).to(tl.float32)

@@ -10,7 +10,7 @@ lengths change between replays.
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import KeyTile, QueryRows, Share, Work
+from kvq_core.kernels.args import KeyTile, QueryRows, Share, Tiles, Work
 
 SCAN = tl.constexpr(128)  # sequences looked at together
 
@@ -152,42 +152,85 @@ def query_rows(work, kv_head, C: tl.constexpr):
 
 
 @triton.jit
-def key_tile(start, work, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
-    """Where the keys ``start .. start + KEYS`` lie in the pages."""
-    position = start + tl.arange(0, C.keys)
-    valid = position < work.stop
+def tiles_of(work, batch, table_stride, num_blocks, scoring, PART: tl.constexpr, C: tl.constexpr):
+    """The tiles of a piece that belong to one of its parts.
+
+    Part 0: tiles of keys that all rows see, in blocks that all exist, so that nothing there needs a mask. Part 1: the others. If there is
+    one part, it has all of them.
+    """
+    first = work.start // C.keys
+    last = tl.cdiv(work.stop, C.keys)
+    if C.parts == 1:
+        tiles = Tiles(first, last, last, 0)
+    else:
+        position = work.context_len + work.row_start
+        begin = first
+        if scoring.window_left is not None:
+            seen_by_all = tl.maximum(position + work.num_rows - 1 - scoring.window_left, 0)
+            begin = tl.minimum(tl.maximum(tl.cdiv(seen_by_all, C.keys), first), last)
+        end = tl.minimum(position + 1, work.stop) // C.keys
+        end = tl.maximum(tl.minimum(end, last), begin)
+        end = tl.where(blocks_exist(begin * C.keys, end * C.keys, work, batch, table_stride, num_blocks, C), end, begin)
+        if PART == 0:
+            tiles = Tiles(begin, end, end, 0)
+        else:
+            tiles = Tiles(first, last - (end - begin), begin, end - begin)
+    return tiles
+
+
+@triton.jit
+def blocks_exist(start, stop, work, batch, table_stride, num_blocks, C: tl.constexpr):
+    """Whether every block of the keys ``start`` to ``stop`` is one of the cache's."""
+    table = batch.block_table + work.seq.to(tl.int64) * table_stride
+    last = tl.cdiv(stop, C.block_size)
+    missing = tl.zeros([SCAN], tl.int32)
+    for base in range(start // C.block_size, last, SCAN):
+        entries = base + tl.arange(0, SCAN)
+        missing |= (~block_exists(tl.load(table + entries, mask=entries < last, other=0), num_blocks)).to(tl.int32)
+    return tl.max(missing) == 0
+
+
+@triton.jit
+def block_exists(block, num_blocks):
+    # The unsigned view catches negative ids too.
+    return block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, PART: tl.constexpr, C: tl.constexpr):
+    """Where the keys of a tile lie in the pages."""
+    if PART > 0:
+        number = tl.where(number < tiles.gap_at, number, number + tiles.gap)
+    position = number * C.keys + tl.arange(0, C.keys)
+    CHECKED: tl.constexpr = PART == C.parts - 1
+    if CHECKED:
+        valid = position < work.stop
+    else:
+        valid = tl.full([C.keys], True, tl.int1)
     entry = batch.block_table + work.seq.to(tl.int64) * table_stride + position // C.block_size
     if C.small_vectors:
         twice = (tl.arange(0, 2) * 0)[None, :]
         block, _ = tl.split(tl.load(entry[:, None] + twice, mask=valid[:, None] & (twice == 0), other=-1))
     else:
         block = tl.load(entry, mask=valid, other=-1)
-    # The unsigned view catches negative ids too.
-    valid = valid & (block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True))
-    first = work.context_len + work.row_start
-    if scoring.ranges is not None:
-        edge = start >= 0
-    else:
-        if scoring.window_left is not None:
+    if CHECKED:
+        valid = valid & block_exists(block, num_blocks)
+        if scoring.window_left is not None and scoring.ranges is None:
             # Not even the first row sees these, and their blocks may be an engine's null block by now, with anything in it.
-            valid = valid & (first - position <= scoring.window_left)
-        if C.max_query_len == 1:
-            # A single row, the newest: what it may not see is invalid, and nothing is left to mask.
-            edge = start < 0
-        else:
-            edge = start + C.keys > first + 1
-            if scoring.window_left is not None:
-                edge = edge | (start < first + work.num_rows - 1 - scoring.window_left)
-    return KeyTile(position, tl.where(valid, block, 0), position % C.block_size, valid, edge)
+            valid = valid & (work.context_len + work.row_start - position <= scoring.window_left)
+        block = tl.where(valid, block, 0)
+    return KeyTile(position, block, position % C.block_size, valid)
 
 
 @triton.jit
 def page_offset(tile, block_stride, slot_stride, C: tl.constexpr):
-    """Where a tile's keys lie, [KEYS] int64. Offsets inside a page are 32-bit unless the page spans more than that."""
-    slot = tile.slot
+    """Where a tile's keys lie, [KEYS]: 32-bit where the planes allow it, since a 64-bit product costs five instructions instead of one."""
+    block, slot = tile.block, tile.slot
+    if C.wide_planes:
+        block = block.to(tl.int64)
     if C.wide_pages:
         slot = slot.to(tl.int64)
-    return tile.block.to(tl.int64) * block_stride + slot * slot_stride
+    return block * block_stride + slot * slot_stride
 
 
 @triton.jit

@@ -27,11 +27,11 @@ def load_queries(queries, rows, C: tl.constexpr):
 
 @triton.jit
 def largest_in_row(streams):
-    """max |x| of each row over all its streams, [ROWS] float32, never 0."""
+    """max |x| of each row over all its streams, [ROWS] float32; at least 2^-100, so that a number divided by it is still one."""
     peak = tl.max(tl.abs(streams[0].to(tl.float32)), 1)
     for s in tl.static_range(1, len(streams)):
         peak = tl.maximum(peak, tl.max(tl.abs(streams[s].to(tl.float32)), 1))
-    return tl.where(peak > 0.0, peak, 1.0)
+    return tl.maximum(peak, 2.0**-100)
 
 
 @triton.jit

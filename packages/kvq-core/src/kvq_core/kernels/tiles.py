@@ -165,20 +165,34 @@ def key_tile(start, work, batch, table_stride, num_blocks, scoring, C: tl.conste
     # The unsigned view catches negative ids too.
     valid = valid & (block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True))
     first = work.context_len + work.row_start
+    if scoring.window_left is not None:
+        # Keys that not even the first row sees: their blocks may be an engine's null block by now, with anything in it.
+        near = first - position <= scoring.window_left
+        if scoring.ranges is not None:
+            near = near | in_ranges(position, first, work, scoring)
+        valid = valid & near
     if scoring.ranges is not None:
         edge = start >= 0
+    elif C.max_query_len == 1:
+        # A single row, the newest: what it may not see is invalid, and nothing is left to mask.
+        edge = start < 0
     else:
+        edge = start + C.keys > first + 1
         if scoring.window_left is not None:
-            # Not even the first row sees these, and their blocks may be an engine's null block by now, with anything in it.
-            valid = valid & (first - position <= scoring.window_left)
-        if C.max_query_len == 1:
-            # A single row, the newest: what it may not see is invalid, and nothing is left to mask.
-            edge = start < 0
-        else:
-            edge = start + C.keys > first + 1
-            if scoring.window_left is not None:
-                edge = edge | (start < first + work.num_rows - 1 - scoring.window_left)
+            edge = edge | (start < first + work.num_rows - 1 - scoring.window_left)
     return KeyTile(position, tl.where(valid, block, 0), position % C.block_size, valid, edge)
+
+
+@triton.jit
+def in_ranges(position, first, work, scoring):
+    """Which keys lie in a range that one of the piece's rows, at ``first`` and after it, lies in."""
+    inside = position < 0
+    for r in range(scoring.num_ranges):
+        start = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2)
+        end = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2 + 1)
+        touched = (start < end) & (start < first + work.num_rows) & (end >= first)
+        inside = inside | (touched & (position >= start) & (position <= end))
+    return inside
 
 
 @triton.jit

@@ -50,9 +50,12 @@ def _rounded(num_bytes: int) -> int:
 
 
 def _places(case: Case, sizes: list[int]) -> list[tuple[int, int, int, int]]:
-    """Block, slot and head strides and offset, in bytes, of parts of ``sizes`` bytes per (slot, head) that share their blocks."""
+    """Block, slot and head strides and offset, in bytes, of parts of ``sizes`` bytes per (slot, head) that share their blocks.
+
+    ``case.padding`` bytes, which are nobody's, follow each block.
+    """
     slots, heads, cell = case.block_size, case.num_kv_heads, sum(sizes)
-    block = slots * heads * cell
+    block = slots * heads * cell + case.padding
     if case.layout == "interleaved":
         return [(block, heads * cell, cell, sum(sizes[:i])) for i in range(len(sizes))]
     if case.layout == "head_major":

@@ -212,6 +212,7 @@ class ReadConfig:
     split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     same_strides: bool  # of the two planes
     wide_pages: bool  # offsets inside a page need 64 bits
+    wide_rows: bool  # offsets of a row's heads do
     alibi_sqrt: bool
     output: str
     use_asm: bool

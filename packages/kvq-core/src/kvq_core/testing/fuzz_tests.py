@@ -1,9 +1,9 @@
 """The seeded fuzzer: whole random scenarios through both doors, held to ``encode`` and to float64 attention.
 
 What is checked of one: every byte outside the rows written survives; what was written is ``encode``'s; the result is that of float64
-attention over the decoded pages, within the budgets of :mod:`kvq_core.testing.budgets`; on a GPU a second read gives the same bits; and damage (NaN,
-infinities, numbers that overflow) shows at most in the rows that may know of it: a query's own row, and for a key or value the
-sequence whose rows see it, in its head.
+attention over the decoded pages, within the budgets of :mod:`kvq_core.testing.budgets`; a GPU's second read has the same bits; and damage
+(NaN, infinities, numbers that overflow) shows at most in the rows that may know of it: a query's own row, and for a key or value the
+rows of a sequence one of whose rows sees it, in its head.
 """
 
 from __future__ import annotations

@@ -182,11 +182,12 @@ def build(
     seed: int = 0,
     block_seed: int | None = None,
     spare_blocks: int = SPARE_BLOCKS,
+    ends: bool = False,
 ) -> Scene:
     """The scene of ``case``: nothing is stored yet (:meth:`Scene.write`, :meth:`Scene.fill`).
 
     ``seed`` fixes all values; ``block_seed`` (default: ``seed``) fixes which physical blocks the sequences got. ``spare_blocks``: how many
-    blocks the cache has that no sequence got.
+    blocks the cache has that no sequence got. ``ends``: the sequences got the last block of the cache, its first, its last but one ...
     """
     generator = torch.Generator().manual_seed(seed)
     num_keys, num_rows = sum(case.seq_lens), sum(case.query_lens)
@@ -203,7 +204,7 @@ def build(
 
     needed = [-(-n // case.block_size) for n in case.seq_lens]
     num_blocks = sum(needed) + spare_blocks
-    permuted = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed if block_seed is None else block_seed)).tolist()
+    permuted = _ends(num_blocks, sum(needed)) if ends else _permuted(num_blocks, seed if block_seed is None else block_seed)
     # Wider than needed, one row more than there are sequences, a slice of something wider still, and garbage past each sequence's end.
     width = max(needed, default=0) + 2
     wide = [[_GARBAGE[(s + c) % len(_GARBAGE)] for c in range(width + 5)] for s in range(case.num_seqs + 1)]
@@ -228,6 +229,15 @@ def build(
     )
     built.inputs = tuple(inputs)
     return built
+
+
+def _permuted(num_blocks: int, seed: int) -> list[int]:
+    return torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _ends(num_blocks: int, count: int) -> list[int]:
+    """``count`` blocks to take from the end of: the last of the cache, the first, the last but one ..."""
+    return [num_blocks - 1 - i // 2 if i % 2 == 0 else i // 2 for i in range(count)][::-1]
 
 
 def _uneven(tokens: int, heads: int, size: int, generator: torch.Generator) -> torch.Tensor:

@@ -15,6 +15,7 @@ from kvq_core.hadamard import block_hadamard, single_rht
 from kvq_core.none import NoneBackend
 from kvq_core.spec import Attention, NewRows
 from kvq_core.testing import BackendTests, budgets
+from kvq_core.workspace import kept_buffer
 from kvq_int2 import Int2PerTokenHead
 from kvq_int2 import codec as int2
 from kvq_int4 import Int4PerTokenHead
@@ -236,6 +237,81 @@ class UnderestimatesOrder(Control):
         eager.read(self, lengths(attention, lambda used: used.sort(descending=True).values))
 
 
+class WritesRowsOfNoSequence(Control):
+    caught_by = ("test_attention",)
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        attention.out[int(attention.batch.cu_seqlens_q[-1]) :] = 0
+
+
+class LeavesItsWorkspace(Control):
+    caught_by = ("test_attention",)
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        space = kept_buffer(attention.q.device, 100)
+        space.as_strided((1,), (1,), space.storage_offset() + 100)[0] = 0.0
+
+
+class TrustsItsWorkspace(Control):
+    """What an earlier call left there is taken for its own."""
+
+    caught_by = ("test_attention",)
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        result(attention, lambda out: out + kept_buffer(out.device, 100)[0])
+
+
+class LeavesItsScratch(Control):
+    caught_by = ("test_engine_splits",)
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        if attention.scratch is not None:
+            top = attention.scratch.max
+            top.as_strided((1,), (1,), top.storage_offset() + top.numel())[0] = 0.0
+
+
+class SpreadsOverflow(Control):
+    """A key that overflows spoils a sequence that does not hold it."""
+
+    caught_by = ("test_fuzz", "interpret")
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        if not attention.out.float().isfinite().all():
+            attention.out[int(attention.batch.cu_seqlens_q[-1]) - 1] = torch.nan
+
+
+class ForgetsSharedBlocks(Control):
+    """Each block is taken for one sequence's alone: the second one that names it does not see it."""
+
+    caught_by = ("test_fuzz", "interpret")
+
+    def read(self, attention: Attention) -> None:
+        table, seen = attention.batch.block_table.clone(), set()
+        for seq, used in enumerate(attention.batch.seqused_k.tolist()):
+            for column in range(-(-used // attention.keys.block_size)):
+                block = int(table[seq, column])
+                table[seq, column] = -1 if block in seen else block
+                seen.add(block)
+        batch = dataclasses.replace(attention.batch, block_table=table)
+        eager.read(self, dataclasses.replace(attention, batch=batch))
+
+
+class SubnormalQueriesOverflow(Control):
+    """A query is divided by its peak, however small that is."""
+
+    caught_by = ("test_tiny_queries",)
+
+    def read(self, attention: Attention) -> None:
+        q = attention.q.float()
+        peak = q.abs().amax(-1, keepdim=True)
+        eager.read(self, dataclasses.replace(attention, q=torch.where(peak > 0, q * (64.0 / peak) * (peak / 64.0), q)))
+
+
 class IgnoresScratchSegments(Control):
     """With an engine's scratch, combines two halves without their maxima."""
 
@@ -274,6 +350,25 @@ class TouchesTheNextSlot(Control):
     def write(self, rows: NewRows) -> None:
         eager.write(self, rows)
         rows.keys.codes[rows.keys.num_blocks - 1, -1, -1, -1] += 1
+
+
+class WritesBetweenBlocks(Control):
+    caught_by = ("test_written_rows",)
+
+    def write(self, rows: NewRows) -> None:
+        eager.write(self, rows)
+        block, _, _, size = rows.keys.codes.stride()[0], *rows.keys.codes.shape[1:]
+        used = rows.keys.block_size * rows.keys.num_kv_heads * size
+        if len(rows.slot_mapping) and block > used:
+            rows.keys.codes.as_strided((1,), (1,), rows.keys.codes.storage_offset() + used)[0] += 1
+
+
+class TouchesItsInput(Control):
+    caught_by = ("test_written_rows",)
+
+    def write(self, rows: NewRows) -> None:
+        eager.write(self, rows)
+        rows.value.nan_to_num_(0.0).mul_(2)
 
 
 class ScalesLeftOut(Control):

@@ -188,7 +188,7 @@ class QuantKVBackend(ABC):
         Args:
             q: [num_tokens, num_query_heads, head_size]; sequence ``s`` owns rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``: its newest tokens
             k_cache, v_cache, k_scale_cache, v_scale_cache: as :meth:`reshape_and_cache` filled them.
-            out: [num_tokens, num_query_heads, head_size_v]; fp8 when ``output_scale`` is given.
+            out: [num_tokens, num_query_heads, head_size_v]; fp8 when ``output_scale`` is given. Rows of no sequence stay as they are.
             cu_seqlens_q, seqused_k: [num_seqs + 1] and [num_seqs] int32; ``seqused_k`` counts the new tokens too.
             max_seqlen_q, max_seqlen_k: upper bounds of the query lengths (must hold) and of ``seqused_k`` (a hint for the launch plan).
             softmax_scale: multiplies q.k.

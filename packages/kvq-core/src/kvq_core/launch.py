@@ -212,6 +212,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         same_strides=_strides(attention.keys) == _strides(attention.values),
         wide_planes=attention.keys.num_blocks * stride >= 2**31,
         wide_pages=attention.keys.block_size * stride >= 2**31,
+        wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         use_asm=_device_facts(attention.q.device)[1],

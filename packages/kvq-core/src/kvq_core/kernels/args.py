@@ -219,6 +219,7 @@ class ReadConfig:
     same_strides: bool  # of the two planes
     wide_planes: bool  # offsets in a plane need 64 bits
     wide_pages: bool  # those inside a page do, too
+    wide_rows: bool  # those of a row's heads
     alibi_sqrt: bool
     output: str
     use_asm: bool

@@ -9,6 +9,14 @@ from kvq_core.kernels.rounding import to_fp8_bits
 
 
 @triton.jit
+def head_offset(head, head_stride, C: tl.constexpr):
+    """Where a head's rows begin. Offsets are 32-bit unless some head of q or of the output lies further off."""
+    if C.wide_rows:
+        head = head.to(tl.int64)
+    return head * head_stride
+
+
+@triton.jit
 def load_queries(queries, rows, C: tl.constexpr):
     """The tile's query rows as streams [ROWS, WIDTH], rotated (then float32) if the keys are."""
     HEADS: tl.constexpr = C.key_heads
@@ -17,7 +25,7 @@ def load_queries(queries, rows, C: tl.constexpr):
     mask = rows.valid[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
-    offset = rows.token.to(tl.int64) * queries.token_stride + rows.head * queries.head_stride
+    offset = rows.token.to(tl.int64) * queries.token_stride + head_offset(rows.head, queries.head_stride, C)
     x = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
     streams = to_streams(x, C.rows, HEADS.width, HEADS.streams)
     if C.format.rotated:
@@ -27,11 +35,11 @@ def load_queries(queries, rows, C: tl.constexpr):
 
 @triton.jit
 def largest_in_row(streams):
-    """max |x| of each row over all its streams, [ROWS] float32, never 0."""
+    """max |x| of each row over all its streams, [ROWS] float32; at least 2^-100, so that a number divided by it is still one."""
     peak = tl.max(tl.abs(streams[0].to(tl.float32)), 1)
     for s in tl.static_range(1, len(streams)):
         peak = tl.maximum(peak, tl.max(tl.abs(streams[s].to(tl.float32)), 1))
-    return tl.where(peak > 0.0, peak, 1.0)
+    return tl.maximum(peak, 2.0**-100)
 
 
 @triton.jit
@@ -56,5 +64,5 @@ def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.const
     mask = valid[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
-    offset = token.to(tl.int64) * output.token_stride + head * output.head_stride
+    offset = token.to(tl.int64) * output.token_stride + head_offset(head, output.head_stride, C)
     tl.store(output.ptr + offset[:, None] + channel[None, :], y, mask=mask)

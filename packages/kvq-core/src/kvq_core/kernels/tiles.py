@@ -215,11 +215,27 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, PART
         block = tl.load(entry, mask=valid, other=-1)
     if CHECKED:
         valid = valid & block_exists(block, num_blocks)
-        if scoring.window_left is not None and scoring.ranges is None:
-            # Not even the first row sees these, and their blocks may be an engine's null block by now, with anything in it.
-            valid = valid & (work.context_len + work.row_start - position <= scoring.window_left)
+        if scoring.window_left is not None:
+            # Keys that not even the first row sees: their blocks may be an engine's null block by now, with anything in it.
+            first = work.context_len + work.row_start
+            near = first - position <= scoring.window_left
+            if scoring.ranges is not None:
+                near = near | in_ranges(position, first, work, scoring)
+            valid = valid & near
         block = tl.where(valid, block, 0)
     return KeyTile(position, block, position % C.block_size, valid)
+
+
+@triton.jit
+def in_ranges(position, first, work, scoring):
+    """Which keys lie in a range that one of the piece's rows, at ``first`` and after it, lies in."""
+    inside = position < 0
+    for r in range(scoring.num_ranges):
+        start = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2)
+        end = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2 + 1)
+        touched = (start < end) & (start < first + work.num_rows) & (end >= first)
+        inside = inside | (touched & (position >= start) & (position <= end))
+    return inside
 
 
 @triton.jit

@@ -12,6 +12,7 @@ over channels is near Gaussian: 6 sigma is one in 5e8. The rest is bounded by th
               d_j = 6 u / sqrt(3) * scale * sqrt(sum_d q_d^2 k_jd^2) + t_j           w_j = e^d_j - 1 - d_j + t_j + d_j^2 / softcap
               t_j = r (|s_j| + 6 scale |q| |k_j| / sqrt(D)) + D f scale |q| |k_j| + 8 f (|s_j| + softcap)
     products  u sum_j p_j |v_j|  +  f (6 sqrt(n) + 16) sum_j p_j ||v_j||  +  r sum_j p_j (|v_j| + 6 ||v_j|| / sqrt(Dv))
+              +  Dv 2^-126, since numbers below float32's smallest normal one may be flushed
 
 A mode may round in a rotated basis, which is its own business: the largest sigma over the plain, the Hadamard and the randomized
 Hadamard basis counts.
@@ -68,7 +69,7 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     rows = p @ exact.v.norm(dim=-1, keepdim=True)
     products = u * (p @ v) + (SIGMAS * math.sqrt(num_keys) + 16) * F32 * rows
     levels = level_error * (p @ v + SIGMAS / math.sqrt(v.shape[-1]) * rows)
-    return weights + products + levels
+    return weights + products + levels + v.shape[-1] * SMALLEST
 
 
 def stored(bound: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, u: float) -> torch.Tensor:

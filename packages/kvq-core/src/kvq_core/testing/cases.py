@@ -22,8 +22,9 @@ class Case:
 
     ``query_lens`` and ``seq_lens`` (keys, the new ones included) are per sequence. ``layout`` says how the pages lie in memory:
     ``head_major`` [block, head, slot], ``token_major`` [block, slot, head], ``paired`` [block, K or V, slot, head], ``interleaved``
-    vLLM's cell [K codes | K scale | V codes | V scale] per slot and head. ``rows`` says how key, value, q and out lie: ``contiguous``,
-    ``fused`` (columns of one wide projection) or ``transposed`` [head, token].
+    vLLM's cell [K codes | K scale | V codes | V scale] per slot and head; ``padding`` bytes that are nobody's follow each block.
+    ``rows`` says how key, value, q and out lie: ``contiguous``, ``fused`` (columns of one wide projection) or ``transposed``
+    [head, token].
     """
 
     query_lens: tuple[int, ...] = (1, 5)
@@ -35,6 +36,7 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.float16
     layout: str = "head_major"
+    padding: int = 64
     rows: str = "contiguous"
     window: int = -1
     softcap: float = 0.0
@@ -120,6 +122,7 @@ SHAPES = (
     *(Case(block_size=p) for p in (8, 24, 32, 64, 128)),
     *(Case(num_kv_heads=h, queries_per_kv=g) for h, g in ((3, 1), (1, 3), (2, 4), (1, 7), (1, 8), (1, 16))),
     *(Case(layout=layout, head_size=d) for layout, d in (("token_major", 64), ("paired", 64), ("interleaved", 64), ("interleaved", 80))),
+    *(Case(layout=layout, padding=0) for layout in LAYOUTS),
     *(Case(rows=rows) for rows in ("fused", "transposed")),
 )
 """Every geometry alone: batches, head sizes, block sizes, group sizes, layouts, strides."""

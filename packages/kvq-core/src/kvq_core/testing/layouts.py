@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,17 @@ _WORD = 4
 
 def pages(case: Case, backend: QuantKVBackend, num_blocks: int, device: torch.device) -> Poisoned:
     """``key_cache`` and ``value_cache`` (and ``k_scale_cache``, ``v_scale_cache`` if the mode stores scales), all 0xFF."""
+    fields: dict[str, Field] = {}
+    start = GAP
+    for block, region in regions(case, backend, num_blocks):
+        fields |= {name: replace(field, offset=start + GUARD_BLOCKS * block + field.offset) for name, field in region.items()}
+        start += (num_blocks + 2 * GUARD_BLOCKS) * block
+        start = -(-start // GAP) * GAP + GAP
+    return Poisoned(start, fields, device)
+
+
+def regions(case: Case, backend: QuantKVBackend, num_blocks: int) -> list[tuple[int, dict[str, Field]]]:
+    """The stretches of memory that a cache of ``case`` takes: (bytes of a block, fields that lie in them block by block) each."""
     dtype = backend.cache_dtype(case.dtype)
     widths = {"key_cache": backend.packed_head_size(case.head_size), "value_cache": backend.packed_head_size(case.value_size)}
     parts = {name: (dtype, width) for name, width in widths.items()}
@@ -25,24 +37,23 @@ def pages(case: Case, backend: QuantKVBackend, num_blocks: int, device: torch.de
         parts |= {"k_scale_cache": (torch.float32, 0), "v_scale_cache": (torch.float32, 0)}
     if case.layout == "interleaved":
         order = ("key_cache", "k_scale_cache", "value_cache", "v_scale_cache")
-        regions = [tuple(name for name in order if name in parts)]
+        together = [tuple(name for name in order if name in parts)]
     elif case.layout == "paired":
-        regions = [("key_cache", "value_cache"), ("k_scale_cache", "v_scale_cache")] if len(parts) == 4 else [("key_cache", "value_cache")]
+        together = [("key_cache", "value_cache"), ("k_scale_cache", "v_scale_cache")] if len(parts) == 4 else [("key_cache", "value_cache")]
     else:
-        regions = [(name,) for name in parts]
+        together = [(name,) for name in parts]
 
-    fields: dict[str, Field] = {}
-    start = GAP
-    for region in regions:
-        sizes = [_rounded(max(width, 1) * part.itemsize) for part, width in (parts[name] for name in region)]
-        for name, (block, slot, head, offset) in zip(region, _places(case, sizes), strict=True):
+    made = []
+    for region in together:
+        places = _places(case, [_rounded(max(width, 1) * part.itemsize) for part, width in (parts[name] for name in region)])
+        fields = {}
+        for name, (block, slot, head, offset) in zip(region, places, strict=True):
             part, width = parts[name]
             shape = (num_blocks, case.block_size, case.num_kv_heads) + ((width,) if width else ())
             steps = tuple(step // part.itemsize for step in (block, slot, head)) + ((1,) if width else ())
-            fields[name] = Field(part, shape, steps, start + GUARD_BLOCKS * block + offset)
-        start += (num_blocks + 2 * GUARD_BLOCKS) * _places(case, sizes)[0][0]
-        start = -(-start // GAP) * GAP + GAP
-    return Poisoned(start, fields, device)
+            fields[name] = Field(part, shape, steps, offset)
+        made.append((places[0][0], fields))
+    return made
 
 
 def _rounded(num_bytes: int) -> int:
@@ -50,9 +61,12 @@ def _rounded(num_bytes: int) -> int:
 
 
 def _places(case: Case, sizes: list[int]) -> list[tuple[int, int, int, int]]:
-    """Block, slot and head strides and offset, in bytes, of parts of ``sizes`` bytes per (slot, head) that share their blocks."""
+    """Block, slot and head strides and offset, in bytes, of parts of ``sizes`` bytes per (slot, head) that share their blocks.
+
+    ``case.padding`` bytes, which are nobody's, follow each block.
+    """
     slots, heads, cell = case.block_size, case.num_kv_heads, sum(sizes)
-    block = slots * heads * cell
+    block = slots * heads * cell + case.padding
     if case.layout == "interleaved":
         return [(block, heads * cell, cell, sum(sizes[:i])) for i in range(len(sizes))]
     if case.layout == "head_major":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +75,29 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
     return Exact(q, k, v, raw, capped, final, weights, weights @ v)
 
 
-def of_sequence(scene: Scene, seq: int, arguments: dict[str, Any], position: int) -> Exact:
+def slots_of(scene: Scene, seq: int, arguments: dict[str, Any], position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots [m] of the keys of sequence ``seq``, whether each exists): 0 for those in blocks outside the cache."""
+    case = scene.case
+    keys = torch.arange(case.seq_lens[seq], device=scene.device)
+    blocks = arguments["block_table"][position].long()[keys // case.block_size]
+    present = (blocks >= 0) & (blocks < scene.num_blocks)
+    return torch.where(present, blocks * case.block_size + keys % case.block_size, 0), present
+
+
+def of_sequence(
+    scene: Scene, seq: int, arguments: dict[str, Any], position: int, damaged: Mapping[str, torch.Tensor] | None = None
+) -> Exact:
     """The exact result for sequence ``seq`` of ``scene``, which is number ``position`` in ``arguments``.
 
-    The pages' decoded rows are taken at face value. Keys in blocks outside the cache do not exist.
+    The pages' decoded rows are taken at face value, but for those of ``damaged`` (``key`` and ``value`` -> [num_slots, Hkv] bool), which
+    are taken for 0. Keys in blocks outside the cache do not exist.
     """
-    case = scene.case
-    num_keys = case.seq_lens[seq]
-    blocks = arguments["block_table"][position].long()[torch.arange(num_keys, device=scene.device) // case.block_size]
-    present = (blocks >= 0) & (blocks < scene.num_blocks)
-    offsets = torch.arange(num_keys, device=scene.device) % case.block_size
-    slots = torch.where(present, blocks * case.block_size + offsets, 0)
+    slots, present = slots_of(scene, seq, arguments, position)
     first = int(arguments["cu_seqlens_q"][position])
-    q = arguments["q"][first : first + case.query_lens[seq]]
-    return attend(q, scene.decoded("key", slots), scene.decoded("value", slots), present, position, arguments)
+    q = arguments["q"][first : first + scene.case.query_lens[seq]]
+
+    def decoded(half: str) -> torch.Tensor:
+        rows = scene.decoded(half, slots)
+        return rows if damaged is None else rows.masked_fill(damaged[half][slots][..., None], 0.0)
+
+    return attend(q, decoded("key"), decoded("value"), present, position, arguments)

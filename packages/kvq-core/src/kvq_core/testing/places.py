@@ -40,6 +40,16 @@ class Place:
         """How many random examples a property is tried on. On a GPU each is a new kernel to compile, some seconds."""
         return {"eager": 30, "interpret": 6, "gpu": 8}[self.name]
 
+    @property
+    def scenarios(self) -> int:
+        """How many scenarios the suite fuzzes a mode with."""
+        return {"eager": 40, "interpret": 34, "gpu": 64}[self.name]
+
+    @property
+    def same_kernels(self) -> int:
+        """How many scenarios after another share what kernels are compiled for."""
+        return 16 if self.name == "gpu" else 1
+
 
 def choose_interpreter() -> None:
     """Have kernels interpreted unless there is a GPU. Call it before anything imports triton, whose own functions decide at import.

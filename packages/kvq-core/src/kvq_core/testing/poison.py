@@ -9,6 +9,7 @@ import torch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GAP = 256
+_TOGETHER = 2**28  # bytes compared at once: torch finds the places of no more than 2^31
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,15 @@ class Poisoned:
         for name, where in index.items():
             field = self.fields[name]
             field.of(allowed, _INTEGERS[field.dtype.itemsize])[where] = -1
-        stray = ((self.raw != self._before) & (allowed == 0)).nonzero().flatten()
-        if len(stray):
-            raise AssertionError(f"{what} changed {len(stray)} bytes it does not own, the first {self._where(int(stray[0]))}")
+        count, first = 0, -1
+        for start in range(0, self.raw.numel(), _TOGETHER):
+            part = slice(start, start + _TOGETHER)
+            stray = ((self.raw[part] != self._before[part]) & (allowed[part] == 0)).nonzero().flatten()
+            if len(stray):
+                first = start + int(stray[0]) if first < 0 else first
+                count += len(stray)
+        if count:
+            raise AssertionError(f"{what} changed {count} bytes it does not own, the first {self._where(first)}")
 
     def _where(self, byte: int) -> str:
         name = min(self.fields, key=lambda n: (self.fields[n].offset > byte, abs(self.fields[n].offset - byte)))

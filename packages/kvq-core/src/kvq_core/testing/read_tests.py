@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from kvq_core.schedule import batch_invariant
-from kvq_core.testing import places, strategies
-from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, Case
+from kvq_core.testing import oracle, places, strategies
+from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, Case, Range
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 from kvq_core.testing.subject import Subject
@@ -25,6 +26,9 @@ _SPLIT = (
     Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, sinks=True, window=300),
     Case(query_lens=(2, 20, 0), seq_lens=(300, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, head_size=96),
 )
+_WINDOWED = Case(query_lens=(1, 1), seq_lens=(70, 45), window=9)
+_ROWS_WINDOWED = Case(query_lens=(4, 20), seq_lens=(70, 65), window=9)
+_RANGES = replace(_ROWS_WINDOWED, mm_prefix=(((12, 69), (0, 1)), ((2, 9), (48, 60))), seq_lens=(90, 65))
 _INVARIANT = (
     Case(query_lens=(1, 3, 1), seq_lens=(70, 33, 300), num_kv_heads=1),
     Case(query_lens=(1, 1), seq_lens=(2100, 40), num_kv_heads=1, queries_per_kv=1),
@@ -162,6 +166,32 @@ class ReadTests(Subject):
         if backend.needs_scale_caches or not backend.reads_scales:
             assert bool(got[row, :group].isnan().any()), "what sees a NaN row is NaN"
 
+    @places.each((_WINDOWED, _ROWS_WINDOWED, _RANGES))
+    def test_hidden_keys_do_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """Keys that no row of the call sees may hold anything: an engine has given their blocks back."""
+        built = self.build(backend, case, place).fill()
+        wanted = built.read()
+        for seq in range(case.num_seqs):
+            seen = oracle.visible(case.query_lens[seq], case.seq_lens[seq], case.window, [list(r) for r in _ranges(case, seq)]).any(0)
+            hidden = (~seen).nonzero().flatten() + built.first_key(seq)
+            assert len(hidden) > case.block_size, "a case for this test hides keys"
+            built.key[hidden] = built.value[hidden] = torch.nan
+        assert torch.equal(built.fill().read(), wanted)
+
+    @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-36, 1e-20])
+    def test_tiny_queries(self, backend: QuantKVBackend, place: Place, size: float) -> None:
+        """The reciprocal of a subnormal number overflows: kernels that scale queries must not take it."""
+        built = self.build(backend, replace(_ROWS, dtype=torch.float32), place).fill()
+        built.q[::2] = built.q[::2].sign() * size
+        self.assert_read(backend, built, place)
+
+    @pytest.mark.parametrize("size", [1e-40, 1e-36])
+    def test_tiny_values(self, backend: QuantKVBackend, place: Place, size: float) -> None:
+        """Where all values lie below what a product's operands can hold, the result is as good as zero, and not beside it."""
+        built = self.build(backend, replace(_ROWS, dtype=torch.float32), place)
+        built.value.mul_(size)
+        self.assert_read(backend, built.fill(), place)
+
     @pytest.mark.quick
     @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "first", "last"])
     def test_blocks_outside_the_cache(self, backend: QuantKVBackend, place: Place, bad: int | str) -> None:
@@ -187,6 +217,10 @@ class ReadTests(Subject):
         built = self.build(backend, Case(query_lens=(0, 0), seq_lens=(20, 0)), place).fill()
         assert built.read().shape[0] == 0
         assert built.read([]).shape[0] == 0
+
+
+def _ranges(case: Case, seq: int) -> tuple[Range, ...]:
+    return case.mm_prefix[seq] if case.mm_prefix else ()
 
 
 def _bytes_in_use(built: Scene) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvq_core.testing import layouts
 from kvq_core.testing.cases import Case
-from kvq_core.testing.poison import Poisoned
+from kvq_core.testing.poison import Poisoned, lay_out
+from kvq_core.testing.spaces import guarded_workspaces
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -22,7 +24,11 @@ _GARBAGE = (-7, 2**30, -(2**31), 2**31 - 1)
 
 @dataclass
 class Scene:
-    """Everything :func:`build` made of a case. ``key`` and ``value`` hold all keys of all sequences, in order; ``slots`` where they go."""
+    """Everything :func:`build` made of a case. ``key`` and ``value`` hold all keys of all sequences, in order; ``slots`` where they go.
+
+    Pages, rows, output, scratch and workspace lie embedded in poison, and :meth:`write` and :meth:`read` fail if a byte changes that is
+    not theirs to change.
+    """
 
     case: Case
     backend: QuantKVBackend
@@ -35,6 +41,8 @@ class Scene:
     block_table: torch.Tensor
     given_scales: dict[str, torch.Tensor]
     options: dict[str, Any]
+    inputs: tuple[Poisoned, ...] = ()
+    scratches: list[Poisoned] = field(default_factory=list)
 
     @property
     def num_blocks(self) -> int:
@@ -63,8 +71,27 @@ class Scene:
         return {"key": self.key, "value": self.value, **caches, "slot_mapping": self.slots, **self.scales}
 
     def write(self, **overrides: Any) -> None:
-        """Store all rows through the door."""
-        self.backend.reshape_and_cache(**self.write_arguments() | overrides)
+        """Store all rows through the door; nothing but their slots may have changed."""
+        arguments = self.write_arguments() | overrides
+        slots = arguments["slot_mapping"]
+        kept = slots[(slots >= 0) & (slots < self.num_blocks * self.case.block_size)]
+        where = (kept // self.case.block_size, kept % self.case.block_size)
+        with self._embedded("the write", dict.fromkeys(self.pages.fields, where)):
+            self.backend.reshape_and_cache(**arguments)
+
+    @contextlib.contextmanager
+    def _embedded(self, what: str, pages: Mapping[str, tuple[torch.Tensor, ...]]) -> Iterator[None]:
+        """Fail if the block changes a byte of the pages outside ``field[index]`` of the fields named, of the rows given, or around the
+        scratch and the workspace."""
+        for memory in (self.pages, *self.inputs, *self.scratches):
+            memory.settle()
+        with guarded_workspaces(what):
+            yield
+        self.pages.assert_only_changed(pages, what)
+        for memory in self.inputs:
+            memory.assert_only_changed({}, f"{what} (among the rows it was given)")
+        for memory in self.scratches:
+            memory.assert_only_changed(dict.fromkeys(memory.fields, (slice(None),)), f"{what} (around the scratch)")
 
     def fill(self) -> Scene:
         """Store all rows by the mode's ``encode`` alone, so that reads can be tested without the write."""
@@ -127,51 +154,57 @@ class Scene:
         return layouts.rows(case.rows, num_rows, case.num_query_heads, case.value_size, case.output or case.dtype, self.device)
 
     def read(self, seqs: Sequence[int] | None = None, **overrides: Any) -> torch.Tensor:
-        """Attend through the door and return the rows of the sequences; nothing but ``out`` and the scratch may have changed."""
+        """Attend through the door and return the rows of the sequences; nothing but these and the scratch may have changed."""
         arguments = self.read_arguments(seqs) | overrides
         buffer = self.fresh_out(arguments["q"].shape[0])
-        self.pages.settle()
-        self.backend.unified_attention(out=buffer["rows"], **arguments)
-        buffer.assert_only_changed({"rows": (slice(None),)}, "the read")
-        self.pages.assert_only_changed({}, "the read")
-        return buffer["rows"][: int(arguments["cu_seqlens_q"][-1])]
+        owned = slice(int(arguments["cu_seqlens_q"][-1]))
+        with self._embedded("the read", {}):
+            self.backend.unified_attention(out=buffer["rows"], **arguments)
+        buffer.assert_only_changed({"rows": (owned,)}, "the read (of the output)")
+        return buffer["rows"][owned]
 
     def scratch(self, segments: int) -> dict[str, Any]:
         """An engine's own split-KV buffers, full of NaN."""
-        shape = (self.q.shape[0], self.case.num_query_heads, segments)
+        rows, heads = self.q.shape[0], self.case.num_query_heads
         width = 1 << (self.case.value_size - 1).bit_length()
-
-        def nan(*size: int) -> torch.Tensor:
-            return torch.full(size, torch.nan, dtype=torch.float32, device=self.device)
-
-        return {
-            "num_par_softmax_segments": segments,
-            "softmax_segm_output": nan(*shape, width),
-            "softmax_segm_max": nan(*shape),
-            "softmax_segm_expsum": nan(*shape),
-        }
+        sums = (torch.float32, (rows, heads, segments), (heads * segments, segments, 1))
+        output = (torch.float32, (*sums[1], width), (*(width * step for step in sums[2]), 1))
+        parts = {"softmax_segm_output": output, "softmax_segm_max": sums, "softmax_segm_expsum": sums}
+        memory = lay_out(parts, self.device)
+        self.scratches.append(memory)
+        return {"num_par_softmax_segments": segments, **{name: memory[name] for name in parts}}
 
 
-def build(case: Case, backend: QuantKVBackend, device: torch.device, seed: int = 0, block_seed: int | None = None) -> Scene:
+def build(
+    case: Case,
+    backend: QuantKVBackend,
+    device: torch.device,
+    seed: int = 0,
+    block_seed: int | None = None,
+    spare_blocks: int = SPARE_BLOCKS,
+    ends: bool = False,
+) -> Scene:
     """The scene of ``case``: nothing is stored yet (:meth:`Scene.write`, :meth:`Scene.fill`).
 
-    ``seed`` fixes all values; ``block_seed`` (default: ``seed``) fixes which physical blocks the sequences got.
+    ``seed`` fixes all values; ``block_seed`` (default: ``seed``) fixes which physical blocks the sequences got. ``spare_blocks``: how many
+    blocks the cache has that no sequence got. ``ends``: the sequences got the last block of the cache, its first, its last but one ...
     """
     generator = torch.Generator().manual_seed(seed)
     num_keys, num_rows = sum(case.seq_lens), sum(case.query_lens)
+    inputs = []
 
     def rows(tokens: int, heads: int, size: int, values: torch.Tensor) -> torch.Tensor:
-        field = layouts.rows(case.rows, tokens, heads, size, case.dtype, device)["rows"]
-        field[: values.shape[0]] = values.to(device, case.dtype)
-        return field
+        inputs.append(layouts.rows(case.rows, tokens, heads, size, case.dtype, device))
+        inputs[-1]["rows"][: values.shape[0]] = values.to(device, case.dtype)
+        return inputs[-1]["rows"]
 
     key = _uneven(num_keys, case.num_kv_heads, case.head_size, generator)
     value = _uneven(num_keys, case.num_kv_heads, case.value_size, generator)
     queries = torch.randn(num_rows, case.num_query_heads, case.head_size, generator=generator) * case.score_gain
 
     needed = [-(-n // case.block_size) for n in case.seq_lens]
-    num_blocks = sum(needed) + SPARE_BLOCKS
-    permuted = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed if block_seed is None else block_seed)).tolist()
+    num_blocks = sum(needed) + spare_blocks
+    permuted = _ends(num_blocks, sum(needed)) if ends else _permuted(num_blocks, seed if block_seed is None else block_seed)
     # Wider than needed, one row more than there are sequences, a slice of something wider still, and garbage past each sequence's end.
     width = max(needed, default=0) + 2
     wide = [[_GARBAGE[(s + c) % len(_GARBAGE)] for c in range(width + 5)] for s in range(case.num_seqs + 1)]
@@ -181,7 +214,7 @@ def build(case: Case, backend: QuantKVBackend, device: torch.device, seed: int =
         wide[seq][:count] = blocks
         slots += [blocks[j // case.block_size] * case.block_size + j % case.block_size for j in range(case.seq_lens[seq])]
 
-    return Scene(
+    built = Scene(
         case=case,
         backend=backend,
         device=device,
@@ -194,6 +227,17 @@ def build(case: Case, backend: QuantKVBackend, device: torch.device, seed: int =
         given_scales=_given_scales(backend, key, value, device),
         options=_options(case, generator, device),
     )
+    built.inputs = tuple(inputs)
+    return built
+
+
+def _permuted(num_blocks: int, seed: int) -> list[int]:
+    return torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _ends(num_blocks: int, count: int) -> list[int]:
+    """``count`` blocks to take from the end of: the last of the cache, the first, the last but one ..."""
+    return [num_blocks - 1 - i // 2 if i % 2 == 0 else i // 2 for i in range(count)][::-1]
 
 
 def _uneven(tokens: int, heads: int, size: int, generator: torch.Generator) -> torch.Tensor:

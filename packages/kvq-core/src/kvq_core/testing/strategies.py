@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HEAD_SIZES = (16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+HEAD_SIZES = (16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512, 576)
 
 KINDS = (
     "gaussian",
@@ -63,17 +63,22 @@ class Rows:
 
 def row(kind: str, size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """One float32 row [size] of a kind, within the range of ``dtype``."""
-    x = torch.randn(size, generator=generator)
-    at = int(torch.randint(size, (1,), generator=generator))
+    return rows_of(kind, 1, size, dtype, generator)[0]
+
+
+def rows_of(kind: str, count: int, size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Float32 rows [count, size] of a kind, within the range of ``dtype``."""
+    x = torch.randn(count, size, generator=generator)
+    at = torch.arange(count), torch.randint(size, (count,), generator=generator)
     # A rotation adds up to ``size`` channels: what is huge must still be finite then.
     huge = 3e4 if dtype == torch.float16 else 1e30
     if kind == "outlier":
         x[at] *= 300
     elif kind == "one_hot":
-        x = torch.zeros(size)
+        x = torch.zeros(count, size)
         x[at] = 3.0
     elif kind == "ramp":
-        x = torch.linspace(-2, 5, size)
+        x = torch.linspace(-2, 5, size).repeat(count, 1)
     elif kind == "few_values":
         x = (x * 2).round() / 2
     gain = {"constant": 0.0, "zero": 0.0, "subnormal": 1e-40 if dtype != torch.float16 else 3e-7, "tiny": 1e-6, "huge": huge / 6}
@@ -117,16 +122,18 @@ def cases(draw: st.DrawFn, backend: QuantKVBackend, place: Place, plain: bool = 
     return Case(**geometry, **({} if plain else draw(options(seq_lens))))  # type: ignore[arg-type]
 
 
+def ranges(num_keys: int, least: int = 1, most: int = 3) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """``least`` to ``most`` pairs of positions among ``num_keys``, for ``mm_prefix_range``; some are no range."""
+    position = st.integers(0, max(num_keys - 1, 0))
+    return st.lists(st.tuples(position, position), min_size=least, max_size=most).map(tuple)
+
+
 @st.composite
 def options(draw: st.DrawFn, seq_lens: tuple[int, ...]) -> dict[str, object]:
     """A random combination of the attention's options."""
 
     def sometimes(strategy: st.SearchStrategy[object], otherwise: object) -> object:
         return draw(strategy) if draw(st.integers(0, 2)) == 0 else otherwise
-
-    def ranges(n: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
-        one = st.tuples(st.integers(0, max(n - 1, 0)), st.integers(0, max(n - 1, 0)))
-        return st.lists(one, min_size=1, max_size=3).map(tuple)
 
     alibi = sometimes(st.just(True), False)
     return {

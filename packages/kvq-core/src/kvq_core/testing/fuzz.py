@@ -1,0 +1,281 @@
+"""Fuzz modes with whole scenarios: ``python -m kvq_core.testing.fuzz [--modes MODE ...] [--count N] [--seed S] [--device cuda|cpu]``.
+
+Each scenario is one write and one read, drawn from the seed, the mode and a number, and held to ``encode`` and to float64 attention
+(:mod:`kvq_core.testing.fuzz_tests` says to what exactly). ``--device cpu`` runs the kernels in Triton's interpreter. Scenarios that share
+compiled kernels run one after another, in ``--workers`` processes. A failure is printed with the scenario and the command that runs it
+alone; any failure, and any scenario that could not be run, makes the exit status 1. Scenarios repeat themselves within a version of
+hypothesis.
+
+``--suite FILE`` names a file with :class:`~kvq_core.testing.BackendTests` subclasses, whose own error bounds then hold for their modes
+(this repository: ``tests/test_backends.py``); a mode without one is held to the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import os
+import queue
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from kvq_core.testing.suite import BackendTests
+
+SILENCE = 600
+"""Seconds without a word from any worker after which they are taken to hang."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every worker is told. ``suites``: files of test classes; ``place``: ``gpu`` or ``interpret``."""
+
+    place: str
+    seed: int
+    suites: tuple[str, ...]
+    shrink: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """Scenarios ``numbers`` of a mode."""
+
+    mode: str
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """From worker number ``worker``: it begins ``task`` (``number`` is None), or scenario ``number`` of it is done (``failure``: how it
+    failed). ``last``: this process takes no more."""
+
+    worker: int
+    task: Task
+    number: int | None = None
+    failure: str = ""
+    last: bool = False
+
+
+def subject_of(mode: str, suites: tuple[str, ...]) -> BackendTests:
+    """The test class of ``mode`` in the files ``suites``, else one with the default bounds."""
+    from kvq_core.testing.suite import BackendTests
+
+    for file in suites:
+        spec = importlib.util.spec_from_file_location(f"kvq_fuzzed_{Path(file).stem}", file)
+        if spec is None or spec.loader is None:
+            raise SystemExit(f"--suite: got {file}, need a Python file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for found in vars(module).values():
+            if isinstance(found, type) and issubclass(found, BackendTests) and getattr(found, "mode", None) == mode:
+                return found()
+    return type("Fuzzed", (BackendTests,), {"mode": mode})()
+
+
+def settle(place: str) -> None:
+    """Make this process's kernels run at ``place``; before anything imports triton."""
+    if place == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.pop("KVQ_DEBUG", None)
+    # The interpreter computes with numpy, which speaks of every inf and NaN that the scenarios put there.
+    warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)
+
+
+def work(run: Run, worker: int, tasks: Any, reports: Any) -> None:
+    """The life of a worker process: scenarios until there are no more, or until the GPU refuses to go on."""
+    settle(run.place)
+    import torch
+
+    from kvq_core.testing.places import Place
+
+    torch.set_num_threads(1)
+    place = Place(run.place)
+    for task in iter(tasks.get, None):
+        reports.put(Report(worker, task))
+        subject = subject_of(task.mode, run.suites)
+        for number in task.numbers:
+            failure = try_scenario(subject, place, run, number)
+            lost = bool(failure) and not alive(place)
+            reports.put(Report(worker, task, number, failure, lost))
+            if lost:
+                return
+
+
+def try_scenario(subject: BackendTests, place: Any, run: Run, number: int) -> str:
+    """How scenario ``number`` fails; empty if it does not."""
+    from kvq_core.testing.scenarios import smallest
+
+    backend = subject.make_backend()
+    scenario = subject.scenario(backend, place, run.seed, number)
+    try:
+        subject.assert_scenario(backend, place, scenario)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}\n  {scenario}"
+        if run.shrink:
+            found = smallest(*subject.draws(backend, place, run.seed, number), lambda s: subject.assert_scenario(backend, place, s))
+            failure += f"\n  the smallest alike: {found}"
+        return failure
+    return ""
+
+
+def alive(place: Any) -> bool:
+    """Whether the GPU still takes work from this process."""
+    import torch
+
+    try:
+        if place.name == "gpu":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Workers:
+    """Processes that take tasks. One that dies, or loses the GPU to an illegal access, is replaced; what it had not done is counted."""
+
+    def __init__(self, run: Run, tasks: list[Task], count: int) -> None:
+        self.run = run
+        self.context = multiprocessing.get_context("spawn")
+        self.tasks, self.reports = self.context.Queue(), self.context.Queue()
+        self.processes: dict[int, Any] = {}
+        self.open: dict[int, tuple[Task, set[int]]] = {}
+        self.begun = 0
+        self.failures: dict[str, str] = {}
+        self.done: Counter[str] = Counter()
+        for task in tasks:
+            self.tasks.put(task)
+        self.waiting = len(tasks)
+        for _ in range(min(count, len(tasks))):
+            self.start()
+
+    def start(self) -> None:
+        process = self.context.Process(target=work, args=(self.run, self.begun, self.tasks, self.reports), daemon=True)
+        process.start()
+        self.processes[self.begun] = process
+        self.begun += 1
+
+    def watch(self, bar: Any) -> None:
+        """Collect reports until every task is done or lost."""
+        heard = time.monotonic()
+        while self.waiting or self.open:
+            try:
+                self.hear(self.reports.get(timeout=1), bar)
+                heard = time.monotonic()
+            except queue.Empty:
+                silent = time.monotonic() - heard > SILENCE
+                for worker, process in list(self.processes.items()):
+                    if silent or process.exitcode is not None:
+                        process.kill()
+                        self.bury(worker, "no word for minutes" if silent else f"its process ended with status {process.exitcode}", bar)
+                heard = time.monotonic() if silent else heard
+        for process in self.processes.values():
+            process.kill()
+
+    def hear(self, report: Report, bar: Any) -> None:
+        if report.number is None:
+            self.waiting -= 1
+            self.open[report.worker] = (report.task, set(report.task.numbers))
+            return
+        left = self.open[report.worker][1]
+        left.discard(report.number)
+        self.done[report.task.mode] += 1
+        if report.failure:
+            self.fail(report.task.mode, report.number, report.failure, bar)
+        bar.update()
+        if report.last:
+            self.bury(report.worker, "the GPU refused its process after a failure", bar)
+        elif not left:
+            del self.open[report.worker]
+
+    def bury(self, worker: int, why: str, bar: Any) -> None:
+        """Forget a worker; the scenarios it leaves behind failed, and another worker takes its place."""
+        del self.processes[worker]
+        task, left = self.open.pop(worker, (None, set()))
+        for number in sorted(left):
+            assert task is not None
+            self.fail(task.mode, number, f"not run: {why}", bar)
+            bar.update()
+        if self.waiting:
+            self.start()
+
+    def fail(self, mode: str, number: int, failure: str, bar: Any) -> None:
+        name = f"{mode}:{number}"
+        self.failures[name] = failure
+        suites = "".join(f" --suite {file}" for file in self.run.suites)
+        device = "cuda" if self.run.place == "gpu" else "cpu"
+        again = f"python -m kvq_core.testing.fuzz --device {device}{suites} --seed {self.run.seed} --only {name}"
+        bar.write(f"FAILED {name}: {failure}\n  again: {again}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kvq_core.testing.fuzz", description="Fuzz modes with whole scenarios.")
+    parser.add_argument("--modes", nargs="+", metavar="MODE", help="default: all that are installed")
+    parser.add_argument("--count", type=int, default=240, metavar="N", help="scenarios in all, in equal parts for the modes (default: 240)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other scenarios (default: 0)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: Triton's interpreter (default: cuda if there is a GPU)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--suite", action="append", default=[], metavar="FILE", help="test classes whose error bounds hold")
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODE:NUMBER", help="these scenarios alone")
+    parser.add_argument("--shrink", action="store_true", help="look for the smallest scenario of the same kernels that fails, too")
+    chosen = parser.parse_args(argv)
+    if chosen.count < 1 or chosen.workers < 1:
+        parser.error(f"--count and --workers: got {chosen.count} and {chosen.workers}, need at least 1")
+    for name in chosen.only:
+        if not name.rpartition(":")[2].isdigit() or not name.rpartition(":")[0]:
+            parser.error(f"--only: got {name}, need MODE:NUMBER, as a failure is printed")
+    return chosen
+
+
+def tasks_of(chosen: argparse.Namespace, modes: list[str], together: int) -> list[Task]:
+    """The scenarios asked for, those with the same kernels in one task; the modes take turns."""
+    if chosen.only:
+        named = [(mode, int(number)) for mode, _, number in (name.rpartition(":") for name in chosen.only)]
+        return [Task(mode, (number,)) for mode, number in named]
+    parts = [chosen.count * (i + 1) // len(modes) - chosen.count * i // len(modes) for i in range(len(modes))]
+    groups = [
+        (first, Task(mode, tuple(range(first, min(first + together, part)))))
+        for mode, part in zip(modes, parts, strict=True)
+        for first in range(0, part, together)
+    ]
+    return [task for _, task in sorted(groups, key=lambda group: group[0])]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    chosen = parse(argv)
+    import torch
+
+    from kvq_core.registry import get_backend, list_backends
+    from kvq_core.testing.places import Place
+
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch sees no GPU here", file=sys.stderr)
+        return 2
+    gpu = torch.cuda.is_available() if chosen.device is None else chosen.device == "cuda"
+    place = Place("gpu" if gpu else "interpret")
+    named = [name.rpartition(":")[0] for name in chosen.only] or chosen.modes or [found.mode for found in list_backends()]
+    modes = list(dict.fromkeys(get_backend(name).mode for name in named))
+    run = Run(place.name, chosen.seed, tuple(chosen.suite), chosen.shrink)
+    tasks = tasks_of(chosen, modes, place.same_kernels if gpu else 4)
+    total, started = sum(len(task.numbers) for task in tasks), time.monotonic()
+    with tqdm(total=total, unit=" scenarios", smoothing=0) as bar:
+        workers = Workers(run, tasks, chosen.workers)
+        workers.watch(bar)
+    by_mode = ", ".join(f"{mode} {workers.done[mode]}" for mode in modes)
+    seconds = time.monotonic() - started
+    print(f"{total} scenarios ({by_mode}), seed {chosen.seed}, {place.name}: {len(workers.failures)} failures, {seconds:.0f} s")
+    return 1 if workers.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

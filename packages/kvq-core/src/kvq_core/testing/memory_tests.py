@@ -1,0 +1,87 @@
+"""Addresses beyond 32 bits: caches and rows whose ends are more than 2^31 elements and 2^32 bytes apart. On a GPU, which has the room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvq_core.testing import layouts, scene
+from kvq_core.testing.cases import Case
+from kvq_core.testing.places import Place
+from kvq_core.testing.scene import Scene
+from kvq_core.testing.subject import Subject
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+_CASE = Case(query_lens=(1, 20, 3), seq_lens=(300, 41, 18), queries_per_kv=4)
+# Scales are four bytes each: 2^31 of them end beyond 2^33 bytes.
+_WIDE_BLOCKS = replace(_CASE, layout="interleaved", padding=2**28)
+_MANY_BLOCKS = replace(_CASE, padding=0)
+_HEAD_STRIDE = 2**30 + 64
+
+needs_room = pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+
+
+def far_scene(case: Case, backend: QuantKVBackend, device: torch.device, least_bytes: int) -> Scene:
+    """A scene whose sequences lie at both ends of a cache in which K alone spans ``least_bytes``."""
+    block = layouts.regions(case, backend, 1)[0][0]
+    return scene.build(case, backend, device, spare_blocks=least_bytes // block + 1, ends=True)
+
+
+def furthest(built: Scene, name: str) -> int:
+    """The largest offset, in elements, of a row of the field ``name`` that is in use."""
+    block, offset = built.slots // built.case.block_size, built.slots % built.case.block_size
+    strides = built.pages.fields[name].strides
+    return int((block * strides[0] + offset * strides[1]).max()) if len(built.slots) else 0
+
+
+class MemoryTests(Subject):
+    @pytest.mark.gpu
+    @needs_room
+    @pytest.mark.parametrize("case", [_WIDE_BLOCKS, _MANY_BLOCKS], ids=["wide blocks", "many blocks"])
+    def test_cache_beyond_32_bits(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """What a write or read would reach with an offset cut to 32 bits lies in the same buffer, and is watched."""
+        wide = case.layout == "interleaved"
+        # Under "many blocks" codes alone have 2^31 elements, whatever their size: their scales would take more memory than there is.
+        itemsize = backend.cache_dtype(case.dtype).itemsize
+        built = far_scene(case, backend, place.device, 2**33 + 2**29 if wide else max(2**32, 2**31 * itemsize) + 2**20)
+        for name, field in built.pages.fields.items():
+            if wide or name.endswith(("key_cache", "value_cache")):
+                assert furthest(built, name) > 2**31 and furthest(built, name) * field.dtype.itemsize > 2**32
+        built.write()
+        for half, x in (("key", built.key), ("value", built.value)):
+            self.assert_encoded(built, half, x, built.slots, str(case))
+        self.assert_read(backend, built, place)
+        # The same with another launch plan: each sequence by one program, and by an engine's segments.
+        self.assert_read(backend, built, place, seq_threshold_3D=0)
+        self.assert_read(backend, built, place, [0], seq_threshold_3D=8, **built.scratch(4))
+
+    @pytest.mark.gpu
+    @needs_room
+    def test_rows_beyond_32_bits(self, backend: QuantKVBackend, place: Place) -> None:
+        """Heads of q, out, key and value that lie so far apart that a head's number times the stride needs more than 32 bits."""
+        case = replace(_CASE, num_kv_heads=4, queries_per_kv=1)
+        built = self.build(backend, case, place)
+        near = [built.key, built.value, built.q]
+        built.key, built.value, built.q = (_apart(x) for x in near)
+        built.write()
+        for half, x in zip(("key", "value"), near, strict=False):
+            self.assert_encoded(built, half, x, built.slots, str(case))
+        for longest, threshold in ((20, None), (20, 0)):
+            arguments = built.read_arguments() | {"max_seqlen_q": longest, "seq_threshold_3D": threshold}
+            out = _apart(torch.zeros(*built.q.shape[:2], case.value_size, dtype=case.dtype, device=place.device))
+            backend.unified_attention(out=out, **arguments)
+            self.assert_exact(backend, built, place, out.contiguous())
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [rows, heads, size] with :data:`_HEAD_STRIDE` elements from head to head."""
+    rows, heads, size = x.shape
+    far = torch.empty((heads - 1) * _HEAD_STRIDE + rows * size, dtype=x.dtype, device=x.device)
+    view = far.as_strided(x.shape, (size, _HEAD_STRIDE, 1))
+    view.copy_(x)
+    return view

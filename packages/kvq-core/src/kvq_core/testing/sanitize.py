@@ -1,0 +1,174 @@
+"""Every kernel under NVIDIA's compute-sanitizer: ``python -m kvq_core.testing.sanitize [MODE ...] [--tool TOOL]``.
+
+For each tool and mode a process runs a slice of small problems (:mod:`kvq_core.testing.sanitizer_slice`) under the tool, with torch's
+caching allocator off, so that every tensor ends where its memory does. ``memcheck`` finds accesses outside an allocation, ``racecheck``
+hazards in shared memory, ``initcheck`` reads of memory that nothing has written. The kernels are compiled before, by a run without a tool,
+which must give the right results, too.
+
+Prints errors by tool, mode and kernel. Exit status: 0 clean, 1 errors or a slice that failed, 2 nothing could be run (and why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from kvq_core.testing.sanitizer_slice import REPORT
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+FOUND = 86
+"""Exit status of a slice in which the tool found errors."""
+ELSEWHERE = "(elsewhere)"
+"""Where errors are counted that the tool names no kernel for."""
+
+_LIMIT = 540  # seconds a slice may take under a tool
+_HEAD = re.compile(r"^=+ (?:Error: |Warning: )?(?:Invalid|Uninitialized|Misaligned|Race|Potential|Barrier|Address|Out-of-range|Stack)\b")
+_KERNEL = re.compile(r"\b(?:at|in) (?:0x[0-9a-f]+ in )?(?P<name>[A-Za-z_]\w*)(?=\+0x|\(|:|\s*$)")
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (?P<count>\d+)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One slice: ``launches`` and ``errors`` by kernel; ``trouble`` says what kept it from being judged."""
+
+    tool: str
+    mode: str
+    launches: dict[str, int]
+    errors: dict[str, int]
+    trouble: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return not self.trouble and not any(self.errors.values())
+
+
+def find_sanitizer() -> str | None:
+    """The compute-sanitizer of PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda."""
+    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda") if home]
+    places = [home / folder / "compute-sanitizer" for home in homes for folder in ("bin", "compute-sanitizer")]
+    found = (str(place) for place in places if place.is_file() and os.access(place, os.X_OK))
+    return shutil.which("compute-sanitizer") or next(found, None)
+
+
+def errors_of(said: str) -> tuple[dict[str, int], bool]:
+    """(errors by kernel in what a tool said, whether it said how many there are)."""
+    counts: Counter[str] = Counter()
+    lines = said.splitlines()
+    for at, line in enumerate(lines):
+        if _HEAD.match(line):
+            # The kernel is in the same line or in the next one.
+            named = next((m["name"] for m in map(_KERNEL.search, lines[at : at + 2]) if m), ELSEWHERE)
+            counts[named] += 1
+    totals = [int(m["count"]) for m in map(_SUMMARY.match, lines) if m]
+    if sum(totals) > counts.total():
+        counts[ELSEWHERE] += sum(totals) - counts.total()
+    return dict(counts), bool(totals)
+
+
+def judge(tool: str, mode: str, status: int, said: str) -> Outcome:
+    """The outcome of a slice that ended with ``status`` (None: at its limit) and said ``said``."""
+    errors, counted = errors_of(said)
+    report = next((json.loads(line[len(REPORT) :]) for line in said.splitlines() if line.startswith(REPORT)), None)
+    trouble = ""
+    if report is None or status not in (0, FOUND):
+        trouble = f"the slice ended with status {status}: {said.strip()[-1500:] or 'it said nothing'}"
+    elif tool and not counted:
+        trouble = f"{tool} gave no summary: {said.strip()[-1500:]}"
+    elif status == FOUND and not any(errors.values()):
+        errors = {ELSEWHERE: 1}
+    return Outcome(tool, mode, {} if report is None else report, errors, trouble)
+
+
+def run_slice(tool: str, mode: str, sanitizer: str) -> Outcome:
+    """Run the slice of ``mode`` under ``tool`` ("": without one)."""
+    command = [sys.executable, "-m", "kvq_core.testing.sanitizer_slice", mode]
+    if tool:
+        options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only", "--print-limit", "1000"]
+        options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command = [sanitizer, *options, *command]
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "KVQ_DEBUG")}
+    environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, timeout=_LIMIT)
+    except subprocess.TimeoutExpired:
+        return Outcome(tool, mode, {}, {}, f"not done after {_LIMIT} s")
+    return judge(tool, mode, done.returncode, done.stdout + done.stderr)
+
+
+def outcomes(tools: list[str], modes: list[str], sanitizer: str, jobs: int) -> Iterator[Outcome]:
+    """First every mode without a tool, then, for those that ran, every tool."""
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(modes) * (1 + len(tools)), unit=" slices") as bar:
+        able = []
+        for done in as_completed([pool.submit(run_slice, "", mode, sanitizer) for mode in modes]):
+            bar.update()
+            outcome = done.result()
+            if outcome.trouble:
+                yield outcome
+            else:
+                able.append(outcome.mode)
+        for done in as_completed([pool.submit(run_slice, tool, mode, sanitizer) for mode in able for tool in tools]):
+            bar.update()
+            yield done.result()
+
+
+def table(judged: list[Outcome]) -> str:
+    """Tool x mode x kernel -> launches and errors."""
+    rows = []
+    for one in sorted(judged, key=lambda o: (o.tool, o.mode)):
+        kernels = dict.fromkeys((*one.launches, *one.errors))
+        rows += [[one.tool or "none", one.mode, name, one.launches.get(name, ""), one.errors.get(name, 0)] for name in kernels]
+        if one.trouble:
+            rows.append([one.tool or "none", one.mode, "", "", "not judged"])
+    return tabulate(rows, ["tool", "mode", "kernel", "launches", "errors"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kvq_core.testing.sanitize", description="Run every kernel under compute-sanitizer.")
+    parser.add_argument("modes", nargs="*", metavar="MODE", help="default: all that are installed")
+    parser.add_argument("--tool", choices=(*TOOLS, "all"), default="all")
+    parser.add_argument("--jobs", type=int, default=6, metavar="N", help="slices at a time (default: 6)")
+    chosen = parser.parse_args(argv)
+    import torch
+
+    from kvq_core.registry import get_backend, list_backends
+
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        need = "need compute-sanitizer, which comes with NVIDIA's CUDA toolkit: put it in PATH, or set CUDA_HOME"
+        print(f"no compute-sanitizer in PATH, CUDA_HOME/bin, CUDA_PATH/bin or /usr/local/cuda/bin: {need}", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        print("torch sees no NVIDIA GPU here: need one to run kernels on", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    modes = list(dict.fromkeys(get_backend(name).mode for name in chosen.modes or [found.mode for found in list_backends()]))
+    tools = list(TOOLS) if chosen.tool == "all" else [chosen.tool]
+    judged = list(outcomes(tools, modes, sanitizer, max(1, chosen.jobs)))
+    print(table(judged))
+    for one in judged:
+        if one.trouble:
+            print(f"\n{one.tool or 'without a tool'}, {one.mode}: {one.trouble}", file=sys.stderr)
+    errors = sum(sum(one.errors.values()) for one in judged)
+    launches = sum(sum(one.launches.values()) for one in judged)
+    failed = sum(not one.clean for one in judged)
+    print(f"{len(judged)} slices, {launches} launches: {errors} errors, {failed} slices not clean, {time.monotonic() - started:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A slice of small problems for a memory checker to watch: ``python -m kvq_core.testing.sanitizer_slice MODE``.
+
+Every kernel of a mode in every layout: writes, decode by one program and by several with their merge, an engine's segments, several rows a
+sequence, prefill. There is no poison and no guard here: each stretch of a cache, each row tensor, output, scratch and workspace is an
+allocation of its own that ends where its last element does, and has never been written.
+
+But for one: 8-bit and smaller codes are zeros to begin with. Kernels may load whole tiles of them, unused slots included, because whatever
+the bits are the number is finite and its probability is 0; a checker of initialization would call that an error. Scales, and rows of a
+model's own dtype, are never loaded where nothing is stored (0 * NaN is NaN), so that these are left unwritten, and the checker watches.
+That a write leaves no byte of its slots out is the poisoned suite's to show.
+
+Values are drawn, and results compared with float64 attention, on the CPU: what the checker sees is the mode's kernels and a few copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvq_core.testing import layouts, scene
+from kvq_core.testing.cases import LAYOUTS, Case
+from kvq_core.testing.places import Place
+from kvq_core.testing.spaces import workspaces
+
+if TYPE_CHECKING:
+    from kvq_core.testing.scene import Scene
+
+REPORT = "launches of the slice: "
+"""Begins the line that the slice prints last: kernel -> launches, as JSON."""
+
+_DECODE = Case(query_lens=(1, 1, 0), seq_lens=(300, 37, 9), padding=0, dtype=torch.bfloat16)
+_ROWS = Case(query_lens=(20, 3, 1), seq_lens=(45, 18, 33), padding=0)
+PROBLEMS: tuple[tuple[Case, dict[str, Any]], ...] = (
+    *((replace(_DECODE, layout=layout), {}) for layout in LAYOUTS),
+    (replace(_DECODE, head_size=96, window=100, sinks=True, softcap=20.0), {}),
+    (_DECODE, {"seq_threshold_3D": 0}),
+    (_DECODE, {"seq_threshold_3D": 8, "segments": 3}),
+    (replace(_DECODE, query_lens=(4, 2, 1), queries_per_kv=3), {}),
+    *((replace(_ROWS, layout=layout), {}) for layout in LAYOUTS),
+    (replace(_ROWS, head_size=80, window=9, alibi=True, qq_bias=4, mm_prefix=(((30, 40),), ((1, 5),), ((0, 0),))), {}),
+)
+
+
+def cases_of(backend: Any) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """What the slice runs: the problems, those with keys to split under kvq's own plan a second time with another value size."""
+    yield from PROBLEMS
+    yield replace(_DECODE, head_size=128, head_size_v=64), {}
+
+
+def exact_caches(built: Scene, device: torch.device) -> dict[str, torch.Tensor]:
+    """The fields of the scene's cache on ``device``, each stretch of memory exactly as long as its blocks."""
+    case, fields = built.case, {}
+    for block, region in layouts.regions(case, built.backend, built.num_blocks):
+        raw = torch.empty(block * built.num_blocks, dtype=torch.uint8, device=device)
+        for name, field in region.items():
+            fields[name] = field.of(raw)
+            if name.endswith(("key_cache", "value_cache")) and field.dtype.itemsize == 1:
+                fields[name].view(torch.uint8).zero_()
+    return fields
+
+
+def run(subject: Any, case: Case, options: dict[str, Any], device: torch.device) -> None:
+    """One write and one read on ``device``, compared on the CPU."""
+    backend, options = subject.make_backend(), dict(options)
+    built = scene.build(case, backend, torch.device("cpu"))
+    caches = exact_caches(built, device)
+
+    def there(x: Any) -> Any:
+        return x.contiguous().to(device) if isinstance(x, torch.Tensor) else x
+
+    given = {name: there(x) for name, x in built.given_scales.items()}
+    write = {name: there(x) for name, x in built.write_arguments().items() if "cache" not in name}
+    scales = {name: caches.get(name, given.get(name)) for name in ("k_scale_cache", "v_scale_cache")}
+    backend.reshape_and_cache(**write, key_cache=caches["key_cache"], value_cache=caches["value_cache"], **scales)
+
+    segments = options.pop("segments", 0)
+    if segments:
+        scratch = built.scratch(segments)
+        options |= {name: torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x for name, x in scratch.items()}
+    read = {name: there(x) for name, x in built.read_arguments().items() if "cache" not in name}
+    out = torch.empty(*built.q.shape[:2], case.value_size, dtype=case.output or case.dtype, device=device)
+    with workspaces(lambda where, size: torch.empty(size, dtype=torch.float32, device=where)):
+        backend.unified_attention(out=out, k_cache=caches["key_cache"], v_cache=caches["value_cache"], **scales, **read, **options)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+    for name, field in caches.items():
+        # As bytes: what was never written stays behind, copied slot by slot.
+        at = built.slots // case.block_size, built.slots % case.block_size
+        built.pages.integers(name)[at] = _stored(field, at, built.pages.integers(name).dtype)
+    subject.assert_exact(backend, built, Place("gpu"), out[: sum(case.query_lens)].cpu())
+
+
+def _stored(field: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """``field[at]`` as integers on the CPU."""
+    return field.view(dtype)[tuple(index.to(field.device) for index in at)].cpu()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kvq_core.testing.sanitizer_slice")
+    parser.add_argument("mode")
+    parser.add_argument("--device", default="cuda", help="cpu: in Triton's interpreter, to try the slice itself")
+    chosen = parser.parse_args(argv)
+    from kvq_core.testing.fuzz import settle, subject_of
+
+    settle("interpret" if chosen.device == "cpu" else "gpu")
+    from kvq_core.launched import Launched  # imports triton
+
+    launches: Counter[str] = Counter()
+    start = Launched.start
+
+    def counting(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        launches[kernel.__name__] += 1
+        start(self, kernel, grid, *arguments, **options)
+
+    Launched.start = counting  # type: ignore[method-assign]
+    subject = subject_of(chosen.mode, ())
+    for case, options in cases_of(subject.make_backend()):
+        run(subject, case, options, torch.device(chosen.device))
+    print(REPORT + json.dumps(launches), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Workspaces under watch: exactly as large as asked for, full of NaN, and with poison on both sides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvq_core import workspace
+from kvq_core.testing.poison import Poisoned, lay_out
+
+Make = Callable[[torch.device, int], torch.Tensor]
+
+
+@contextlib.contextmanager
+def workspaces(make: Make) -> Iterator[None]:
+    """Within the block ``make(device, elements)`` provides each float32 buffer that :mod:`kvq_core.workspace` is asked for."""
+
+    class Provider:
+        def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
+            return make(device, size)
+
+    kept = workspace._WORKSPACES
+    workspace._WORKSPACES = Provider()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        workspace._WORKSPACES = kept
+
+
+@contextlib.contextmanager
+def guarded_workspaces(what: str) -> Iterator[None]:
+    """Fail after the block if bytes beside a workspace changed. What an earlier call left there is never seen: each is new, all 0xFF.
+
+    Kernels of the mode must be launched from the calling thread, and not into a CUDA graph.
+    """
+    given: list[Poisoned] = []
+
+    def make(device: torch.device, size: int) -> torch.Tensor:
+        given.append(lay_out({"space": (torch.float32, (size,), (1,))}, device))
+        return given[-1]["space"]
+
+    with workspaces(make):
+        yield
+    for memory in given:
+        memory.assert_only_changed({"space": (slice(None),)}, f"{what} (around the workspace)")

@@ -1,0 +1,117 @@
+"""The fuzzer draws the same scenarios every time, of every kind, and its command says what fails and what died."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvq_core import get_backend
+from kvq_core.testing import scenarios
+from kvq_core.testing.cases import LAYOUTS, ROWS
+from kvq_core.testing.fuzz import main, parse, tasks_of
+from kvq_core.testing.places import Place
+from kvq_core.testing.scenarios import BAD_VALUES, PLANS, Scenario
+from kvq_core.testing.strategies import DTYPES
+from kvq_core.testing.suite import BackendTests
+
+
+class TestedInt8(BackendTests):
+    __test__ = False
+    mode = "int8_per_token_head"
+
+
+def scenario(place: str, number: int, seed: int = 0) -> Scenario:
+    return TestedInt8().scenario(get_backend("int8"), Place(place), seed, number)
+
+
+@pytest.mark.quick
+def test_a_number_stands_for_a_scenario() -> None:
+    assert scenario("interpret", 7) == scenario("interpret", 7)
+    assert len({str(scenario("interpret", n, seed)) for n in range(4) for seed in range(3)}) == 12
+
+
+@pytest.mark.quick
+def test_scenarios_of_a_group_share_their_kernels() -> None:
+    group = [scenario("gpu", n) for n in range(16)]
+    free = {"query_lens": (), "seq_lens": (), "mm_prefix": ()}
+    assert len({str(replace(s.case, **free)) for s in group}) == len({s.case.num_seqs for s in group}) == 1
+    assert len({(s.longest, s.hint, s.plan, s.segments, s.padded) for s in group}) == 1
+    assert len({s.case.seq_lens for s in group}) > 1
+    assert scenario("gpu", 16).case != group[0].case
+
+
+def test_scenarios_are_of_every_kind() -> None:
+    many = [scenario("interpret", n) for n in range(150)]
+    cases = [s.case for s in many]
+    assert {c.layout for c in cases} == set(LAYOUTS) and {c.rows for c in cases} == set(ROWS) and {c.dtype for c in cases} == set(DTYPES)
+    assert {s.plan for s in many} == set(PLANS) and {bad.value for s in many for bad in s.damage} == set(BAD_VALUES)
+    assert {bad.of for s in many for bad in s.damage} == {"key", "value", "q"}
+    lens = [n for c in cases for n in c.query_lens]
+    assert 0 in lens and 1 in lens and max(lens) > 16 and 0 in [n for c in cases for n in c.seq_lens]
+    for feature in ("window", "softcap", "sinks", "alibi", "alibi_sqrt", "qq_bias", "mm_prefix", "output", "head_size_v"):
+        assert len({getattr(c, feature) for c in cases}) > 1, feature
+    assert {s.padded for s in many} == {s.shared for s in many} == {True, False} and any(s.lost for s in many)
+    assert any(not s.padded and min(s.case.query_lens) == s.longest > 16 for s in many), "uniform prefill"
+
+
+@pytest.mark.quick
+def test_shared_blocks_are_shared() -> None:
+    drawn = next(s for s in (scenario("interpret", n) for n in range(400)) if _shares(s))
+    staged = scenarios.stage(drawn, get_backend("int8"), Place("eager").device)
+    assert staged.built.block_table[0, 0] == staged.built.block_table[1, 0]
+    assert not staged.stored[staged.built.first_key(1)] and bool(staged.stored[: staged.built.first_key(1)].all())
+
+
+def _shares(s: Scenario) -> bool:
+    return s.shared and s.lost is None and s.case.num_seqs > 1 and min(s.case.seq_lens[:2]) >= s.case.block_size
+
+
+@pytest.mark.quick
+def test_tasks_hold_every_number_once() -> None:
+    tasks = tasks_of(parse(["--count", "50"]), ["a", "b", "c"], 4)
+    numbers = [(task.mode, n) for task in tasks for n in task.numbers]
+    assert len(numbers) == len(set(numbers)) == 50 and {mode for mode, _ in numbers} == {"a", "b", "c"}
+    assert [task.mode for task in tasks[:3]] == ["a", "b", "c"]
+    assert [(task.mode, task.numbers) for task in tasks_of(parse(["--only", "a:7", "b:9"]), ["a", "b"], 4)] == [("a", (7,)), ("b", (9,))]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("argv", [["--count", "0"], ["--only", "int8"], ["--only", "int8:x"], ["--workers", "0"]])
+def test_bad_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+BROKEN = """
+import os
+from kvq_core.testing import BackendTests
+
+class TestBroken(BackendTests):
+    mode = "int8_per_token_head"
+
+    def assert_scenario(self, backend, place, scenario):
+        wrong = self.scenario(backend, place, 3, 0), self.scenario(backend, place, 3, 2)
+        if scenario == wrong[0]:
+            raise AssertionError("the very first")
+        if scenario == wrong[1]:
+            os._exit(7)
+"""
+
+
+def test_failures_and_deaths_are_told(tmp_path: Path) -> None:
+    """Number 0 fails, 1 passes, 2 takes its process along, so that 3 is not run; the second task gets a new process."""
+    suite = tmp_path / "broken.py"
+    suite.write_text(BROKEN)
+    command = ["-m", "kvq_core.testing.fuzz", "--device", "cpu", "--modes", "int8", "--count", "6", "--workers", "1", "--seed", "3"]
+    done = subprocess.run([sys.executable, *command, "--suite", str(suite)], capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 1, done.stderr
+    assert "FAILED int8_per_token_head:0: AssertionError: the very first" in done.stdout + done.stderr
+    again = f"--device cpu --suite {suite} --seed 3 --only int8_per_token_head:"
+    for number in (2, 3):
+        assert f"FAILED int8_per_token_head:{number}: not run: its process ended with status 7" in done.stdout + done.stderr
+        assert f"{again}{number}" in done.stdout + done.stderr
+    assert "6 scenarios (int8_per_token_head 4), seed 3, interpret: 3 failures" in done.stdout

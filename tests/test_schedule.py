@@ -89,6 +89,11 @@ def test_batch_invariance_ignores_the_rest_of_the_batch(problem: Problem, num_se
             other.min_query_len,
             other.max_query_len,
         )
+        # ``spread`` and the size of the grid only say which programs do it.
+        pairs = ((alone, one), (others, other))
+        merges = [merge_tile(batch, launch, batch.num_seqs * launch.max_row_blocks) for batch, launch in pairs if launch.split]
+        assert len({(merge.few, merge.pieces, merge.warps) for merge in merges}) <= 1
+    assert write_tile(num_seqs, batch_invariant=True) == write_tile(100 * num_seqs, batch_invariant=True)
 
 
 def test_decode_takes_one_wave() -> None:

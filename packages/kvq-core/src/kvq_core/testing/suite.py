@@ -7,13 +7,14 @@ from typing import ClassVar
 import pytest
 
 from kvq_core.testing.codec_tests import CodecTests
+from kvq_core.testing.determinism_tests import DeterminismTests
 from kvq_core.testing.input_tests import InputTests
 from kvq_core.testing.read_tests import ReadTests
 from kvq_core.testing.torch_tests import TorchTests
 from kvq_core.testing.write_tests import WriteTests
 
 
-class BackendTests(CodecTests, WriteTests, ReadTests, InputTests, TorchTests):
+class BackendTests(CodecTests, WriteTests, ReadTests, DeterminismTests, InputTests, TorchTests):
     """Every test that a mode must pass.
 
     Set ``mode``; override ``space``, ``round_trip_bound``, ``rounding``, ``operand_dtype`` and ``scale_tolerance`` of

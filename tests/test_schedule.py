@@ -89,10 +89,18 @@ def test_batch_invariance_ignores_the_rest_of_the_batch(problem: Problem, num_se
             other.min_query_len,
             other.max_query_len,
         )
-        # ``spread`` and the size of the grid only say which programs do it.
-        pairs = ((alone, one), (others, other))
-        merges = [merge_tile(batch, launch, batch.num_seqs * launch.max_row_blocks) for batch, launch in pairs if launch.split]
-        assert len({(merge.few, merge.pieces, merge.warps) for merge in merges}) <= 1
+
+
+@pytest.mark.parametrize("num_seqs", [2, 3, 8, 64, 500])
+def test_batch_invariant_sums_have_one_order(num_seqs: int) -> None:
+    """Of a merge and of a write. A merge's ``spread`` only says which programs do it."""
+    alone = replace(A, num_seqs=1, max_keys=70000, num_kv_heads=1, batch_invariant=True)
+    merges = []
+    for problem in (alone, replace(alone, num_seqs=num_seqs)):
+        (launch,) = plan(problem)
+        assert launch.split == "chunks"
+        merges.append(merge_tile(problem, launch, problem.num_seqs * launch.max_row_blocks))
+    assert len({(merge.few, merge.pieces, merge.warps) for merge in merges}) == 1
     assert write_tile(num_seqs, batch_invariant=True) == write_tile(100 * num_seqs, batch_invariant=True)
 
 

@@ -50,6 +50,10 @@ class _Workspaces:
         # Reentrant, since a hook of Triton's that sees a launch may attend, too.
         return self._uses.setdefault(place, threading.RLock()) if found is None else found
 
+    def num_bytes(self, device: torch.device) -> int:
+        with self._lock:
+            return sum(buffer.nbytes for kept in self._kept.values() for buffer in kept if buffer.device == device)
+
     def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
         """A float32 buffer of at least ``size`` elements for the current stream of ``device`` (``stream``, if the caller knows it)."""
         with self._lock:
@@ -88,6 +92,11 @@ _WORKSPACES = _Workspaces()
 def kept_buffer(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
     """A float32 buffer of at least ``size`` elements for the current stream: what :func:`workspace` cuts up."""
     return _WORKSPACES.get(device, size, stream)
+
+
+def kept_bytes(device: torch.device) -> int:
+    """Bytes of all workspaces on ``device`` (with its index, if there are several), outgrown ones included."""
+    return _WORKSPACES.num_bytes(torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device)
 
 
 def sole_use(device: torch.device, stream: int | None = None) -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@
 It stands for an engine of your own. Requests of any length share one pool of blocks; each step mixes prefill chunks and single decode
 rows in one ragged batch; a request that finds no block makes the youngest one give its blocks back and start over later. Beside the tiny
 model, all that it takes from kvq is the registry (which modes are installed) and the two doors, ``reshape_and_cache`` and
-``unified_attention``, so any mode, a third party's too, works here unchanged.
+``unified_attention``, so any mode, a third party's too, works here unchanged. ``endurance.py`` has it serve thousands of requests.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class Engine:
         backend: the mode the cache is kept in.
         rows_dtype: dtype of the rows handed to the doors, and so of the pages of mode ``none``.
         calibration: token ids for modes that need their scale given beforehand (``fp8_per_tensor``).
+        padded: whether every step computes ``chunk`` rows, padding included, so that all matrix products are of one shape.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Engine:
         chunk: int = 256,
         rows_dtype: torch.dtype = torch.bfloat16,
         calibration: list[int] | None = None,
+        padded: bool = False,
     ) -> None:
         for name, count in (("num_blocks", num_blocks), ("block_size", block_size), ("chunk", chunk)):
             if count < 1:
@@ -128,10 +130,11 @@ class Engine:
         if block_size % 8:
             raise ValueError(f"block_size: got {block_size}, need a multiple of 8")
         self.model, self.backend, self.rows_dtype = model, backend, rows_dtype
-        self.num_blocks, self.block_size, self.chunk = num_blocks, block_size, chunk
+        self.num_blocks, self.block_size, self.chunk, self.padded = num_blocks, block_size, chunk, padded
         self.device = model.embed.weight.device
         self.caches = self._allocate(calibration)
         self.free = list(range(num_blocks))
+        self.holders = [0] * num_blocks
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.stats = Stats()
@@ -164,6 +167,30 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run, however empty the cache."""
+        self._check(request)
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request that waits or runs; it keeps its tokens. Raises ValueError if it does neither."""
+        queue = self.running if request in self.running else self.waiting
+        if request not in queue:
+            raise ValueError("request: got one that neither waits nor runs, need one that was added and has not finished")
+        queue.remove(request)
+        self.release(request)
+
+    def fork(self, request: Request, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
+        """A new request, queued, whose prompt is what ``request`` has by now. It shares the blocks that are full, and computes the rest."""
+        child = Request(list(request.tokens), max_new_tokens, temperature, seed)
+        self._check(child)
+        # One token at least is left to compute: what follows it is not known yet.
+        shared = min(request.computed, len(child.tokens) - 1) // self.block_size
+        child.blocks, child.computed = request.blocks[:shared], shared * self.block_size
+        for block in child.blocks:
+            self.holders[block] += 1
+        (self.running if shared else self.waiting).append(child)
+        return child
+
+    def _check(self, request: Request) -> None:
         length, limit = len(request.tokens) + request.max_new_tokens, self.model.config.max_len
         if not request.tokens or request.max_new_tokens < 1:
             raise ValueError(f"request: got {len(request.tokens)} tokens, {request.max_new_tokens} new ones, need at least 1 of each")
@@ -171,7 +198,6 @@ class Engine:
             raise ValueError(f"request: got {length} tokens with the new ones, need at most the model's context of {limit}")
         if self._blocks_for(length) > self.num_blocks:
             raise ValueError(f"num_blocks: got {self.num_blocks}, need {self._blocks_for(length)} for a request of {length} tokens")
-        self.waiting.append(request)
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
@@ -181,11 +207,16 @@ class Engine:
         missing = self._blocks_for(length) - len(request.blocks)
         if missing > len(self.free):
             return False
-        request.blocks += [self.free.pop() for _ in range(missing)]
+        for _ in range(missing):
+            request.blocks.append(self.free.pop())
+            self.holders[request.blocks[-1]] = 1
         return True
 
     def release(self, request: Request) -> None:
-        self.free += request.blocks
+        for block in request.blocks:
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free.append(block)
         request.blocks, request.computed = [], 0
 
     def _preempt(self, request: Request) -> None:
@@ -244,6 +275,10 @@ class Engine:
             slots += [request.blocks[p // self.block_size] * self.block_size + p % self.block_size for p in span]
             starts.append(len(tokens))
             request.computed = span.stop
+        padding = max(self.chunk - len(tokens), 0) if self.padded else 0
+        tokens += [SEPARATOR] * padding
+        positions += [0] * padding
+        slots += [-1] * padding
         width = max(len(request.blocks) for request, _ in work)
         table = [request.blocks + [0] * (width - len(request.blocks)) for request, _ in work]
         attend = self._attend(
@@ -263,7 +298,7 @@ class Engine:
             cache = self.caches[layer]
             scales: dict[str, Any] = {"k_scale_cache": cache.k_scale, "v_scale_cache": cache.v_scale}
             query, key, value = (x.to(self.rows_dtype) for x in (q, k, v))
-            out = torch.empty_like(query)
+            out = torch.zeros_like(query) if self.padded else torch.empty_like(query)  # padding rows get no result
             self.backend.reshape_and_cache(key, value, cache.key, cache.value, slot_mapping, **scales)
             self.backend.unified_attention(
                 query,
@@ -281,10 +316,12 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One batch: schedule, compute, sample; returns the requests that finished."""
-        begin = time.perf_counter()
         work = self.schedule()
-        if not work:
-            return []
+        return self.advance(work) if work else []
+
+    def advance(self, work: list[tuple[Request, int]]) -> list[Request]:
+        """Compute and sample a batch that was scheduled; returns the requests that finished."""
+        begin = time.perf_counter()
         decoding = [request.computed >= request.num_prompt and count == 1 for request, count in work]
         hidden = self.execute(work)
         last = torch.tensor([count for _, count in work], device=self.device).cumsum(0) - 1
@@ -292,7 +329,8 @@ class Engine:
         finished = []
         if ready:
             with torch.inference_mode():
-                logits = self.model.head(hidden[last[ready]]).float()
+                logits = self.model.head(hidden)[last[ready]] if self.padded else self.model.head(hidden[last[ready]])
+                logits = logits.float()
             greedy = logits.argmax(-1).tolist()
             for row, choice, (request, _) in zip(logits, greedy, (work[i] for i in ready), strict=True):
                 request.tokens.append(sample(row, request) if request.temperature > 0 else choice)

@@ -15,7 +15,7 @@ from kvq_core.hadamard import block_hadamard, single_rht
 from kvq_core.none import NoneBackend
 from kvq_core.spec import Attention, NewRows
 from kvq_core.testing import BackendTests, budgets
-from kvq_core.workspace import kept_buffer
+from kvq_core.workspace import kept_buffer, workspace
 from kvq_int2 import Int2PerTokenHead
 from kvq_int2 import codec as int2
 from kvq_int4 import Int4PerTokenHead
@@ -219,6 +219,48 @@ class LooksAtUnusedBytes(Control):
         result(attention, lambda out: out * (1 + 2.0**-9 * peek))
 
 
+class UsesLeftovers(Control):
+    """Takes its workspace for zeroed."""
+
+    caught_by = ("test_leftovers_do_not_matter",)
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        _, acc, _, _ = workspace(attention.q.device, 1, 1, 8)
+        result(attention, lambda out: out + acc[:1])
+
+
+class Unsteady(Control):
+    caught_by = ("test_leftovers_do_not_matter",)
+    calls = 0
+
+    def write(self, rows: NewRows) -> None:
+        eager.write(self, rows)
+        Unsteady.calls += 1
+        rows.keys.codes[rows.slot_mapping[0] // rows.keys.block_size, rows.slot_mapping[0] % rows.keys.block_size, 0, 0] = Unsteady.calls
+
+
+class DependsOnTheTable(Control):
+    """Plans by the width of the block table."""
+
+    caught_by = ("test_results_in_random_batches",)
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        result(attention, lambda out: out * (1 + 2.0**-9 * (attention.batch.block_table.shape[1] > 2)))
+
+
+class DependsOnItsPlace(Control):
+    """The fifth sequence and later ones are computed in another order."""
+
+    caught_by = ("test_results_in_random_batches",)
+
+    def read(self, attention: Attention) -> None:
+        eager.read(self, attention)
+        if attention.batch.num_seqs > 4:
+            attention.out[attention.batch.cu_seqlens_q[4] :] *= 1 + 2.0**-9
+
+
 class SpreadsBadRows(Control):
     caught_by = ("test_bad_query_row_stays_alone",)
 
@@ -334,6 +376,15 @@ class WritesPaddingRows(Control):
     def write(self, rows: NewRows) -> None:
         num_slots = rows.keys.num_blocks * rows.keys.block_size
         eager.write(self, dataclasses.replace(rows, slot_mapping=rows.slot_mapping % num_slots))
+
+
+class WritesByTheBatch(Control):
+    """Rounds otherwise where there are many rows."""
+
+    caught_by = ("test_bytes_in_random_writes",)
+
+    def write(self, rows: NewRows) -> None:
+        eager.write(self if rows.key.shape[0] < 50 else _Truncating(), rows)
 
 
 class IgnoresStrides(Control):

@@ -1,17 +1,11 @@
 """PagedKVCache: what is written is what is attended to, in every mode and layout, whatever happens to the blocks in between."""
 
-import tempfile
-
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, UnknownModeError, eager, get_backend, reference
 from kvq_core.layout import LAYOUTS
 from kvq_core.spec import Attention, Batch, Plane, Scoring
-from kvq_core.testing import places
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 HEADS, QUERY_HEADS, SIZE, SIZE_V, LAYERS, BLOCK = 2, 6, 48, 32, 2, 8
@@ -493,107 +487,3 @@ def test_no_sequences_are_refused(device):
     for call in (lambda: cache.block_table([]), lambda: cache.append({})):
         with pytest.raises(ArgumentError, match="got no sequence, need at least one"):
             call()
-
-
-# -- any order of events --------------------------------------------------------------------------------------------------
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """The cache against a dict of plain tensors, in mode ``none``, whose bytes are exact."""
-
-    num_blocks = 6
-
-    @initialize(layout=st.sampled_from(LAYOUTS))
-    def start(self, layout):
-        self.patch = pytest.MonkeyPatch()
-        device = places.enter("gpu" if torch.cuda.is_available() else "eager", self.patch).device
-        self.cache = PagedKVCache(
-            "none", num_blocks=self.num_blocks, block_size=BLOCK, num_kv_heads=1, head_size=8, num_layers=2, layout=layout, device=device
-        )
-        poison(self.cache)
-        self.model: dict[int, torch.Tensor] = {}
-        self.counter = 0
-
-    def pick(self, data):
-        return data.draw(st.sampled_from(sorted(self.model)))
-
-    @rule()
-    @precondition(lambda self: len(self.model) < 5)
-    def allocate(self):
-        seq = self.cache.allocate_sequence()
-        assert seq not in self.model
-        self.model[seq] = torch.empty(0, 2, 2, 1, 8, dtype=torch.bfloat16, device=self.cache.device)
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.model)
-    def append(self, data):
-        counts = data.draw(st.dictionaries(st.sampled_from(sorted(self.model)), st.integers(1, 12), min_size=1))
-        before = ({seq: self.cache.length(seq) for seq in self.model}, self.cache.num_free_blocks, self.tables())
-        try:
-            step = self.cache.append(counts)
-        except OutOfBlocksError:
-            assert before == ({seq: self.cache.length(seq) for seq in self.model}, self.cache.num_free_blocks, self.tables())
-            return
-        first = 0
-        new = torch.arange(self.counter, self.counter + step.num_tokens * 32, device=self.cache.device) % 251
-        self.counter += step.num_tokens
-        new = new.view(step.num_tokens, 2, 2, 1, 8).to(torch.bfloat16)
-        for layer in range(2):
-            self.cache.write(layer, new[:, layer, 0], new[:, layer, 1], step)
-        for seq, count in counts.items():
-            self.model[seq] = torch.cat((self.model[seq], new[first : first + count]))
-            first += count
-
-    @rule(data=st.data())
-    @precondition(lambda self: 0 < len(self.model) < 5)
-    def fork(self, data):
-        seq = self.pick(data)
-        self.model[self.cache.fork(seq)] = self.model[seq]
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.model)
-    def truncate(self, data):
-        seq = self.pick(data)
-        length = data.draw(st.integers(0, len(self.model[seq])))
-        self.cache.truncate(seq, length)
-        self.model[seq] = self.model[seq][:length]
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.model)
-    def free(self, data):
-        seq = self.pick(data)
-        self.cache.free(seq)
-        del self.model[seq]
-
-    @rule()
-    def save_and_load(self):
-        with tempfile.TemporaryDirectory() as folder:
-            self.cache.save(f"{folder}/cache")
-            self.cache = PagedKVCache.load(f"{folder}/cache", device=self.cache.device)
-
-    def teardown(self):
-        if hasattr(self, "patch"):
-            self.patch.undo()
-
-    def tables(self):
-        return {seq: [block for block in self.cache.block_table([seq])[0].tolist() if block >= 0] for seq in self.model}
-
-    @invariant()
-    def holds_what_the_model_holds(self):
-        if not hasattr(self, "cache"):
-            return
-        tables = self.tables()
-        for seq, tokens in self.model.items():
-            assert self.cache.length(seq) == len(tokens)
-            assert len(tables[seq]) == -(-len(tokens) // BLOCK)
-            for layer in range(2):
-                caches = self.cache.layer(layer)
-                for half, view in enumerate((caches.key_cache, caches.value_cache)):
-                    assert torch.equal(view[tables[seq]].flatten(0, 1)[: len(tokens)], tokens[:, layer, half])
-        held = [block for table in tables.values() for block in table]
-        assert self.cache.num_free_blocks == self.num_blocks - len(set(held)), "a block leaked or is owned twice"
-        assert tuple(sorted(self.cache.sequences)) == tuple(sorted(self.model))
-
-
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

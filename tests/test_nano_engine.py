@@ -109,6 +109,60 @@ def test_no_two_requests_ever_share_a_block(model: TinyModel) -> None:
         assert all(len(r.blocks) * 8 >= r.computed for r in engine.running)
 
 
+def test_forks_share_full_blocks_and_go_on_alike(model: TinyModel) -> None:
+    """Parent and greedy child end with the same tokens; what they share is given back by the last of them."""
+    engine = exact_engine(model, num_blocks=20, block_size=8)
+    parent = Request(encode("def function(argument):"), 16)
+    engine.add(parent)
+    while len(parent.output) < 5:
+        engine.step()
+    child = engine.fork(parent, 11)
+    assert (len(child.blocks), child.computed) == (3, 24) and child.blocks == parent.blocks[:3]
+    assert [engine.holders[block] for block in parent.blocks] == [2, 2, 2, 1]
+    while engine.running:
+        engine.step()
+        live = [block for request in engine.running for block in request.blocks]
+        assert all(engine.holders[block] == live.count(block) for block in range(20))
+    assert child.tokens == parent.tokens
+    assert sorted(engine.free) == list(range(20)) and not any(engine.holders)
+
+
+@pytest.mark.quick
+def test_a_fork_of_what_is_not_computed_waits(model: TinyModel) -> None:
+    engine = exact_engine(model, num_blocks=20, block_size=8)
+    parent = Request(encode("abc"), 4)
+    engine.add(parent)
+    child = engine.fork(parent, 4)
+    assert list(engine.waiting) == [parent, child] and not child.blocks
+    engine.run([])
+    assert child.tokens == parent.tokens
+
+
+@pytest.mark.quick
+def test_cancelled_requests_give_their_blocks_back(model: TinyModel) -> None:
+    engine = exact_engine(model, num_blocks=20, block_size=8)
+    first, second, third = (Request(encode(text), 8) for text in ("one", "two", "three"))
+    for request in (first, second):
+        engine.add(request)
+    engine.step()
+    engine.add(third)
+    for request in (first, third):
+        engine.cancel(request)
+    with pytest.raises(ValueError, match="neither waits nor runs"):
+        engine.cancel(first)
+    engine.run([])
+    assert second.finished and not first.finished and not third.output
+    assert sorted(engine.free) == list(range(20))
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_padding_changes_no_token(model: TinyModel, chunk: int) -> None:
+    plain, padded = requests(), requests()
+    exact_engine(model, chunk=chunk, num_blocks=64).run(plain)
+    exact_engine(model, chunk=chunk, num_blocks=64, padded=True).run(padded)
+    assert [r.output for r in padded] == [r.output for r in plain]
+
+
 def test_sampling_depends_on_the_request_alone(model: TinyModel) -> None:
     def drawn(seeds: list[int]) -> list[list[int]]:
         todo = [Request(encode("x = "), 16, temperature=3.0, seed=seed) for seed in seeds]

@@ -91,6 +91,19 @@ def test_batch_invariance_ignores_the_rest_of_the_batch(problem: Problem, num_se
         )
 
 
+@pytest.mark.parametrize("num_seqs", [2, 3, 8, 64, 500])
+def test_batch_invariant_sums_have_one_order(num_seqs: int) -> None:
+    """Of a merge and of a write. A merge's ``spread`` only says which programs do it."""
+    alone = replace(A, num_seqs=1, max_keys=70000, num_kv_heads=1, batch_invariant=True)
+    merges = []
+    for problem in (alone, replace(alone, num_seqs=num_seqs)):
+        (launch,) = plan(problem)
+        assert launch.split == "chunks"
+        merges.append(merge_tile(problem, launch, problem.num_seqs * launch.max_row_blocks))
+    assert len({(merge.few, merge.pieces, merge.warps) for merge in merges}) == 1
+    assert write_tile(num_seqs, batch_invariant=True) == write_tile(100 * num_seqs, batch_invariant=True)
+
+
 def test_decode_takes_one_wave() -> None:
     """As many programs as are resident at once, none of which waits for another: each takes an equal share."""
     (launch,) = plan(A)

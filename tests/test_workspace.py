@@ -51,6 +51,26 @@ def test_streams_do_not_share(workspaces: module._Workspaces) -> None:
 
 
 @pytest.mark.quick
+def test_threads_on_one_stream_use_it_in_turn(workspaces: module._Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_place", lambda device, stream: (device, stream or 0))
+    events, inside = [], threading.Event()
+
+    def other() -> None:
+        inside.set()
+        with module.sole_use(CPU):
+            events.append("other")
+
+    thread = threading.Thread(target=other)
+    with module.sole_use(CPU), module.sole_use(CPU), module.sole_use(CPU, 5):
+        thread.start()
+        inside.wait()
+        thread.join(0.05)
+        events.append("mine")
+    thread.join()
+    assert events == ["mine", "other"]
+
+
+@pytest.mark.quick
 def test_capture_after_a_warm_up_allocates_nothing(workspaces: module._Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
     warm = workspaces.get(CPU, 10)
     monkeypatch.setattr(module, "_capturing", lambda device: True)
@@ -108,3 +128,13 @@ def test_graphs_own_what_they_captured(workspaces: module._Workspaces, monkeypat
     torch.cuda.empty_cache()
     with torch.cuda.stream(stream):
         assert float(use(7.0)) == 7.0 * rows * 128
+
+
+@pytest.mark.gpu
+def test_memory_is_its_streams_own(workspaces: module._Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the default stream's, where freed memory may be in use still by what that stream has yet to run."""
+    device, stream = places.enter("gpu", monkeypatch).device, torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        buffer = workspaces.get(device, 10 * LEAST)
+    (segment,) = [found for found in torch.cuda.memory_snapshot() if 0 <= buffer.data_ptr() - found["address"] < found["total_size"]]
+    assert segment["stream"] == stream.cuda_stream

@@ -15,6 +15,7 @@ from kvq_core.kernels import args
 from kvq_core.kernels.splits import merge_kernel
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention, NewRows, Plane
+from kvq_core.workspace import sole_use
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
@@ -68,7 +69,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     launched = Launched(rows.key.device)
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
-    block, warps = schedule.write_tile(total)
+    block, warps = schedule.write_tile(total, rows.batch_invariant)
     config = args.WriteConfig(
         format=form,
         head_size=head_size,
@@ -99,8 +100,9 @@ def launch_attention(kernel: Any, attention: Attention, form: args.Format) -> La
     """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch."""
     launched = Launched(attention.q.device)
     problem = problem_of(attention, form)
-    for launch in schedule.plan(problem):
-        _launch(launched, kernel, attention, form, problem, launch)
+    with sole_use(attention.q.device):
+        for launch in schedule.plan(problem):
+            _launch(launched, kernel, attention, form, problem, launch)
     return launched
 
 
@@ -129,7 +131,7 @@ def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
         engine_segments=segments,
         scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
         may_split=may_split,
-        batch_invariant=schedule.is_batch_invariant(),
+        batch_invariant=attention.batch_invariant,
     )
 
 

@@ -7,6 +7,7 @@ told (another Triton, another vendor's specialization, a hook that wants to see 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,7 +20,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from kvq_core.repeat import ALIGNMENT
-from kvq_core.workspace import kept_buffer, workspace, workspace_size
+from kvq_core.workspace import kept_buffer, sole_use, workspace, workspace_size
+
+_CHOOSING = threading.RLock()
+"""Held while Triton chooses a kernel, compiles, loads and launches it: a thread must not launch what another is still loading (Triton sets
+``CompiledKernel._run`` before ``function``), and the interpreter keeps its place in the grid in a global."""
 
 _KNOWN_TRITON = ("3.6.", "3.7.")
 """Versions whose launcher takes what :class:`_Again` gives it."""
@@ -64,7 +69,8 @@ class Launched:
 
     def start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch ``kernel``. ``arguments``: its run-time values, loose or in tuples; ``options``: its constants and Triton's options."""
-        compiled = kernel[grid](*arguments, **options)
+        with _CHOOSING:
+            compiled = kernel[grid](*arguments, **options)
         if not isinstance(compiled, CompiledKernel):
             self._starts.append(None)  # it was interpreted
             return
@@ -141,19 +147,21 @@ class Repeated:
         if driver.active is not self._driver or _knobs() != self._knobs or not _no_hooks():
             return False
         stream = self._driver.get_current_stream(self._driver.get_current_device())
-        pool: Pool = addresses
-        if self._offsets:
-            buffer = kept_buffer(self._device, self._size, stream)
-            base = buffer.data_ptr()
+        if not self._offsets:
+            self._launch(addresses + self._constants, stream)
+            return True
+        with sole_use(self._device, stream):
+            base = kept_buffer(self._device, self._size, stream).data_ptr()
             if base % ALIGNMENT:
                 return False
-            pool = pool + [base + offset for offset in self._offsets]
-        pool = pool + self._constants
+            self._launch(addresses + [base + offset for offset in self._offsets] + self._constants, stream)
+        return True
+
+    def _launch(self, pool: Pool, stream: int) -> None:
         for launch in self._launches:
             arguments = [pick(pool) for pick in launch.picks]
             # As JITFunction.run does it, without metadata for hooks and without hooks.
             launch.run(*launch.grid, stream, launch.function, launch.metadata, None, None, None, *arguments)
-        return True
 
 
 def _holds_tensor(value: object) -> bool:

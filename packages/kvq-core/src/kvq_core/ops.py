@@ -52,6 +52,7 @@ def launches_repeat_on(device: torch.device) -> bool:
 
 def _write(
     backend: QuantKVBackend,
+    batch_invariant: bool,
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -60,7 +61,9 @@ def _write(
     k_scale_cache: torch.Tensor | None,
     v_scale_cache: torch.Tensor | None,
 ) -> Launched | None:
-    rows = NewRows.checked(backend, key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
+    rows = NewRows.checked(
+        backend, key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache, batch_invariant=batch_invariant
+    )
     if debug.enabled():
         debug.check_slots(rows)
     if key.shape[0] == 0 or key.shape[1] == 0 or key_cache.shape[0] == 0:
@@ -73,6 +76,7 @@ def _write(
 
 def _read(
     backend: QuantKVBackend,
+    batch_invariant: bool,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -109,6 +113,7 @@ def _read(
         output_scale=output_scale,
         scratch=Scratch.given(num_segments, segm_output, segm_max, segm_expsum),
         seq_threshold_3d=seq_threshold_3d,
+        batch_invariant=batch_invariant,
     )
     attention.validate(backend)
     if debug.enabled():
@@ -126,13 +131,12 @@ def _read_facts(arguments: tuple[Any, ...]) -> tuple[Facts, list[int]]:
     longest = arguments[_MAX_SEQLEN_K]
     if longest > 0:
         arguments = (*arguments[:_MAX_SEQLEN_K], schedule.power_of_two(longest), *arguments[_MAX_SEQLEN_K + 1 :])
-    facts, addresses = facts_of(arguments)
-    return (schedule.is_batch_invariant(), *facts), addresses
+    return facts_of(arguments)
 
 
 @dataclass(frozen=True)
 class _Verb:
-    """One of the two ops: its body, and what a call of it depends on."""
+    """One of the two ops: its body, and what of its arguments a call depends on."""
 
     name: str
     body: Callable[..., Launched | None]
@@ -151,15 +155,18 @@ class _Bound:
 
     def call(self, verb: _Verb, arguments: tuple[Any, ...]) -> None:
         device = arguments[0].device
+        # Read once for each call: another thread may turn the switch before the call is over.
+        batch_invariant = schedule.is_batch_invariant()
         if not launches_repeat_on(device):
-            verb.body(self.backend, *arguments)
+            verb.body(self.backend, batch_invariant, *arguments)
             return
         facts, addresses = verb.facts(arguments)
+        facts = (batch_invariant, *facts)
         repeats = self.repeats[verb.name]
         repeat = repeats.get(facts)
         if repeat is not None and repeat(addresses):
             return
-        launched = verb.body(self.backend, *arguments)
+        launched = verb.body(self.backend, batch_invariant, *arguments)
         repeat = launched.repeat(addresses) if launched is not None else None
         if repeat is not None:
             repeats.keep(facts, repeat)
@@ -176,14 +183,13 @@ class _Ops:
     def bind(self, backend: QuantKVBackend) -> None:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
         with self._lock:
-            known = backend.mode in self._bound
+            if backend.mode not in self._bound:
+                given = backend.reads_scales and not backend.needs_scale_caches
+                schemas = {"write": _WRITE_SCHEMA_GIVEN_SCALES if given else _WRITE_SCHEMA, "read": _READ_SCHEMA}
+                for verb in _VERBS:
+                    self._define(backend.mode, verb, schemas[verb.name])
+            # Last: another thread that finds the mode bound takes its ops without asking for the lock.
             self._bound[backend.mode] = _Bound(backend)
-            if known:
-                return
-            given = backend.reads_scales and not backend.needs_scale_caches
-            schemas = {"write": _WRITE_SCHEMA_GIVEN_SCALES if given else _WRITE_SCHEMA, "read": _READ_SCHEMA}
-            for verb in _VERBS:
-                self._define(backend.mode, verb, schemas[verb.name])
 
     def _define(self, mode: str, verb: _Verb, schema: str) -> None:
         name = f"{mode}_{verb.name}"

@@ -90,7 +90,7 @@ _BATCH_INVARIANT = _Switch()
 
 
 def is_batch_invariant() -> bool:
-    """Whether results must not depend on what else is in a batch: the switch below, or ``KVQ_BATCH_INVARIANT=1``."""
+    """Whether bytes and results must not depend on what else is in a batch: the switch below, or ``KVQ_BATCH_INVARIANT=1``."""
     if _BATCH_INVARIANT.value is None:
         return os.environ.get("KVQ_BATCH_INVARIANT") == "1"
     return _BATCH_INVARIANT.value
@@ -197,13 +197,14 @@ class Merge:
 def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> Merge:
     """Its time is that of its loads: many pieces of a row are loaded at once; of few pieces, eight rows share an un-rotation."""
     programs = row_blocks * problem.num_kv_heads
-    if programs * launch.tile.rows <= 4 * problem.num_sms:
+    # The order of the sums may follow the batch only where results may.
+    if not problem.batch_invariant and programs * launch.tile.rows <= 4 * problem.num_sms:
         pieces = max(32, min(256, power_of_two(-(-launch.max_items // row_blocks))))
         return Merge(1, pieces, True, 4 if pieces <= 64 else 8)
     # Programs that end at once cost their share of the multiprocessors, too.
     return Merge(8, 32, programs * launch.tile.rows <= 64 * problem.num_sms, 4)
 
 
-def write_tile(rows: int) -> tuple[int, int]:
-    """((token, head) rows of a write program, warps)."""
-    return (16, 1) if rows >= 8192 else (8, 1)
+def write_tile(rows: int, batch_invariant: bool = False) -> tuple[int, int]:
+    """((token, head) rows of a write program, warps). A row's sums may be laid out as its program's rows are."""
+    return (16, 1) if rows >= 8192 and not batch_invariant else (8, 1)

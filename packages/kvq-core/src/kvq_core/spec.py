@@ -105,13 +105,17 @@ class Plane:
 
 @dataclass(frozen=True)
 class NewRows:
-    """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where."""
+    """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where.
+
+    ``batch_invariant``: as in :class:`Attention`.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
     slot_mapping: torch.Tensor
     keys: Plane
     values: Plane
+    batch_invariant: bool = False
 
     @classmethod
     def checked(
@@ -124,6 +128,8 @@ class NewRows:
         slot_mapping: torch.Tensor,
         k_scale_cache: torch.Tensor | None,
         v_scale_cache: torch.Tensor | None,
+        *,
+        batch_invariant: bool = False,
     ) -> NewRows:
         """Bundle the arguments of ``reshape_and_cache``; raise :class:`ArgumentError` naming the first one that does not fit."""
         _need_tensor(key, "key", 3, FLOATS, key.device)
@@ -140,7 +146,7 @@ class NewRows:
         values = Plane(value_cache, v_scale_cache, value.shape[2])
         _check_planes(backend, {"key_cache": keys, "value_cache": values}, key.device, key.dtype)
         _need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
-        return cls(key, value, slot_mapping, keys, values)
+        return cls(key, value, slot_mapping, keys, values, batch_invariant)
 
 
 @dataclass(frozen=True)
@@ -279,7 +285,10 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Attention:
-    """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv]."""
+    """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv].
+
+    ``batch_invariant`` is the switch of :mod:`kvq_core.schedule` as the call found it.
+    """
 
     q: torch.Tensor
     out: torch.Tensor
@@ -290,6 +299,7 @@ class Attention:
     output_scale: torch.Tensor | None = None
     scratch: Scratch | None = None
     seq_threshold_3d: int | None = None
+    batch_invariant: bool = False
 
     @property
     def queries_per_kv(self) -> int:

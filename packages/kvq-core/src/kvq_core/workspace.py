@@ -1,7 +1,9 @@
 """The buffers that split attention leaves its shares in: kept per device and stream, grown, never freed.
 
 Never freed, because a captured CUDA graph may go on using a buffer after a larger one has taken its place; growing by half at least
-bounds what that costs. Two streams never share one, so that concurrent calls do not meet.
+bounds what that costs. Two streams never share one, so that concurrent calls do not meet. Threads on one stream (each starts on the same
+default stream) do share: whoever uses a workspace holds :func:`sole_use` until the last launch that reads it is made, so that no other
+thread's launch comes between.
 
 Memory made during a capture belongs to the graph's pool: the graph rewrites it at every replay, on whatever stream that runs, and takes it
 along when it dies. So what is kept never comes from there. A capture on a stream whose buffer is large enough (it was warmed up) bakes
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -25,19 +28,36 @@ def _capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+_Place = tuple[torch.device, int]
+
+
+def _place(device: torch.device, stream: int | None) -> _Place:
+    """Whose workspace it is: the stream's; on the CPU, where nothing is put off, the thread's."""
+    if device.type != "cuda":
+        return device, threading.get_ident()
+    return device, torch.cuda.current_stream(device).cuda_stream if stream is None else stream
+
+
 class _Workspaces:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+        self._kept: dict[_Place, list[torch.Tensor]] = {}
+        self._uses: dict[_Place, AbstractContextManager[object]] = {}
+
+    def use(self, device: torch.device, stream: int | None = None) -> AbstractContextManager[object]:
+        place = _place(device, stream)
+        found = self._uses.get(place)
+        # Reentrant, since a hook of Triton's that sees a launch may attend, too.
+        return self._uses.setdefault(place, threading.RLock()) if found is None else found
+
+    def num_bytes(self, device: torch.device) -> int:
+        with self._lock:
+            return sum(buffer.nbytes for kept in self._kept.values() for buffer in kept if buffer.device == device)
 
     def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
         """A float32 buffer of at least ``size`` elements for the current stream of ``device`` (``stream``, if the caller knows it)."""
-        if device.type != "cuda":
-            stream = threading.get_ident()
-        elif stream is None:
-            stream = torch.cuda.current_stream(device).cuda_stream
         with self._lock:
-            kept = self._kept.setdefault((device, stream), [])
+            kept = self._kept.setdefault(_place(device, stream), [])
             if kept and kept[-1].numel() >= size:
                 return kept[-1]
             if _capturing(device):
@@ -51,14 +71,17 @@ def _buffer(size: int, device: torch.device) -> torch.Tensor:
     """Uninitialized float32 memory of the allocator's ordinary pool.
 
     While torch.compile warms a CUDA graph up, without capturing yet, what this thread allocates comes from the graph's own pool, whose
-    checks refuse memory that stays. Another thread's allocations do not.
+    checks refuse memory that stays. Another thread's allocations do not. That thread takes this one's stream along: memory of another
+    stream's may be in use there still, by work that was launched before it was freed.
     """
+    if device.type != "cuda":
+        return torch.empty(size, dtype=torch.float32, device=device)
+    stream = torch.cuda.current_stream(device)
 
     def allocate() -> torch.Tensor:
-        return torch.empty(size, dtype=torch.float32, device=device)
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.float32, device=device)
 
-    if device.type != "cuda":
-        return allocate()
     with ThreadPoolExecutor(1) as outside:
         return outside.submit(allocate).result()
 
@@ -69,6 +92,16 @@ _WORKSPACES = _Workspaces()
 def kept_buffer(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
     """A float32 buffer of at least ``size`` elements for the current stream: what :func:`workspace` cuts up."""
     return _WORKSPACES.get(device, size, stream)
+
+
+def kept_bytes(device: torch.device) -> int:
+    """Bytes of all workspaces on ``device`` (with its index, if there are several), outgrown ones included."""
+    return _WORKSPACES.num_bytes(torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device)
+
+
+def sole_use(device: torch.device, stream: int | None = None) -> AbstractContextManager[object]:
+    """To hold from the first launch that fills the current stream's workspace to the last one that reads it."""
+    return _WORKSPACES.use(device, stream)
 
 
 def _noted(row_blocks: int) -> int:

@@ -20,7 +20,17 @@ kernels, interpreted on the CPU) and ``gpu`` (the kernels compiled; marker ``gpu
 
 import pytest
 
-_PARTS = ("codec_tests", "fuzz_tests", "input_tests", "memory_tests", "read_tests", "subject", "torch_tests", "write_tests")
+_PARTS = (
+    "codec_tests",
+    "determinism_tests",
+    "fuzz_tests",
+    "input_tests",
+    "memory_tests",
+    "read_tests",
+    "subject",
+    "torch_tests",
+    "write_tests",
+)
 # Otherwise a failed assert of the suite says nothing but AssertionError where it is installed from a wheel.
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvq_core.schedule import batch_invariant
 from kvq_core.testing import oracle, places, strategies
 from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, Case, Range
 from kvq_core.testing.places import Place
@@ -29,12 +28,6 @@ _SPLIT = (
 _WINDOWED = Case(query_lens=(1, 1), seq_lens=(70, 45), window=9)
 _ROWS_WINDOWED = Case(query_lens=(4, 20), seq_lens=(70, 65), window=9)
 _RANGES = replace(_ROWS_WINDOWED, mm_prefix=(((12, 69), (0, 1)), ((2, 9), (48, 60))), seq_lens=(90, 65))
-_INVARIANT = (
-    Case(query_lens=(1, 3, 1), seq_lens=(70, 33, 300), num_kv_heads=1),
-    Case(query_lens=(1, 1), seq_lens=(2100, 40), num_kv_heads=1, queries_per_kv=1),
-    Case(query_lens=(20, 1, 17), seq_lens=(33, 300, 60), num_kv_heads=1),
-)
-_INVARIANT_LARGE = (Case(query_lens=(1, 4, 300, 1, 1), seq_lens=(9000, 4100, 2600, 70, 1), head_size=128, dtype=torch.bfloat16),)
 
 
 class ReadTests(Subject):
@@ -124,19 +117,6 @@ class ReadTests(Subject):
     def test_query_lengths_are_bounded_from_above(self, backend: QuantKVBackend, place: Place) -> None:
         built = self.build(backend, _ROWS, place).fill()
         self.assert_read(backend, built, place, max_seqlen_q=50)
-
-    @places.each(_INVARIANT, large=_INVARIANT_LARGE)
-    def test_batch_invariance(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
-        """Under the switch a sequence's result has the same bits alone, in its batch, and in another order."""
-        built = self.build(backend, case, place).fill()
-        with batch_invariant(True):
-            together = built.read()
-            self.assert_exact(backend, built, place, together)
-            parts = list(together.split(list(case.query_lens)))
-            for seq in range(case.num_seqs):
-                assert torch.equal(built.read([seq]), parts[seq]), f"sequence {seq} alone"
-            backwards = built.read(list(range(case.num_seqs))[::-1])
-            assert torch.equal(backwards, torch.cat(parts[::-1]))
 
     # -- what must not spread -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,311 @@
+"""Thousands of random requests through the nano engine, in every mode, and what must be true at the end of it.
+
+    python examples/endurance.py --requests 10000 --device cuda
+
+Requests of random lengths arrive in bursts, some are cancelled, some fork (and share blocks), and the pool is so small that running ones
+are preempted again and again. Then: every block is free, neither device nor host memory has grown since the first tenth, and a random
+sample, computed again one request at a time, has the same tokens. For that kvq is batch-invariant, and so is the model: each step has the
+same number of rows, and each row a matrix product of its own. A request computed alone takes the steps that it took in company, since a
+prompt in other pieces is another input. Exit status 1 says that one of it is not true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+from kvq_core import batch_invariant, get_backend, list_backends
+from kvq_core.evaluation.tiny_model import Config, TinyModel, usable_device
+from kvq_core.workspace import kept_bytes
+from nano_engine import Engine, Request
+
+CONFIG = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, head_size=64, hidden=96, max_len=4096)
+HOST_GROWTH, DEVICE_GROWTH = 48 << 20, 0
+"""Bytes. The host's allocators are never quite still; the device's are."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of one mode. ``long`` requests of each thousand have prompts past the length at which keys are split."""
+
+    mode: str
+    requests: int
+    sample: int
+    num_blocks: int
+    block_size: int
+    chunk: int
+    long: int
+    device: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it. ``different``: requests of the sample whose tokens alone were not those in company."""
+
+    mode: str
+    finished: int
+    cancelled: int
+    forks: int
+    preemptions: int
+    tokens: int
+    steps: int
+    leaked_blocks: int
+    device_growth: int
+    host_growth: int
+    compared: int
+    different: int
+    seconds: float
+
+    @property
+    def problems(self) -> list[str]:
+        limits = {
+            "blocks leaked": (self.leaked_blocks, 0),
+            "bytes of device memory gained": (self.device_growth, DEVICE_GROWTH),
+            "bytes of host memory gained": (self.host_growth, HOST_GROWTH),
+            "requests differ from what they are alone": (self.different, 0),
+        }
+        return [f"{self.mode}: {got} {what}" for what, (got, most) in limits.items() if got > most]
+
+
+class RowwiseLinear(nn.Linear):
+    """A matrix product for each row: rows of one product may be summed in an order that depends on their place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, 1, x.shape[-1])
+        return torch.bmm(rows, self.weight.t().expand(len(rows), -1, -1)).view(*x.shape[:-1], -1)
+
+
+def random_model(device: torch.device) -> TinyModel:
+    """Random weights, scaled to attention that prefers some keys and logits with a clear winner."""
+    torch.manual_seed(1)
+    model = TinyModel(CONFIG).requires_grad_(False).eval().to(device)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(3)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = RowwiseLinear
+    return model
+
+
+@dataclass(eq=False)
+class Traced(Request):
+    """A request that notes its steps, and whose fork it is."""
+
+    history: list[tuple[int, int]] = field(default_factory=list)
+    origin: tuple[Traced, int] | None = None  # the parent, and how many steps it had taken
+
+
+class TracingEngine(Engine):
+    def schedule(self) -> list[tuple[Request, int]]:
+        work = super().schedule()
+        for request, count in work:
+            if isinstance(request, Traced):
+                request.history.append((request.computed, count))
+        return work
+
+    def fork_traced(self, parent: Traced, max_new_tokens: int, temperature: float, seed: int) -> Traced:
+        child = self.fork(parent, max_new_tokens, temperature, seed)
+        traced = Traced(child.tokens, max_new_tokens, temperature, seed, computed=child.computed, blocks=child.blocks)
+        traced.origin = (parent, len(parent.history)) if child.blocks else None
+        queue = self.running if child.blocks else self.waiting
+        queue[queue.index(child)] = traced
+        return traced
+
+
+def again(engine: Engine, request: Traced, num_steps: int | None = None) -> Request:
+    """``request`` computed anew, alone in ``engine``, in the steps it took (the first ``num_steps``); still there unless it finished."""
+    prompt = request.tokens[: request.num_prompt]
+    if request.origin is None:
+        alone = Request(prompt, request.max_new_tokens, request.temperature, request.seed)
+        engine.running.append(alone)
+    else:
+        parent = again(engine, *request.origin)
+        alone = engine.fork(parent, request.max_new_tokens, request.temperature, request.seed)
+        engine.cancel(parent)
+    for start, count in request.history[:num_steps]:
+        if start != alone.computed:
+            engine.release(alone)  # it was preempted
+        engine.reserve(alone, start + count)
+        engine.advance([(alone, count)])
+    return alone
+
+
+def endure(plan: Plan, progress: Callable[[int], object]) -> Outcome:
+    """Serve ``plan.requests`` random requests, then look at what is left and compare the sample."""
+    begin, drawn = time.perf_counter(), random.Random(plan.seed)
+    device = usable_device(plan.device)
+    model = random_model(device)
+    calibration = [drawn.randrange(1, 256) for _ in range(256)]
+
+    def engine(num_blocks: int) -> TracingEngine:
+        return TracingEngine(
+            model,
+            get_backend(plan.mode),
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            chunk=plan.chunk,
+            calibration=calibration,
+            padded=True,
+        )
+
+    def new_request() -> Traced:
+        longest = 2600 if drawn.random() * 1000 < plan.long else 60
+        prompt = [drawn.randrange(1, 256) for _ in range(drawn.randint(max(longest - 400, 1), longest))]
+        return Traced(prompt, drawn.randint(1, 48), drawn.choice((0.0, 0.0, 1.0)), drawn.randrange(2**31))
+
+    company = engine(plan.num_blocks)
+    everything = range(plan.num_blocks)
+    sampled = set(drawn.sample(range(plan.requests), min(plan.sample, plan.requests)))
+    kept: list[Traced] = []
+    added = finished = cancelled = forks = tokens = steps = 0
+    least: tuple[int, int] | None = None
+    most = (0, 0)
+    leaked = 0
+
+    def keep(request: Traced) -> None:
+        nonlocal added
+        if added in sampled:
+            kept.append(request)
+        added += 1
+        progress(1)
+
+    with batch_invariant():
+        while added < plan.requests or company.running or company.waiting:
+            if added < plan.requests and len(company.waiting) < 8 and drawn.random() < 0.6:
+                for _ in range(min(drawn.randint(1, 24), plan.requests - added)):
+                    request = new_request()
+                    company.add(request)
+                    keep(request)
+            running = [request for request in company.running if isinstance(request, Traced)]
+            if added < plan.requests and running and drawn.random() < 0.2:
+                parent = drawn.choice(running)
+                keep(company.fork_traced(parent, drawn.randint(1, 24), drawn.choice((0.0, 1.0)), drawn.randrange(2**31)))
+                forks += 1
+            if drawn.random() < 0.1 and (running or company.waiting):
+                company.cancel(drawn.choice([*running, *company.waiting]))
+                cancelled += 1
+            done = company.step()
+            steps += 1
+            finished += len(done)
+            tokens += sum(len(request.output) for request in done)
+            if steps % 50 == 0:
+                held = [block for request in company.running for block in request.blocks]
+                leaked += sum(company.holders[block] != held.count(block) for block in everything)
+                leaked += sorted({*held, *company.free}) != list(everything)
+            if steps % 200 == 0 and added * 10 >= plan.requests:
+                now = memory(device)
+                least = least or now
+                most = (max(most[0], now[0]), max(most[1], now[1]))
+        leaked += plan.num_blocks - len(set(company.free)) + sum(company.holders)
+        least, now = least or memory(device), memory(device)
+        growth = tuple(max(at_most, at_end) - first for first, at_most, at_end in zip(least, most, now, strict=True))
+        preemptions = company.stats.preemptions
+        alone = engine(-(-CONFIG.max_len // plan.block_size))
+        different = 0
+        for request in kept:
+            different += again(alone, request).tokens != request.tokens
+            for left in tuple(alone.running):  # it was cancelled in company
+                alone.cancel(left)
+            leaked += alone.num_blocks - len(set(alone.free))
+    return Outcome(
+        plan.mode,
+        finished,
+        cancelled,
+        forks,
+        preemptions,
+        tokens,
+        steps,
+        leaked,
+        growth[0],
+        growth[1],
+        len(kept),
+        different,
+        time.perf_counter() - begin,
+    )
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes on the device, kvq's workspaces (which grow with the largest batch so far) aside, and of this process on the host."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if sys.platform == "linux" else 0
+    return (torch.cuda.memory_allocated(device) - kept_bytes(device) if device.type == "cuda" else 0), resident
+
+
+def watched(plan: Plan, position: int) -> Outcome:
+    with tqdm(total=plan.requests, desc=plan.mode, position=position, leave=False, unit="request") as bar:
+        return endure(plan, bar.update)
+
+
+def plans(argv: list[str] | None) -> tuple[list[Plan], int]:
+    installed = list(dict.fromkeys(entry.mode for entry in list_backends()))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=10_000, help="for each mode")
+    parser.add_argument("--modes", nargs="+", default=["all"], metavar="MODE", help=f"all, or some of {', '.join(installed)}")
+    parser.add_argument("--sample", type=int, default=200, help="requests computed again alone")
+    parser.add_argument("--num-blocks", type=int, default=192)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=256, help="rows of every step")
+    parser.add_argument("--long", type=int, default=4, help="requests of each thousand with prompts of 2200 to 2600 tokens")
+    parser.add_argument("--jobs", type=int, default=1, help="modes served at once, a process each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    a = parser.parse_args(argv)
+    try:
+        for name in ("requests", "sample", "jobs"):
+            if getattr(a, name) < 1:
+                raise ValueError(f"--{name}: got {getattr(a, name)}, need at least 1")
+        longest = (2600 if a.long else 60) + 4 * 48  # some are forks of forks
+        if a.num_blocks * a.block_size < longest:
+            raise ValueError(f"--num-blocks: got {a.num_blocks}, need {-(-longest // a.block_size)} for the longest request")
+        usable_device(a.device)
+        modes = installed if a.modes == ["all"] else [get_backend(mode).mode for mode in a.modes]
+    except (ValueError, LookupError) as problem:
+        parser.error(str(problem))
+    return [Plan(mode, a.requests, a.sample, a.num_blocks, a.block_size, a.chunk, a.long, a.device, a.seed) for mode in modes], a.jobs
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked, jobs = plans(argv)
+    if jobs == 1:
+        outcomes = list(map(partial(watched, position=0), asked))
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            outcomes = list(pool.map(watched, asked, range(len(asked))))
+    columns = {
+        "mode": [o.mode for o in outcomes],
+        "finished": [o.finished for o in outcomes],
+        "cancelled": [o.cancelled for o in outcomes],
+        "forks": [o.forks for o in outcomes],
+        "preempted": [o.preemptions for o in outcomes],
+        "tokens": [o.tokens for o in outcomes],
+        "steps": [o.steps for o in outcomes],
+        "blocks leaked": [o.leaked_blocks for o in outcomes],
+        "device growth, MB": [o.device_growth / 1e6 for o in outcomes],
+        "host growth, MB": [o.host_growth / 1e6 for o in outcomes],
+        "same alone": [f"{o.compared - o.different} of {o.compared}" for o in outcomes],
+        "s": [round(o.seconds) for o in outcomes],
+    }
+    print(tabulate(columns, headers="keys", floatfmt=".1f"))
+    problems = [problem for outcome in outcomes for problem in outcome.problems]
+    print("\n".join(problems) or "every block free, no growth, the same tokens alone")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

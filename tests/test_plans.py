@@ -4,10 +4,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 
+from kvq_core.cli import doctor
+from kvq_core.cli.app import app
 from kvq_core.errors import PlanTableError
 from kvq_core.plans import KINDS, Decode, Entry, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
 from kvq_core.plans.table import Alternative
@@ -252,6 +257,35 @@ def test_a_table_for_another_gpu_is_an_error_at_the_first_lookup() -> None:
 
 def test_a_folder_in_its_place_is_an_error_at_the_first_lookup() -> None:
     assert "the file: got" in broken(lambda path: path.mkdir())
+
+
+# -- what kvq doctor says of them ---------------------------------------------------------------------------------------------
+
+
+def test_doctor_shows_the_tables_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plans, wrong = doctor._plans()
+    assert [doctor._in_words(one) for one in plans] == ["kvq's generic"] and not wrong
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
+    path = own(MINE)
+    plans, wrong = doctor._plans()
+    assert [(one["arch"], one["own"]) for one in plans] == [("sm_90", True), ("sm_90", False), ("generic", False)] and not wrong
+    words = [f"{path} (NVIDIA Test, triton 3.6.0)", "kvq's sm_90 (NVIDIA H200, triton 3.6.0)", "kvq's generic"]
+    assert [doctor._in_words(one) for one in plans] == words
+    path.write_text("nothing")
+    lookup.forget()
+    plans, wrong = doctor._plans()
+    assert not plans and wrong.startswith(f"broken: {path}: the file: got ")
+
+
+def test_a_broken_table_is_doctor_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "\nplans " in CliRunner().invoke(app, ["doctor"]).stdout
+    monkeypatch.setattr(doctor, "_plans", lambda: ([], "broken: x.json: arch: got 1, need text"))
+    ran = CliRunner().invoke(app, ["doctor"])
+    assert ran.exit_code == 1 and "broken: x.json: arch: got 1, need text" in ran.stdout
 
 
 # -- adding to a table --------------------------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import precompile  # noqa: E402
 import tune  # noqa: E402
-from kvq_core import get_backend  # noqa: E402
+from kvq_core import get_backend, offline, ops  # noqa: E402
 from kvq_core.cli import suite  # noqa: E402
 from kvq_core.cli.app import app  # noqa: E402
 from kvq_core.errors import KVQError  # noqa: E402
+from kvq_core.launched import Launched  # noqa: E402
 from kvq_core.plans import KINDS, Choice, Decode, Merge, Prefill, Range, Run, Table, Write, choose, lookup  # noqa: E402
 from kvq_core.plans.candidates import candidates, class_of  # noqa: E402
 from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select  # noqa: E402
@@ -112,6 +113,7 @@ def selected(times: Times, faults: dict[Choice, str] | None = None) -> tuple[Out
         ({ONE: (100, 100), TWO: (80, 103)}, ONE),  # slower in one setting
         ({ONE: (100, 100), TWO: (80, 101)}, TWO),  # by no more than noise
         ({ONE: (100, 10), TWO: (90, 10), FOUR: (100, 8)}, FOUR),  # ratios count, not microseconds
+        ({ONE: (100, 100), TWO: (50, 100), FOUR: (72, 72)}, TWO),  # in the geometric mean
         ({ONE: (100, 100), TWO: ("out of shared memory", 1)}, ONE),
         ({ONE: (100, 100), TWO: (50, "fault"), FOUR: (90, 90)}, FOUR),
     ],
@@ -175,10 +177,34 @@ def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
     assert by_name(tune.classes(backend, "write", tune.ASSUMED, quick=True)).keys() == {"w64", "w8192"}
     for kind in KINDS:
         for one in tune.classes(backend, kind, tune.ASSUMED, quick=True):
+            assert one.where["variant"] == ("fp8_per_tensor" if mode == "fp8_per_tensor" else "")
             for setting in one.settings:
                 ((_, facts),) = [asked for asked in precompile.asked(backend, setting, tune.ASSUMED) if asked[0] == kind]
                 assert choose("sm_90", KINDS[kind], facts) == one.choices[0]
                 assert Table("", {kind: (tune.Entry(one.where, one.choices[1]),)}).find(kind, facts)
+
+
+def test_the_doors_launch_what_the_table_of_their_gpu_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPU that the table is for, and on no other: read, merge and write."""
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(Launched, "start", lambda self, kernel, grid, *arguments, **options: started.append(options))
+    entries: dict[str, Choice] = {
+        "decode": replace(PRESENT["decode"], stages=7),
+        "merge": replace(PRESENT["merge"], warps=16),
+        "write": Write(rows=128, warps=16),
+    }
+    path = lookup.own_folder() / "sm_90.json"
+    path.parent.mkdir(parents=True)
+    Table("sm_90", {kind: (tune.Entry({}, choice),) for kind, choice in entries.items()}).write(path)
+    for arch, changed in (("sm_90", True), ("sm_80", False)):
+        started.clear()
+        # An empty table has everything planned anew.
+        with ops.planning_with(Table(arch, {})), offline._on(replace(tune.ASSUMED, arch=arch)):
+            precompile._call(get_backend("int4"), tune.shapes.HEADLINE[0])
+            precompile._call(get_backend("int4"), tune.shapes.WRITE[0])
+        attend, merge, write = started
+        assert (attend["num_stages"] == 7, merge["num_warps"] == 16, write["num_warps"] == 16) == (changed,) * 3
+        assert (write["C"].rows == 128) == changed
 
 
 def test_a_mode_without_kernels_has_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvq_core.cli import bench
+from kvq_core.cli import suite
 from kvq_core.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return SimpleNamespace(returncode=3)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench.subprocess, "run", start)
+    monkeypatch.setattr(suite.subprocess, "run", start)
     return commands
 
 
@@ -68,7 +68,7 @@ def test_options_and_status_are_handed_on(started: list[list[str]], tmp_path: Pa
 
 
 def test_a_package_without_the_suite_says_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: list[list[str]]) -> None:
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "kvq_core" / "cli" / "bench.py"))
+    monkeypatch.setattr(suite, "__file__", str(tmp_path / "kvq_core" / "cli" / "suite.py"))
     status, said = run()
     assert status == 2 and "the benchmark suite is not beside" in said and not started
 
@@ -81,7 +81,9 @@ def test_the_wheel_carries_the_suite(tmp_path: Path) -> None:
     assert wheel.stat().st_size < 1_000_000
     with zipfile.ZipFile(wheel) as content:
         content.extractall(tmp_path / "site")
-    suite = tmp_path / "site" / "kvq_core" / "bench"
-    assert {file.name for file in suite.glob("*.py")} == {file.name for file in (ROOT / "benchmarks").glob("*.py")}
-    done = subprocess.run([sys.executable, str(suite / "run.py"), "--help"], capture_output=True, text=True, timeout=120)
+    carried = tmp_path / "site" / "kvq_core" / "bench"
+    assert {file.name for file in carried.glob("*.py")} == {file.name for file in (ROOT / "benchmarks").glob("*.py")}
+    plans = ROOT / "packages" / "kvq-core" / "src" / "kvq_core" / "plans"
+    assert {file.name for file in (tmp_path / "site" / "kvq_core" / "plans").iterdir()} >= {file.name for file in plans.glob("*.*")}
+    done = subprocess.run([sys.executable, str(carried / "run.py"), "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--settings" in done.stdout, done.stderr

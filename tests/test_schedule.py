@@ -1,11 +1,19 @@
 """Launch plans are values: what every plan must hold to, over all kinds of problems, and the decisions that were measured."""
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import record_plans
+
+from kvq_core.plans import Write
 from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile
 
 A = Problem(
@@ -151,8 +159,15 @@ def test_the_merge_suits_the_number_of_rows(num_seqs: int, rows_together: bool, 
 
 
 def test_write_programs_are_small() -> None:
-    assert write_tile(8192 * 8) == (16, 1)
-    assert write_tile(64 * 8) == (8, 1)
+    assert write_tile("sm_90", "", 4, 128, 8192 * 8) == Write(rows=16, warps=1)
+    assert write_tile("sm_90", "", 4, 128, 64 * 8) == Write(rows=8, warps=1)
+
+
+@pytest.mark.parametrize("arch", record_plans.ARCHITECTURES)
+def test_plans_are_those_recorded(arch: str) -> None:
+    """A changed table shows in the record which problems it serves otherwise: ``python tests/record_plans.py``."""
+    recorded = json.loads(record_plans.FILE.read_text())[arch]
+    assert {words: "; ".join(served) for words, served in record_plans.recorded(arch).items()} == recorded
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

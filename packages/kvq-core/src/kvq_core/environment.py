@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,7 @@ SWITCHES: Final[Mapping[str, str]] = {
     "KVQ_DEBUG": "1: slots and block ids are checked at every call, which waits for the device",
     "KVQ_BATCH_INVARIANT": "1: a sequence's result does not depend on what else is in its batch; a few per cent slower",
     "KVQ_BACKENDS": "mode=distribution,...: who provides a mode that several packages claim",
+    "KVQ_PLANS": "a file, or a folder of <arch>.json: tables of launch plans of one's own; empty: none but kvq's",
     "TRITON_INTERPRET": "1: Triton's interpreter runs the kernels on CPU tensors, some thousand times slower",
 }
 """The environment variables that change what kvq does."""
@@ -75,6 +76,12 @@ class GPU:
     capability: str
     memory: int
     """bytes"""
+
+
+def architecture(properties: Any) -> str:
+    """``sm_90`` or ``gfx942`` of a device's properties, as torch gives them."""
+    name: str = getattr(properties, "gcnArchName", "")
+    return name.partition(":")[0] if name.startswith("gfx") else f"sm_{properties.major}{properties.minor}"
 
 
 def gpus() -> tuple[GPU, ...]:

@@ -34,3 +34,14 @@ class OutOfBlocksError(KVQError):
 
 class SnapshotError(KVQError):
     """A saved cache does not fit: wrong format version, wrong mode, wrong geometry, or a damaged file."""
+
+
+class PlanTableError(KVQError):
+    """A table of launch plans cannot be used: not JSON, of another format, or a field of it is wrong.
+
+    The message names the file, the field, what it holds and what is needed.
+    """
+
+    def __init__(self, source: str, field: str, got: object, need: str) -> None:
+        self.source, self.field, self.got, self.need = source, field, got, need
+        super().__init__(f"{source}: {field}: got {got!r}, need {need}")

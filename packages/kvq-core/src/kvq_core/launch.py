@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from kvq_core import schedule
+from kvq_core.environment import architecture
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.splits import merge_kernel
@@ -25,12 +26,21 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class DeviceFacts(NamedTuple):
+    """Multiprocessors, whether inline PTX assembles, and the architecture as tables of plans name it."""
+
+    num_sms: int
+    use_asm: bool
+    arch: str
+
+
 @functools.lru_cache(maxsize=64)
-def _device_facts(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether inline PTX assembles) of a device; a small stand-in for anything that is no GPU."""
+def _device_facts(device: torch.device) -> DeviceFacts:
+    """The facts of a device; a small stand-in for anything that is no GPU."""
     if device.type != "cuda":
-        return 4, False
-    return torch.cuda.get_device_properties(device).multi_processor_count, torch.version.hip is None
+        return DeviceFacts(4, False, "")
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(properties.multi_processor_count, torch.version.hip is None, architecture(properties))
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,20 +79,22 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     launched = Launched(rows.key.device)
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
-    block, warps = schedule.write_tile(total, rows.batch_invariant)
+    device = _device_facts(rows.key.device)
+    width = args.Heads(max(head_size, rows.value.shape[2]), form.streams).width * form.streams
+    tile = schedule.write_tile(device.arch, form.variant, form.streams, width, total, rows.batch_invariant)
     config = args.WriteConfig(
         format=form,
         head_size=head_size,
         head_size_v=rows.value.shape[2],
         block_size=rows.keys.block_size,
         num_kv_heads=num_kv_heads,
-        rows=block,
-        use_asm=_device_facts(rows.key.device)[1],
+        rows=tile.rows,
+        use_asm=device.use_asm,
         upcast_dots=interpreting(),
     )
     launched.start(
         kernel,
-        (triton.cdiv(total, block), 2),
+        (triton.cdiv(total, tile.rows), 2),
         bundle_rows(rows.key),
         bundle_rows(rows.value),
         bundle_plane(rows.keys, "key_cache", form.streams),
@@ -91,7 +103,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
         num_tokens,
         rows.keys.num_blocks * rows.keys.block_size,
         C=config,
-        num_warps=warps,
+        num_warps=tile.warps,
     )
     return launched
 
@@ -109,7 +121,7 @@ def launch_attention(kernel: Any, attention: Attention, form: args.Format) -> La
 def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
     """The facts that the plan depends on."""
     batch, q = attention.batch, attention.q
-    num_sms, _ = _device_facts(q.device)
+    device = _device_facts(q.device)
     head = args.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
     segments, may_split = 0, True
     if attention.seq_threshold_3d is not None and batch.num_seqs > attention.seq_threshold_3d:
@@ -127,11 +139,13 @@ def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
         lane_bytes=attention.keys.codes.element_size() if form.streams == 1 else 2,
         lanes=head.width,
         streams=form.streams,
-        num_sms=num_sms,
+        num_sms=device.num_sms,
         engine_segments=segments,
         scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
         may_split=may_split,
         batch_invariant=attention.batch_invariant,
+        arch=device.arch,
+        variant=form.variant,
     )
 
 
@@ -217,7 +231,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
-        use_asm=_device_facts(attention.q.device)[1],
+        use_asm=_device_facts(attention.q.device).use_asm,
         overlap=bool(launch.split) and _overlaps(attention.q.device),
         upcast_dots=interpreting(),
     )

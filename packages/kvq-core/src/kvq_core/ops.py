@@ -7,21 +7,24 @@ have the facts of an earlier one repeats that one's launches instead (:mod:`kvq_
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvq_core import debug, eager, schedule
+from kvq_core.plans.lookup import asking_first
 from kvq_core.repeat import Facts, Repeats, facts_of
 from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
     from kvq_core.launched import Launched
+    from kvq_core.plans import Table
 
 _WRITE_SCHEMA = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
@@ -227,6 +230,22 @@ _OPS = _Ops()
 def forget_repeats() -> None:
     """Have the next call of every kind go the whole way: for who changes plans or kernels in a running program (tuning, tests)."""
     _OPS.forget()
+
+
+@contextlib.contextmanager
+def planning_with(table: Table) -> Iterator[None]:
+    """Within the block, calls are planned by ``table`` where it has an entry: for tuning and tests. Nothing planned before is repeated."""
+
+    def forget() -> None:
+        schedule.plan.cache_clear()
+        forget_repeats()
+
+    with asking_first(table):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
 
 
 def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:

@@ -1,5 +1,7 @@
 """From a problem's facts to a launch plan: a pure function, so that every decision can be read and tested without a GPU.
 
+What was measured is data: tiles come from the tables of :mod:`kvq_core.plans`. Here is what follows from the facts.
+
 A call is served by one or two launches. Sequences with few query rows (decode, speculative decoding) take tiles with keys first and
 have their keys split over programs; sequences with many rows (prefill) take tiles with rows first. Each launch skips the sequences of
 the other, so that the two may mix in one batch without either setting the pace.
@@ -13,20 +15,25 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvq_core import plans
+
 # Query lengths up to this are served by the decode launch.
 DECODE_QUERY_LEN = 16
 # A decode tile holds at most this many query rows (tokens x heads of a group); more rows take more tiles.
 DECODE_ROWS = 64
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
 INVARIANT_CHUNK = 2048
-# Keys that a program of a split takes at least.
-LEAST_SHARE = 128
+# Rows on a multiprocessor that the merge of such a split is planned for, whatever is there.
+INVARIANT_ROWS = 64
 UNLIMITED = 2**30
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist."""
+    """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
+
+    ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own.
+    """
 
     num_seqs: int
     max_seqlen_q: int
@@ -43,13 +50,31 @@ class Problem:
     scaled: bool = True
     may_split: bool = True
     batch_invariant: bool = False
+    arch: str = ""
+    variant: str = ""
+
+    @property
+    def width(self) -> int:
+        """Channels of a head, padded."""
+        return self.lanes * self.streams
+
+    @property
+    def format_facts(self) -> dict[str, plans.Fact]:
+        """What tables choose by for every kind of kernel."""
+        return {"variant": self.variant, "streams": self.streams, "width": self.width}
+
+    @property
+    def plane_facts(self) -> dict[str, plans.Fact]:
+        """What they choose tiles by."""
+        return {**self.format_facts, "lane_bytes": self.lane_bytes, "scaled": self.scaled}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One measured choice: the shape of a program's work and how it is pipelined.
+    """The shape of a program's work and how it is pipelined: what a table chooses, and the rows.
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
+    ``least``: tiles that a program of a split takes at least.
     """
 
     rows: int
@@ -59,6 +84,7 @@ class Tile:
     keys_first: bool
     programs_per_sm: int
     registers: int | None = None
+    least: int = 2
 
 
 @dataclass(frozen=True)
@@ -144,12 +170,11 @@ def _decode(problem: Problem, longest: int) -> Launch:
             return Launch(tile, 1, longest, row_blocks)
         programs = blocks * -(-problem.max_keys // chunk)
         return Launch(tile, 1, longest, row_blocks, "chunks", programs, programs + blocks, chunk=chunk)
-    least = max(2, LEAST_SHARE // tile.keys)
-    if not problem.may_split or problem.max_seqlen_k <= least * tile.keys:
+    if not problem.may_split or problem.max_seqlen_k <= tile.least * tile.keys:
         # A merge costs more than it saves.
         return Launch(tile, 1, longest, row_blocks)
     programs = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
-    return Launch(tile, 1, longest, row_blocks, "shares", programs, programs + blocks, least)
+    return Launch(tile, 1, longest, row_blocks, "shares", programs, programs + blocks, tile.least)
 
 
 def _prefill(problem: Problem) -> Launch:
@@ -160,51 +185,31 @@ def _prefill(problem: Problem) -> Launch:
 
 
 def decode_tile(problem: Problem, rows: int) -> Tile:
-    """Few query rows: one warp a program keeps the softmax free of barriers (measured: docs/performance-notes.md)."""
-    width = problem.lanes * problem.streams
-    if rows > 16 or width > 256:
-        keys = 64 if width <= 128 else 32 if width <= 256 else 16
-        return Tile(rows, keys, 4, 2, keys_first=True, programs_per_sm=4)
-    if problem.streams == 1:
-        return Tile(rows, 32 if width <= 128 else 16, 1, 2, keys_first=True, programs_per_sm=8)
-    keys = 64 if problem.streams > 2 else 32
-    # 168 registers a thread let 12 one-warp programs share a multiprocessor (a quarter of its registers holds three).
-    return Tile(rows, keys if width <= 128 else 32, 1, 2, keys_first=True, programs_per_sm=12, registers=168)
+    """Few query rows, keys first."""
+    choice = plans.choose(problem.arch, plans.Decode, {**problem.plane_facts, "rows": rows})
+    least = max(2, choice.least_share // choice.keys)
+    return Tile(rows, choice.keys, choice.warps, choice.stages, True, choice.programs_per_sm, choice.registers, least)
 
 
 def prefill_tile(problem: Problem) -> Tile:
-    """Many query rows: 64 a tile for four warps, so that accumulators and scores stay in registers; fewer for large heads."""
-    width = problem.lanes * problem.streams
-    full_precision = problem.streams == 1 and problem.lane_bytes == 4
-    rows = 64 if width <= 256 and not full_precision else 32
-    keys = 64 if width <= 128 else 32 if width <= 512 else 16
-    if problem.streams == 2 and not problem.scaled and width <= 128:
-        keys = 128
-    rows = max(rows, power_of_two(problem.group))
-    return Tile(rows, keys // 2 if full_precision else keys, 4, 2, keys_first=False, programs_per_sm=1)
+    """Many query rows, which come first; all of a group's heads are in one tile."""
+    choice = plans.choose(problem.arch, plans.Prefill, problem.plane_facts)
+    rows = max(choice.rows, power_of_two(problem.group))
+    return Tile(rows, choice.keys, choice.warps, choice.stages, keys_first=False, programs_per_sm=1, registers=choice.registers)
 
 
-@dataclass(frozen=True)
-class Merge:
-    """How the merge works: eight rows together up to ``few`` pieces; of more, ``pieces`` of a row, a program each if ``spread``."""
-
-    few: int
-    pieces: int
-    spread: bool
-    warps: int
-
-
-def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> Merge:
-    """Its time is that of its loads: many pieces of a row are loaded at once; of few pieces, eight rows share an un-rotation."""
-    programs = row_blocks * problem.num_kv_heads
-    # The order of the sums may follow the batch only where results may.
-    if not problem.batch_invariant and programs * launch.tile.rows <= 4 * problem.num_sms:
-        pieces = max(32, min(256, power_of_two(-(-launch.max_items // row_blocks))))
-        return Merge(1, pieces, True, 4 if pieces <= 64 else 8)
-    # Programs that end at once cost their share of the multiprocessors, too.
-    return Merge(8, 32, programs * launch.tile.rows <= 64 * problem.num_sms, 4)
+def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> plans.Merge:
+    """How the pieces of a launch are merged. Its time is that of its loads."""
+    rows = -(-row_blocks * problem.num_kv_heads * launch.tile.rows // problem.num_sms)
+    pieces = power_of_two(-(-launch.max_items // row_blocks))
+    if problem.batch_invariant:
+        # The order of the sums may follow the batch only where results may.
+        rows, pieces = INVARIANT_ROWS, 1
+    return plans.choose(problem.arch, plans.Merge, {**problem.format_facts, "rows_per_sm": rows, "pieces": pieces})
 
 
-def write_tile(rows: int, batch_invariant: bool = False) -> tuple[int, int]:
-    """((token, head) rows of a write program, warps). A row's sums may be laid out as its program's rows are."""
-    return (16, 1) if rows >= 8192 and not batch_invariant else (8, 1)
+def write_tile(arch: str, variant: str, streams: int, width: int, rows: int, batch_invariant: bool = False) -> plans.Write:
+    """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded."""
+    # A row's sums may be laid out as its program's rows are.
+    rows = 1 if batch_invariant else rows
+    return plans.choose(arch, plans.Write, {"variant": variant, "streams": streams, "width": width, "rows": rows})

@@ -12,6 +12,7 @@ from kvq_core.cli.calc import calc
 from kvq_core.cli.doctor import doctor
 from kvq_core.cli.eval import evaluate
 from kvq_core.cli.list import list_modes
+from kvq_core.cli.tune import tune
 from kvq_core.errors import KVQError
 
 
@@ -55,9 +56,10 @@ def app() -> None:
     kvq list                                    the installed modes
     kvq calc config.json --gpu-gib 80           tokens and sequences that fit
     kvq eval                                    what each mode costs a trained model
+    kvq tune --quick                            launch plans measured on this GPU
     kvq doctor                                  what runs here, and how
     """
 
 
-for command in (list_modes, calc, evaluate, bench, doctor):
+for command in (list_modes, calc, evaluate, bench, tune, doctor):
     app.add_command(command)

@@ -1,15 +1,11 @@
-"""``kvq bench``: the benchmark suite, as the wheel carries it or as it lies in a checkout."""
+"""``kvq bench``: the benchmark suite."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import click
 
 from kvq_core.cli.modes import backends_of, mode_option
-from kvq_core.errors import KVQError
+from kvq_core.cli.suite import need_gpu, run_suite
 
 _EXAMPLES = """Examples:
 
@@ -18,10 +14,6 @@ kvq bench --quick                                     decode in three settings, 
 kvq bench --modes int4 --settings decode
 kvq bench --out new --compare old/benchmarks.json     what has changed since
 """
-
-
-class CannotRunError(KVQError):
-    """The benchmarks cannot run here."""
 
 
 @click.command(epilog=_EXAMPLES)
@@ -38,34 +30,11 @@ def bench(modes: tuple[str, ...], quick: bool, settings: str | None, out: str | 
     benchmarks.png. Exit status: 1 if a row ended in an error, 3 if the gate is red.
     """
     backends_of(modes)
-    _need_gpu()
+    need_gpu("the benchmarks time kernels on a CUDA GPU", "run them on a machine with one, or see what a mode costs in accuracy: kvq eval")
     given: list[str] = []
     if modes:
         given += ["--modes", *modes]
     for name, value in (("--settings", settings), ("--out", out), ("--compare", compare)):
         given += [name, value] if value else []
     given += ["--quick"] * quick + ["--no-peers"] * no_peers
-    raise SystemExit(subprocess.run([sys.executable, str(suite() / "run.py"), *given]).returncode)
-
-
-def suite() -> Path:
-    """The folder of the benchmark suite: a wheel has it inside the package, a checkout at its root.
-
-    Raises:
-        CannotRunError: it is in neither place.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for place in (package / "bench", *(parent / "benchmarks" for parent in package.parents)):
-        if (place / "run.py").is_file():
-            return place
-    raise CannotRunError(f"the benchmark suite is not beside {package}; need an installed wheel of kvq-core, or kvq's repository")
-
-
-def _need_gpu() -> None:
-    import torch
-
-    from kvq_core.environment import why_no_gpu
-
-    if not torch.cuda.is_available():
-        why = f"the benchmarks time kernels on a CUDA GPU, and torch sees none here ({why_no_gpu()})"
-        raise CannotRunError(f"{why}; run them on a machine with one, or see what a mode costs in accuracy: kvq eval")
+    run_suite("run.py", *given)

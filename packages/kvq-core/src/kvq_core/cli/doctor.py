@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -38,13 +39,14 @@ def doctor(form: str) -> None:
         route = path_of(get_backend(name), device) if line.status != "broken" else None
         modes.append({**asdict(line), "path": route.name if route else "", "why": route.why if route else ""})
     switches = {name: os.environ.get(name) for name in SWITCHES}
+    plans, wrong = _plans()
     if form == "json":
-        click.echo(output.as_json({"machine": machine, "versions": versions, "switches": switches, "modes": modes}))
+        click.echo(output.as_json({"machine": machine, "versions": versions, "plans": plans, "switches": switches, "modes": modes}))
     elif form == "csv":
         click.echo(output.as_csv(modes))
     else:
-        _tell(machine, versions, switches, modes)
-    if any(mode["status"] == "broken" for mode in modes):
+        _tell({**machine, "plans": wrong or ", then ".join(map(_in_words, plans))}, versions, switches, modes)
+    if wrong or any(mode["status"] == "broken" for mode in modes):
         raise SystemExit(1)
 
 
@@ -59,6 +61,37 @@ def _machine() -> dict[str, str]:
         "CPU": f"{cpu_name()}, {os.cpu_count()} cores",
         "system": platform.platform(),
     }
+
+
+def _plans() -> tuple[list[dict[str, Any]], str]:
+    """The tables that launch plans are looked up in on the first GPU, in their order; and what is wrong with one's own, if anything."""
+    import torch
+
+    from kvq_core.environment import architecture
+    from kvq_core.errors import PlanTableError
+    from kvq_core.plans import tables_for
+    from kvq_core.plans.lookup import SHIPPED
+
+    arch = architecture(torch.cuda.get_device_properties(0)) if torch.cuda.is_available() else ""
+    try:
+        tables = tables_for(arch)
+    except PlanTableError as problem:
+        return [], f"broken: {problem}"
+    return [
+        {
+            "arch": table.arch,
+            "file": table.source,
+            "own": SHIPPED not in Path(table.source).parents,
+            "classes": sum(map(len, table.entries.values())),
+            "measured": sorted({f"{run.gpu}, triton {run.triton}" for run in table.runs.values()}),
+        }
+        for table in tables
+    ], ""
+
+
+def _in_words(table: dict[str, Any]) -> str:
+    whose = table["file"] if table["own"] else f"kvq's {table['arch']}"
+    return whose + (f" ({'; '.join(table['measured'])})" if table["measured"] else "")
 
 
 def _versions() -> dict[str, str | None]:

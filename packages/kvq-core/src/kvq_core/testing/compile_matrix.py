@@ -1,8 +1,8 @@
 """Build a mode's kernels for every GPU there is no GPU of here: ``python -m kvq_core.testing.compile_matrix MODE ... [--target NAME ...]``.
 
-Triton compiles for a target that a driver names. :func:`compiling_for` puts a driver in place that names one and has no device, and
+Triton compiles for a target that a driver names. :mod:`kvq_core.offline` puts a driver in place that names one and has no device, and
 turns every launch into a compilation, so that a mode's own launchers, plans and argument bundles are what is exercised. Run it in a
-process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled.
+process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled. Plans are those that kvq ships.
 
 ``--golden PATH`` writes what the kernels cost to the file that later ones are compared with (:mod:`kvq_core.testing.golden_counts`).
 """
@@ -10,12 +10,10 @@ process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +21,8 @@ from typing import Any
 
 import torch
 
-from kvq_core import debug, ops
+from kvq_core.offline import Device, compiling_for
+from kvq_core.plans.lookup import SWITCH
 from kvq_core.registry import get_backend
 from kvq_core.testing import machine_code, scene
 from kvq_core.testing.cases import Case
@@ -41,6 +40,9 @@ class Target:
     warp_size: int
     shared_limit: int
     num_sms: int
+
+    def device(self, name: str) -> Device:
+        return Device(self.backend, self.arch, self.warp_size, self.num_sms, name)
 
 
 TARGETS = MappingProxyType(
@@ -97,58 +99,6 @@ class Build:
     hot: machine_code.Hot | None
 
 
-class Driver:
-    """All of a driver that compiling needs."""
-
-    def __init__(self, name: str, target: Target) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.name = name
-        self.target = GPUTarget(target.backend, target.arch, target.warp_size)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> object:
-        # Kernels keep what they compiled per device: each target is one.
-        return self.name
-
-    def get_current_stream(self, device: object) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def compiling_for(name: str) -> Iterator[list[Any]]:
-    """Within the block, launching a ``@triton.jit`` kernel on any tensors compiles it for target ``name`` and runs nothing.
-
-    Yields the list that Triton's compiled kernels are added to.
-    """
-    from triton import knobs
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    from kvq_core import launch
-
-    if knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET=1 is set: compile in a process of its own")
-    target = TARGETS[name]
-    built: list[Any] = []
-    run, facts, active = JITFunction.run, launch._device_facts, driver._active
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        built.append(kernel)
-        return kernel
-
-    driver.set_active(Driver(name, target))
-    JITFunction.run = compile_only
-    launch._device_facts = lambda device: (target.num_sms, target.backend == "cuda")  # type: ignore[assignment]
-    try:
-        yield built
-    finally:
-        JITFunction.run, launch._device_facts, driver._active = run, facts, active
-
-
 def build(mode: str, target: str) -> list[Build]:
     """Compile the write and read kernels of ``mode`` for ``target``."""
     backend = get_backend(mode)
@@ -158,25 +108,12 @@ def build(mode: str, target: str) -> list[Build]:
         num_rows = sum(case.query_lens)
         # Without the scene's padding rows, so that a batch of one kind is seen to be one and takes one launch.
         reading = made.read_arguments() | {"q": made.q[:num_rows]}
-        with compiling_for(target) as kernels, _kernels_on_cpu():
+        with compiling_for(TARGETS[target].device(target)) as kernels:
             if case_name == "decode":
                 made.write()
             backend.unified_attention(out=made.fresh_out(num_rows)["rows"], **reading)
         results += [_facts(mode, target, case_name, kernel) for kernel in kernels]
     return results
-
-
-@contextlib.contextmanager
-def _kernels_on_cpu() -> Iterator[None]:
-    """Have the doors launch kernels for CPU tensors, which here means: compile them."""
-    usual = ops.kernels_run_on
-    ops.kernels_run_on = lambda device: True
-    try:
-        if debug.enabled():
-            raise RuntimeError("KVQ_DEBUG=1 looks at values, and there are none")
-        yield
-    finally:
-        ops.kernels_run_on = usual
 
 
 def _facts(mode: str, target: str, case: str, kernel: Any) -> Build:
@@ -195,6 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     # Kernels of this process must be compiled, whoever started it.
     os.environ.pop("TRITON_INTERPRET", None)
+    os.environ[SWITCH] = ""
     built: list[Build] = []
     failures = 0
     for target in options.target or (CUDA_TARGETS if options.golden else TARGETS):

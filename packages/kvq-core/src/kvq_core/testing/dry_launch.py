@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from kvq_core import debug, ops
-from kvq_core.testing.compile_matrix import TARGETS, Driver, Target
+from kvq_core.offline import Device, Driver
+from kvq_core.testing.compile_matrix import TARGETS
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Started:
 class DryDriver(Driver):
     """A driver whose launches go to :attr:`started`, if that is a list."""
 
-    def __init__(self, name: str, target: Target) -> None:
-        super().__init__(name, target)
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
         self.stream = 0
         self.started: list[Started] | None = None
 
@@ -83,8 +84,8 @@ def launching_for(name: str) -> Iterator[DryDriver]:
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: launch in a process of its own")
-    target = TARGETS[name]
-    dry = DryDriver(name, target)
+    device = TARGETS[name].device(name)
+    dry = DryDriver(device)
 
     def choose(self: Any, key: str, signature: dict[str, Any], device: object, *rest: object) -> Any:
         kernel: Any = CompiledKernel.__new__(CompiledKernel)
@@ -103,5 +104,5 @@ def launching_for(name: str) -> Iterator[DryDriver]:
         replace(JITFunction, "_do_compile", choose)
         replace(ops, "kernels_run_on", lambda device: True)
         replace(ops, "launches_repeat_on", lambda device: not debug.enabled())
-        replace(launch, "_device_facts", lambda device: (target.num_sms, target.backend == "cuda"))
+        replace(launch, "_device_facts", lambda tensors: device.facts)
         yield dry

@@ -1,0 +1,89 @@
+"""Kernels compiled before they are timed, by many processes at once: each takes seconds to compile and microseconds to run.
+
+The processes use no GPU. They compile for the one that is here from tensors without memory (the meta device), and leave the kernels in
+Triton's cache on disk, where the process that times them finds them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import checkout
+
+checkout.use()
+
+import torch  # noqa: E402
+
+import problems  # noqa: E402
+from kvq_core import QuantKVBackend, get_backend, ops  # noqa: E402
+from kvq_core.offline import Device, compiling_for, planning_for  # noqa: E402
+from kvq_core.plans import Choice, Entry, Table  # noqa: E402
+from kvq_core.plans.lookup import Asked, listening  # noqa: E402
+from rows import brief  # noqa: E402
+from shapes import Setting, Write  # noqa: E402
+
+META = torch.device("meta")
+MOST_PROCESSES = 32
+
+
+@dataclass(frozen=True)
+class Job:
+    """Kernels to compile: those of ``mode`` in ``settings``, planned with ``choice``."""
+
+    mode: str
+    settings: tuple[Setting, ...]
+    choice: Choice
+    device: Device
+
+
+def only(choice: Choice, arch: str) -> Table:
+    """A table that has ``choice`` for every problem."""
+    return Table(arch, {choice.kind: (Entry({}, choice),)})
+
+
+def asked(backend: QuantKVBackend, setting: Setting, device: Device) -> list[Asked]:
+    """What is looked up to plan ``setting`` on ``device``."""
+    # A table without entries: what was planned before is asked for again.
+    with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as questions:
+        _call(backend, setting)
+    return questions
+
+
+def compile_all(jobs: Sequence[Job], processes: int | None = None) -> Iterator[tuple[Job, str]]:
+    """Each job when it is done, and why it could not be ("" if it could)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Not forked: this process may have a CUDA context.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes or min(cores, MOST_PROCESSES), max(len(jobs), 1)), context, _start) as pool:
+        running = {pool.submit(compile_one, job): job for job in jobs}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def _start() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    torch.set_num_threads(1)
+
+
+def compile_one(job: Job) -> str:
+    """Compile the kernels of ``job``; returns why that failed, or ""."""
+    try:
+        with ops.planning_with(only(job.choice, job.device.arch)), compiling_for(job.device):
+            for setting in job.settings:
+                _call(get_backend(job.mode), setting)
+    except Exception as caught:  # a candidate that does not compile is no candidate
+        return brief(caught)
+    return ""
+
+
+def _call(backend: QuantKVBackend, setting: Setting) -> None:
+    """The door, with arguments that have no values."""
+    if isinstance(setting, Write):
+        backend.reshape_and_cache(**problems.write(backend, setting, META))
+        return
+    caches = problems.allocate(backend, sum(setting.blocks), setting.block_size, setting.kv_heads, setting.head_size, META)
+    backend.unified_attention(**problems.attention_arguments(setting, caches, problems.block_table(setting, META)))

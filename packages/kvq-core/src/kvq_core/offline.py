@@ -1,0 +1,133 @@
+"""The doors without a GPU: what they would launch is compiled for one, or only planned.
+
+Tensors may lie anywhere, on the meta device too: nothing looks at values. Within the blocks below the whole process is on that other GPU:
+they are for processes of their own (the compile matrix, ``kvq tune``'s compilers), or for a moment (plans).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvq_core import debug, ops
+
+if TYPE_CHECKING:
+    from kvq_core.launch import DeviceFacts
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU to be on: Triton's target, and what plans depend on. ``overlaps``: whether a merge may be put in place early."""
+
+    backend: str
+    target: int | str
+    warp_size: int
+    num_sms: int
+    arch: str
+    overlaps: bool = False
+
+    @classmethod
+    def current(cls) -> Device:
+        """The GPU of this process that torch uses."""
+        from triton.runtime import driver
+
+        from kvq_core import launch
+
+        here = torch.device("cuda", torch.cuda.current_device())
+        target, facts = driver.active.get_current_target(), launch._device_facts(here)
+        return cls(target.backend, target.arch, target.warp_size, facts.num_sms, facts.arch, launch._overlaps(here))
+
+    @property
+    def facts(self) -> DeviceFacts:
+        from kvq_core.launch import DeviceFacts
+
+        return DeviceFacts(self.num_sms, self.backend == "cuda", self.arch)
+
+
+class Driver:
+    """All of a Triton driver that compiling needs."""
+
+    def __init__(self, device: Device) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.name = device.arch
+        self.target = GPUTarget(device.backend, device.target, device.warp_size)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> object:
+        # Kernels keep what they compiled per device: each target is one.
+        return self.name
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling_for(device: Device) -> Iterator[list[Any]]:
+    """Within the block, a door compiles the kernels that it would launch on ``device``, as that GPU's driver would, and runs nothing.
+
+    Yields the list that Triton's compiled kernels are added to. They are in Triton's cache on disk, too.
+
+    Raises:
+        RuntimeError: ``TRITON_INTERPRET=1`` is set (what the interpreter decorated cannot be compiled), or ``KVQ_DEBUG=1``.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET=1 is set: compile in a process of its own")
+    built: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        built.append(kernel)
+        return kernel
+
+    with _on(device), _replaced(driver, "_active", Driver(device)), _replaced(JITFunction, "run", compile_only):
+        yield built
+
+
+@contextlib.contextmanager
+def planning_for(device: Device) -> Iterator[None]:
+    """Within the block, a door plans what it would launch on ``device``, and that is all."""
+    from kvq_core.launched import Launched
+
+    with _on(device), _replaced(Launched, "start", lambda *arguments, **options: None):
+        yield
+
+
+@contextlib.contextmanager
+def _on(device: Device) -> Iterator[None]:
+    """Have the doors go straight to their kernels, whatever tensors come, as they are on ``device``."""
+    from kvq_core import launch
+
+    if debug.enabled():
+        raise RuntimeError("KVQ_DEBUG=1 looks at values, and there are none")
+    bodies: dict[str, Any] = {"write": ops._write, "read": ops._read}
+    facts = device.facts
+    with (
+        _replaced(ops, "_op", lambda backend, verb: partial(bodies[verb], backend)),
+        _replaced(ops, "kernels_run_on", lambda device: True),
+        _replaced(launch, "_device_facts", lambda device: facts),
+        _replaced(launch, "_overlaps", lambda tensors: device.overlaps),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

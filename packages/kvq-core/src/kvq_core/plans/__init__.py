@@ -1,0 +1,28 @@
+"""Launch plans as data: tables of choices by GPU architecture and class of problem, with the measurement behind each.
+
+:mod:`~kvq_core.plans.choices` says what is chosen for each kind of kernel, and by which facts; :mod:`~kvq_core.plans.table` is a table and
+its file; :mod:`~kvq_core.plans.lookup` finds the table to ask. ``*.json`` beside them are the tables that kvq ships: ``generic.json`` has
+an answer to everything. ``kvq tune`` writes tables of one's own: :mod:`~kvq_core.plans.candidates` says what it tries,
+:mod:`~kvq_core.plans.selection` what it keeps.
+"""
+
+from kvq_core.plans.choices import KINDS, Choice, Decode, Fact, Merge, Prefill, Write
+from kvq_core.plans.lookup import choose, tables_for
+from kvq_core.plans.table import Entry, Measurement, Range, Run, Table
+
+__all__ = [
+    "KINDS",
+    "Choice",
+    "Decode",
+    "Entry",
+    "Fact",
+    "Measurement",
+    "Merge",
+    "Prefill",
+    "Range",
+    "Run",
+    "Table",
+    "Write",
+    "choose",
+    "tables_for",
+]

@@ -1,0 +1,134 @@
+"""What is chosen for each kind of kernel, which values it may have, and the facts that decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
+
+FORMAT_FACTS: Final[Mapping[str, type]] = MappingProxyType(
+    {
+        "variant": str,  # a mode's own name for its kernel, where its streams do not tell it from others: int8, fp8, fp8_per_tensor
+        "streams": int,  # channels that share a lane: 8 of int2, 4 of int4, 2 of int8 and fp8, 1 of unpacked rows
+        "width": int,  # channels of a head, K's or V's, padded to a power of two
+    }
+)
+"""Facts that every kind of kernel is chosen by, and their types."""
+_PLANE_FACTS: Final[Mapping[str, type]] = MappingProxyType(
+    {
+        **FORMAT_FACTS,
+        "lane_bytes": int,  # of a lane; 4 is float32
+        "scaled": bool,  # whether each row has a scale
+    }
+)
+
+Fact = int | bool | str
+Facts = Mapping[str, Fact]
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values that a field may have, in words and as a test."""
+
+    words: str
+    allow: Callable[[Any], bool]
+
+
+def _whole(least: int, most: int) -> Values:
+    return Values(f"a whole number from {least} to {most}", lambda x: type(x) is int and least <= x <= most)
+
+
+def _power_of_two(least: int, most: int) -> Values:
+    return Values(f"a power of two from {least} to {most}", lambda x: type(x) is int and least <= x <= most and x & (x - 1) == 0)
+
+
+def _value(values: Values) -> Any:
+    return field(metadata={"values": values})
+
+
+_KEYS = _power_of_two(8, 256)
+_WARPS = _power_of_two(1, 16)
+_STAGES = _whole(1, 8)
+_REGISTERS = Values("null or a whole number from 24 to 255", lambda x: x is None or (type(x) is int and 24 <= x <= 255))
+_FLAG = Values("true or false", lambda x: type(x) is bool)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Base of the choices; :func:`of_kind` finds one by ``kind``, its name in tables."""
+
+    kind: ClassVar[str]
+    facts: ClassVar[Mapping[str, type]]
+
+    @classmethod
+    def values(cls) -> dict[str, Values]:
+        """What each field may hold."""
+        return {part.name: part.metadata["values"] for part in fields(cls)}
+
+
+@dataclass(frozen=True)
+class Decode(Choice):
+    """Tiles of few query rows, keys first.
+
+    ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
+    ``least_share``: keys that a program of a split takes at least, and below which nothing is split.
+    """
+
+    kind = "decode"
+    facts = MappingProxyType({**_PLANE_FACTS, "rows": int})  # of a tile: tokens x query heads of a group, a power of two
+
+    keys: int = _value(_KEYS)
+    warps: int = _value(_WARPS)
+    stages: int = _value(_STAGES)
+    programs_per_sm: int = _value(_whole(1, 32))
+    registers: int | None = _value(_REGISTERS)
+    least_share: int = _value(_whole(32, 8192))
+
+
+@dataclass(frozen=True)
+class Prefill(Choice):
+    """Tiles of many query rows, rows first. A group of more query heads than ``rows`` takes more."""
+
+    kind = "prefill"
+    facts = _PLANE_FACTS
+
+    rows: int = _value(_power_of_two(16, 256))
+    keys: int = _value(_KEYS)
+    warps: int = _value(_WARPS)
+    stages: int = _value(_STAGES)
+    registers: int | None = _value(_REGISTERS)
+
+
+@dataclass(frozen=True)
+class Write(Choice):
+    """``rows`` (token, head) rows of a write program."""
+
+    kind = "write"
+    facts = MappingProxyType({**FORMAT_FACTS, "rows": int})  # of the call: tokens x kv heads
+
+    rows: int = _value(_power_of_two(8, 128))
+    warps: int = _value(_WARPS)
+
+
+@dataclass(frozen=True)
+class Merge(Choice):
+    """Eight rows together up to ``few`` pieces; of more, ``pieces`` of a row are loaded together, a program for each row if ``spread``."""
+
+    kind = "merge"
+    facts = MappingProxyType(
+        {
+            **FORMAT_FACTS,
+            "rows_per_sm": int,  # rows to merge for each multiprocessor, rounded up
+            "pieces": int,  # that a row can be in, on average, rounded up to a power of two
+        }
+    )
+
+    few: int = _value(_whole(1, 64))
+    pieces: int = _value(_power_of_two(16, 512))
+    spread: bool = _value(_FLAG)
+    warps: int = _value(_WARPS)
+
+
+KINDS: Final[Mapping[str, type[Choice]]] = MappingProxyType({kind.kind: kind for kind in (Decode, Prefill, Write, Merge)})
+"""The choices by their names in tables."""

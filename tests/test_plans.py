@@ -1,0 +1,307 @@
+"""Tables of launch plans: which one is asked, what a wrong one is told, and that a file and a table are the same."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvq_core.cli import doctor
+from kvq_core.cli.app import app
+from kvq_core.errors import PlanTableError
+from kvq_core.plans import KINDS, Decode, Entry, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
+from kvq_core.plans.table import Alternative
+from kvq_core.schedule import Problem, plan
+
+pytestmark = pytest.mark.quick
+
+SHIPPED = sorted(path.stem for path in lookup.SHIPPED.glob("*.json"))
+INT4 = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8}
+FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, least_share=256)
+RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")
+MEASURED = Measurement("r", "int4_per_token_head", "A", 160.5, "us", (Alternative({"stages": 2}, 170.0),))
+MINE = Table("sm_90", {"decode": (Entry({"streams": 4, "width": Range(65, 128), "rows": Range(None, 8)}, FEW, (MEASURED,)),)}, {"r": RUN})
+
+
+@pytest.fixture(autouse=True)
+def nobody_s_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lookups that find no table of the user who runs the tests, and forget those of a test."""
+    monkeypatch.delenv(lookup.SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    lookup.forget()
+    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
+
+
+def own(table: Table) -> Path:
+    path = lookup.own_folder() / f"{table.arch}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.write(path)
+    return path
+
+
+# -- which table is asked -----------------------------------------------------------------------------------------------------
+
+
+def test_the_chain_of_tables() -> None:
+    """One's own, kvq's for the architecture, the generic one."""
+    path = own(MINE)
+    assert [table.source for table in tables_for("sm_90")] == [
+        str(path),
+        *(str(lookup.SHIPPED / f"{n}.json") for n in ("sm_90", "generic")),
+    ]
+    assert [table.arch for table in tables_for("sm_80")] == ["generic"]
+    assert [table.arch for table in tables_for("")] == ["generic"]
+
+
+def test_one_s_own_table_answers_first_and_only_for_its_classes() -> None:
+    before = choose("sm_90", Decode, INT4)
+    own(MINE)
+    lookup.forget()
+    assert choose("sm_90", Decode, INT4) == FEW != before
+    assert choose("sm_90", Decode, {**INT4, "rows": 16}) == before
+    assert choose("sm_90", Decode, {**INT4, "width": 64}) == before
+    assert choose("sm_80", Decode, INT4) == before
+    assert choose("", Decode, INT4) == before
+
+
+def test_a_plan_is_made_of_what_was_chosen() -> None:
+    own(MINE)
+    shape = {"uniform": True, "group": 4, "num_kv_heads": 8, "lane_bytes": 2, "lanes": 32, "streams": 4, "num_sms": 132}
+    problem = Problem(num_seqs=64, max_seqlen_q=1, max_seqlen_k=8192, max_keys=8192, arch="sm_90", **shape)
+    (launch,) = plan.__wrapped__(problem)
+    tile = launch.tile
+    assert (tile.rows, tile.keys, tile.warps, tile.stages, tile.registers) == (8, FEW.keys, FEW.warps, FEW.stages, FEW.registers)
+    assert (launch.programs, launch.least) == (132, 8)  # 132 multiprocessors x 8 programs / 8 kv heads; 256 keys
+    assert plan.__wrapped__(replace(problem, max_seqlen_k=256))[0].split == ""
+
+
+@pytest.mark.parametrize(
+    ("arch", "known", "found"),
+    [
+        ("sm_90", ["sm_90", "sm_80"], ["sm_90"]),
+        ("sm_86", ["sm_80", "sm_89", "sm_90"], ["sm_80"]),
+        ("sm_89", ["sm_80", "sm_86", "sm_89"], ["sm_89", "sm_86"]),
+        ("sm_80", ["sm_89", "sm_86"], ["sm_86"]),
+        ("sm_100", ["sm_90", "sm_120"], []),
+        ("sm_103", ["sm_100", "sm_10"], ["sm_100"]),
+        ("gfx942", ["gfx940", "gfx950"], ["gfx940"]),
+        ("gfx90a", ["gfx908"], ["gfx908"]),
+        ("", ["sm_90"], []),
+    ],
+)
+def test_the_nearest_of_the_family(arch: str, known: list[str], found: list[str]) -> None:
+    assert lookup.nearest(arch, known) == found
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    default = own(MINE)
+    file, folder = tmp_path / "mine.json", tmp_path / "tables"
+    folder.mkdir()
+    MINE.write(file)
+    assert lookup.own_file("sm_90") == default
+    for value, found in (("", None), (str(file), file), (str(folder), folder / "sm_90.json")):
+        monkeypatch.setenv(lookup.SWITCH, value)
+        assert lookup.own_file("sm_90") == found
+    lookup.forget()
+    assert len(tables_for("sm_90")) == 2  # nothing in that folder
+    monkeypatch.setenv(lookup.SWITCH, str(tmp_path / "nowhere"))
+    lookup.forget()
+    with pytest.raises(PlanTableError, match=r"KVQ_PLANS: the path: got '.*nowhere', need a table of launch plans"):
+        choose("sm_90", Decode, INT4)
+    assert choose("", Decode, INT4)  # what is no GPU has no table of one's own
+
+
+def test_tables_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own(MINE)
+    assert choose("sm_90", Decode, INT4) == FEW
+    monkeypatch.setattr(Table, "read", lambda path: pytest.fail("read again"))
+    assert choose("sm_90", Decode, INT4) == FEW
+
+
+def test_a_table_may_be_asked_first_for_a_while() -> None:
+    before = choose("sm_90", Decode, INT4)
+    with lookup.asking_first(MINE):
+        assert choose("sm_90", Decode, INT4) == FEW
+    assert choose("sm_90", Decode, INT4) == before
+
+
+# -- what is shipped ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_files_are_what_writing_them_gives(name: str, tmp_path: Path) -> None:
+    path = lookup.SHIPPED / f"{name}.json"
+    table = Table.read(path)
+    assert table.arch == name
+    table.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+
+
+def test_the_generic_table_answers_everything() -> None:
+    generic = Table.read(lookup.SHIPPED / "generic.json")
+    assert {kind: dict(generic.entries[kind][-1].where) for kind in KINDS} == {kind: {} for kind in KINDS}
+
+
+def test_measurements_of_sm_90_say_where_they_are_from() -> None:
+    table = Table.read(lookup.SHIPPED / "sm_90.json")
+    known = {one.setting: one.value for e in table.entries["decode"] for one in e.measured if (one.mode, one.run) == ("none", "92ed51f")}
+    assert known["A"] == 507.3
+    assert {run.gpu for run in table.runs.values()} == {"NVIDIA H200"}
+
+
+# -- what a wrong table is told -----------------------------------------------------------------------------------------------
+
+RIGHT: dict[str, Any] = {
+    "format": 1,
+    "arch": "sm_90",
+    "runs": {"r": {"gpu": "g", "triton": "3", "commit": "c", "date": "d"}},
+    "write": [
+        {
+            "where": {"streams": 4, "rows": {"min": 8}},
+            "choice": {"rows": 16, "warps": 1},
+            "measured": [{"run": "r", "mode": "m", "setting": "w64", "us": 5, "alternatives": [{"choice": {"warps": 2}, "us": 6.5}]}],
+        }
+    ],
+    "decode": [
+        {
+            "where": {"scaled": True},
+            "choice": {"keys": 32, "warps": 1, "stages": 2, "programs_per_sm": 8, "registers": None, "least_share": 128},
+        }
+    ],
+}
+
+
+def put(content: Any, path: list[Any], value: Any) -> None:
+    for part in path[:-1]:
+        content = content[part]
+    if value is KeyError:
+        del content[path[-1]]
+    else:
+        content[path[-1]] = value
+
+
+WRONG: list[tuple[list[Any], Any, str]] = [
+    (["format"], 2, "format: got 2, need 1, the format that this version of kvq reads"),
+    (["format"], KeyError, "format: got None, need a value: it is missing"),
+    (["arch"], 90, "arch: got 90, need text"),
+    (["prefil"], [], "prefil: got [], need one of arch, decode, format, merge, prefill, runs, write in its place"),
+    (["write"], {}, "write: got {}, need a list"),
+    (["write", 0], 7, "write[0]: got 7, need an object"),
+    (["write", 0, "where", "keys"], 3, "write[0].where.keys: got 3, need one of rows, streams, variant, width in its place"),
+    (["write", 0, "where", "streams"], True, "write[0].where.streams: got True, need a whole number, or its bounds {min, max}"),
+    (["write", 0, "where", "rows"], {}, "write[0].where.rows: got {}, need bounds min and max"),
+    (["write", 0, "where", "rows"], {"min": 9, "max": 8}, "write[0].where.rows: got {'min': 9, 'max': 8}, need bounds"),
+    (["write", 0, "where", "rows", "max"], 8.5, "write[0].where.rows.max: got 8.5, need a whole number"),
+    (["decode", 0, "where", "scaled"], 1, "decode[0].where.scaled: got 1, need true or false"),
+    (["write", 0, "choice", "rows"], 48, "write[0].choice.rows: got 48, need a power of two from 8 to 128"),
+    (["write", 0, "choice", "warps"], KeyError, "write[0].choice.warps: got None, need a value: it is missing"),
+    (["decode", 0, "choice", "stages"], 0, "decode[0].choice.stages: got 0, need a whole number from 1 to 8"),
+    (["decode", 0, "choice", "registers"], 300, "decode[0].choice.registers: got 300, need null or a whole number from 24 to 255"),
+    (["write", 0, "measured", 0, "run"], "s", "write[0].measured[0].run: got 's', need one of runs: r"),
+    (["write", 0, "measured", 0, "us"], -1, "write[0].measured[0].us: got -1, need a positive number"),
+    (["write", 0, "measured", 0, "us"], KeyError, "write[0].measured[0].us: got None, need a value: it is missing"),
+    (["write", 0, "measured", 0, "alternatives", 0, "us"], "6", "write[0].measured[0].alternatives[0].us: got '6', need a positive number"),
+    (["write", 0, "measured", 0, "alternatives", 0, "choice", "warps"], 3, "alternatives[0].choice.warps: got 3, need a power of two"),
+    (["runs", "r", "gpu"], "", "runs.r.gpu: got '', need text"),
+]  # fmt: skip
+
+
+def test_what_is_right_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(RIGHT))
+    table = Table.read(path)
+    assert table.entries["write"][0].choice == Write(rows=16, warps=1)
+    assert table.entries["write"][0].where == {"streams": 4, "rows": Range(8, None)}
+    assert table.entries["write"][0].measured[0].alternatives == (Alternative({"warps": 2}, 6.5),)
+
+
+@pytest.mark.parametrize(("path", "value", "said"), WRONG, ids=[f"{'.'.join(map(str, p))} {v}" for p, v, _ in WRONG])
+def test_what_is_wrong_is_named(path: list[Any], value: Any, said: str, tmp_path: Path) -> None:
+    content = json.loads(json.dumps(RIGHT))
+    put(content, path, value)
+    file = tmp_path / "sm_90.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(PlanTableError) as caught:
+        Table.read(file)
+    assert str(caught.value).startswith(f"{file}: ") and said in str(caught.value)
+
+
+def broken(write: Callable[[Path], object]) -> str:
+    """What the first lookup says of one's own table when ``write`` has written it; it says so each time."""
+    path = lookup.own_folder() / "sm_90.json"
+    path.parent.mkdir(parents=True)
+    write(path)
+    said = set()
+    for _ in range(2):
+        with pytest.raises(PlanTableError) as caught:
+            choose("sm_90", Decode, INT4)
+        said.add(str(caught.value))
+    assert choose("sm_80", Decode, INT4)  # nobody else's business
+    (only,) = said
+    assert only.startswith(str(path))
+    return only
+
+
+def test_a_table_that_is_no_json_is_an_error_at_the_first_lookup() -> None:
+    assert "the file: got 'Expecting value" in broken(lambda path: path.write_text("{"[1:]))
+
+
+def test_a_table_for_another_gpu_is_an_error_at_the_first_lookup() -> None:
+    assert "arch: got 'sm_80', need 'sm_90', that of this GPU" in broken(lambda path: replace(MINE, arch="sm_80").write(path))
+
+
+def test_a_folder_in_its_place_is_an_error_at_the_first_lookup() -> None:
+    assert "the file: got" in broken(lambda path: path.mkdir())
+
+
+# -- what kvq doctor says of them ---------------------------------------------------------------------------------------------
+
+
+def test_doctor_shows_the_tables_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plans, wrong = doctor._plans()
+    assert [doctor._in_words(one) for one in plans] == ["kvq's generic"] and not wrong
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
+    path = own(MINE)
+    plans, wrong = doctor._plans()
+    assert [(one["arch"], one["own"]) for one in plans] == [("sm_90", True), ("sm_90", False), ("generic", False)] and not wrong
+    words = [f"{path} (NVIDIA Test, triton 3.6.0)", "kvq's sm_90 (NVIDIA H200, triton 3.6.0)", "kvq's generic"]
+    assert [doctor._in_words(one) for one in plans] == words
+    path.write_text("nothing")
+    lookup.forget()
+    plans, wrong = doctor._plans()
+    assert not plans and wrong.startswith(f"broken: {path}: the file: got ")
+
+
+def test_a_broken_table_is_doctor_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "\nplans " in CliRunner().invoke(app, ["doctor"]).stdout
+    monkeypatch.setattr(doctor, "_plans", lambda: ([], "broken: x.json: arch: got 1, need text"))
+    ran = CliRunner().invoke(app, ["doctor"])
+    assert ran.exit_code == 1 and "broken: x.json: arch: got 1, need text" in ran.stdout
+
+
+# -- adding to a table --------------------------------------------------------------------------------------------------------
+
+
+def test_entries_take_the_place_of_their_class() -> None:
+    slower = replace(FEW, stages=2)
+    again = Entry(MINE.entries["decode"][0].where, slower, (replace(MEASURED, run="s"),))
+    other = Entry({"streams": 8}, FEW)
+    table = MINE.with_entries({"decode": [other, again], "write": [Entry({}, Write(8, 1))]}, {"s": RUN})
+    assert table.entries["decode"] == (other, again)
+    assert table.entries["write"] == (Entry({}, Write(8, 1)),)
+    assert list(table.runs) == ["s"]  # nothing refers to the first any more
+
+
+def test_a_table_survives_its_file(tmp_path: Path) -> None:
+    MINE.write(tmp_path / "t.json")
+    read = Table.read(tmp_path / "t.json")
+    assert (read.arch, read.runs, read.entries["decode"]) == (MINE.arch, MINE.runs, MINE.entries["decode"])

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core import debug, ops
+from kvq_core import debug, ops, schedule
 
 if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
     from kvq_core.launch import DeviceFacts
 
 
@@ -113,9 +114,13 @@ def _on(device: Device) -> Iterator[None]:
     if debug.enabled():
         raise RuntimeError("KVQ_DEBUG=1 looks at values, and there are none")
     bodies: dict[str, Any] = {"write": ops._write, "read": ops._read}
+
+    def straight(backend: QuantKVBackend, verb: str) -> Any:
+        return partial(bodies[verb], backend, schedule.is_batch_invariant())
+
     facts = device.facts
     with (
-        _replaced(ops, "_op", lambda backend, verb: partial(bodies[verb], backend)),
+        _replaced(ops, "_op", straight),
         _replaced(ops, "kernels_run_on", lambda device: True),
         _replaced(launch, "_device_facts", lambda device: facts),
         _replaced(launch, "_overlaps", lambda tensors: device.overlaps),

@@ -186,7 +186,8 @@ def _prefill(problem: Problem) -> Launch:
 
 def decode_tile(problem: Problem, rows: int) -> Tile:
     """Few query rows, keys first."""
-    choice = plans.choose(problem.arch, plans.Decode, {**problem.plane_facts, "rows": rows})
+    keys = 0 if problem.batch_invariant else problem.num_seqs * problem.max_seqlen_k * problem.num_kv_heads // problem.num_sms
+    choice = plans.choose(problem.arch, plans.Decode, {**problem.plane_facts, "rows": rows, "keys_per_sm": keys})
     least = max(2, choice.least_share // choice.keys)
     return Tile(rows, choice.keys, choice.warps, choice.stages, True, choice.programs_per_sm, choice.registers, least)
 

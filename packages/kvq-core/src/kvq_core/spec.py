@@ -207,7 +207,7 @@ class Scoring:
     mm_prefix_range: torch.Tensor | None = None
 
     def validate(self, num_query_heads: int, num_seqs: int, device: torch.device) -> None:
-        _need(math.isfinite(self.softmax_scale), "softmax_scale", self.softmax_scale, "a finite number")
+        _need(math.isfinite(self.softmax_scale) and self.softmax_scale > 0, "softmax_scale", self.softmax_scale, "a positive number")
         _need(math.isfinite(self.softcap) and self.softcap >= 0, "softcap", self.softcap, "0 (off) or a positive number")
         for name, tensor in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if tensor is not None:

@@ -9,11 +9,10 @@ probabilities. Queries are rotated like the keys, outputs un-rotated once.
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.masks import by_row
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries
-from kvq_core.kernels.scores import finish_scores, score_unit
-from kvq_core.kernels.softmax import softmax_start, softmax_step
+from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
 from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of
 from kvq_core.launch import launch_attention
@@ -57,6 +56,7 @@ def attend(
         rows = query_rows(work, kv_head, C)
         q, unit = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
         q = query_operand(q, C)
+        left = softmax_unit(unit, scoring)
         state = softmax_start(C.rows)
         acc = accumulator(C)
         largest = 1e-30
@@ -69,13 +69,12 @@ def attend(
                 k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
                 v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
                 k, v = unpack(k, C), unpack(v, C)
-                s = scores(q, k, None, C) * by_row(unit, C)
-                s = finish_scores(s, k_scale, rows, tile, work, scoring, part, C)
-                p, alpha, state = softmax_step(s, state, C)
+                s = finish_scores(scores(q, k, None, C), unit, k_scale, rows, tile, work, scoring, part, C)
+                p, alpha, state = softmax_step(s, left, state, C)
                 weights, shrink, largest = weigh(p, v_scale, largest, C)
                 acc = accumulate(weights, v, acc, alpha * shrink, None, C)
         acc = accumulated_rows(acc, LEVEL * unweigh(largest), C)
-        finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

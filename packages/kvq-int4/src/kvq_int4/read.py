@@ -16,8 +16,8 @@ import triton.language as tl
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries
-from kvq_core.kernels.scores import finish_scores, score_unit
-from kvq_core.kernels.softmax import softmax_start, softmax_step
+from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
 from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of
 from kvq_core.launch import launch_attention
@@ -59,6 +59,7 @@ def attend(
         rows = query_rows(work, kv_head, C)
         q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
         q = query_operand(q, C)
+        left = softmax_unit(unit, scoring)
         state = softmax_start(C.rows)
         acc = accumulator(C)
         largest = 1e-30
@@ -73,14 +74,14 @@ def attend(
                 v_scale, v_zero = split_word(v_word)
                 v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
                 k, v = unpack_keys(k, C), unpack_values(v, C)
-                s = scores(q, k, by_key(k_zero, C) * by_row(q_sum, C), C) * by_row(unit, C)
-                s = finish_scores(s, k_scale, rows, tile, work, scoring, part, C)
-                p, alpha, state = softmax_step(s, state, C)
+                s = scores(q, k, by_key(k_zero, C) * by_row(q_sum, C), C)
+                s = finish_scores(s, unit, k_scale, rows, tile, work, scoring, part, C)
+                p, alpha, state = softmax_step(s, left, state, C)
                 weights, shrink, largest = weigh(p, v_scale, largest, C)
                 zeros = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
                 acc = accumulate(weights, v, acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
         acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
-        finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

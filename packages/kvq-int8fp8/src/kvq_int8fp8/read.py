@@ -11,7 +11,6 @@ The values' scales join the probabilities, the keys' the scores. Each query row 
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.masks import by_row
 from kvq_core.kernels.products import (
     accumulate,
     accumulated_rows,
@@ -24,8 +23,8 @@ from kvq_core.kernels.products import (
     weigh,
 )
 from kvq_core.kernels.queries import largest_in_row, load_queries
-from kvq_core.kernels.scores import finish_scores, score_unit
-from kvq_core.kernels.softmax import softmax_start, softmax_step
+from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
 from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of
 from kvq_core.launch import launch_attention
@@ -76,6 +75,7 @@ def attend(
         if INT8:
             seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)
         q = query_operand(q, C)
+        left = softmax_unit(unit, scoring)
         state = softmax_start(C.rows)
         acc = accumulator(C)
         largest = 1e-30
@@ -91,8 +91,8 @@ def attend(
                 else:
                     k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
                 k, v = unpack(k, INT8, C), unpack(v, INT8, C)
-                s = finish_scores(scores(q, k, seed, C) * by_row(unit, C), k_scale, rows, tile, work, scoring, part, C)
-                p, alpha, state = softmax_step(s, state, C)
+                s = finish_scores(scores(q, k, seed, C), unit, k_scale, rows, tile, work, scoring, part, C)
+                p, alpha, state = softmax_step(s, left, state, C)
                 if PER_TENSOR:
                     weights = (p * 256.0).to(tl.float16)
                 else:
@@ -105,7 +105,7 @@ def attend(
         if PER_TENSOR:
             largest = tl.load(values.scales)
         acc = accumulated_rows(acc, UNIT * unweigh(largest), C)
-        finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

@@ -82,7 +82,7 @@ class Partials(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """Running maximum (log2 units) and sum of each query row."""
+    """Running maximum (in units of the scores; log2 units after the loop) and sum of each query row."""
 
     max: Any
     sum: Any

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores
 from kvq_core.kernels.queries import load_queries
-from kvq_core.kernels.scores import finish_scores, score_unit
-from kvq_core.kernels.softmax import softmax_start, softmax_step
+from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
 from kvq_core.kernels.tiles import key_tile, load_lanes, next_work, places, query_rows, take_share, tiles_of
 
@@ -30,13 +30,15 @@ def attend(
 ):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
+    ROWS: tl.constexpr = C.rows
     kv_head = tl.program_id(1)
     share = take_share(num_seqs, batch, scoring, splits, C)
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, kv_head, C)
         q = query_operand(load_queries(queries, rows, C), C)
-        unit = score_unit(scoring)
+        unit = tl.full([ROWS], 1.0, tl.float32) * score_unit(scoring)
+        left = softmax_unit(unit, scoring)
         state = softmax_start(C.rows)
         acc = accumulator(C)
         for part in tl.static_range(tl.constexpr(C.parts)):
@@ -46,8 +48,8 @@ def attend(
                 k_place, v_place = places(keys, values, tile, C)
                 k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, CLEAR=True)
                 v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first, CLEAR=True)
-                s = finish_scores(scores(q, (k,), None, C) * unit, None, rows, tile, work, scoring, part, C)
-                p, alpha, state = softmax_step(s, state, C)
+                s = finish_scores(scores(q, (k,), None, C), unit, None, rows, tile, work, scoring, part, C)
+                p, alpha, state = softmax_step(s, left, state, C)
                 acc = accumulate(p.to(v.dtype), (v,), acc, alpha, None, C)
         acc = accumulated_rows(acc, 1.0, C)
-        finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)

@@ -1,4 +1,4 @@
-"""What happens to a score besides q.k: softcap, visibility, ALiBi, query-query bias. Scores come out in log2 units."""
+"""What happens to a score besides q.k: softcap, visibility, ALiBi, query-query bias. They end up in log2 units."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from kvq_core.kernels.masks import by_key, by_row, hide_invalid, hide_unseen
 
 @triton.jit
 def score_unit(scoring):
-    """The factor that turns q.k into what :func:`finish_scores` takes: log2 units at once, unless a softcap comes between."""
+    """The factor that turns q.k into a score: in log2 units at once, unless a softcap comes between."""
     if scoring.softcap is None:
         unit = scoring.softmax_scale * LOG2E
     else:
@@ -18,12 +18,14 @@ def score_unit(scoring):
 
 
 @triton.jit
-def finish_scores(s, k_scale, rows, tile, work, scoring, PART: tl.constexpr, C: tl.constexpr):
+def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexpr, C: tl.constexpr):
     """Key scales ([KEYS], or None), softcap, mask and biases, in the order of the specification. Unseen scores become -inf.
 
-    ``s`` is finite where keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one
-    multiply-add with the scale.
+    ``unit`` ([ROWS], from :func:`score_unit`) is left to :func:`softmax_unit` where nothing but masks comes after it. ``s`` is finite where
+    keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one multiply-add with the scale.
     """
+    if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
+        s = s * by_row(unit, C)
     if k_scale is not None:
         s = s * by_key(k_scale, C)
     if scoring.softcap is not None:
@@ -42,6 +44,16 @@ def finish_scores(s, k_scale, rows, tile, work, scoring, PART: tl.constexpr, C: 
     if scoring.qq_bias is not None:
         s += query_query_bias(rows, tile, work, scoring, C) * LOG2E
     return s
+
+
+@triton.jit
+def softmax_unit(unit, scoring):
+    """What is left to multiply scores by, [ROWS]: log2 units for each of theirs. Above 0, so that -inf stays what it is."""
+    if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
+        left = tl.full(unit.shape, 1.0, tl.float32)
+    else:
+        left = tl.maximum(unit, 2.0**-126)
+    return left
 
 
 @triton.jit

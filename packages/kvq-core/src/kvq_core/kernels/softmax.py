@@ -1,4 +1,4 @@
-"""Online softmax over tiles of keys, in log2 units, in either orientation."""
+"""Online softmax over tiles of keys, in either orientation."""
 
 import triton
 import triton.language as tl
@@ -14,15 +14,24 @@ def softmax_start(ROWS: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, state, C: tl.constexpr):
-    """(probabilities relative to the new maximum, factor for what was summed before, new state)."""
+def softmax_step(s, unit, state, C: tl.constexpr):
+    """(probabilities relative to the new maximum, factor for what was summed before, new state).
+
+    ``unit`` ([ROWS], above 0) turns scores into log2 units: in the exponent it is a part of a multiply-add.
+    """
     AXIS: tl.constexpr = 0 if C.keys_first else 1
     top = tl.maximum(state.max, tl.max(s, AXIS))
     # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
     safe = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s - by_row(safe, C))
-    alpha = tl.exp2(state.max - safe)
+    p = tl.exp2(s * by_row(unit, C) - by_row(safe * unit, C))
+    alpha = tl.exp2((state.max - safe) * unit)
     return p, alpha, SoftmaxState(top, state.sum * alpha + tl.sum(p, AXIS))
+
+
+@triton.jit
+def softmax_end(state, unit):
+    """The state in log2 units."""
+    return SoftmaxState(state.max * unit, state.sum)
 
 
 @triton.jit

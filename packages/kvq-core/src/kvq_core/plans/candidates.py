@@ -45,7 +45,7 @@ _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 """These are tried one at a time, with all other fields as they are."""
 
 _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
-    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64)},
+    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (4095, 16383)},
     "prefill": {"width": (64, 128, 256, 512)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},
     "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 64), "pieces": (32, 64, 128)},

@@ -76,7 +76,13 @@ class Decode(Choice):
     """
 
     kind = "decode"
-    facts = MappingProxyType({**_PLANE_FACTS, "rows": int})  # of a tile: tokens x query heads of a group, a power of two
+    facts = MappingProxyType(
+        {
+            **_PLANE_FACTS,
+            "rows": int,  # of a tile: tokens x query heads of a group, a power of two
+            "keys_per_sm": int,  # that all sequences and kv heads have at most, on each multiprocessor; 0 for a batch-invariant call
+        }
+    )
 
     keys: int = _value(_KEYS)
     warps: int = _value(_WARPS)

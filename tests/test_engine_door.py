@@ -263,10 +263,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize("mode", sorted(FIRST_PARTY))
 @places.each((SMALL, SMALL_WINDOWED), large=(PLAIN, WINDOWED), quick=(SMALL_WINDOWED,))
-def test_a_model_is_served(request: pytest.FixtureRequest, mode: str, place: Place, case: Layer) -> None:
-    if place.kernels and case.window and mode != "fp8_per_tensor":
-        known = "reads of several rows load keys that have left every row's window: NaN in a null block comes through as 0 * NaN"
-        request.node.add_marker(pytest.mark.xfail(reason=known, raises=AssertionError, strict=place.name == "interpret"))
+def test_a_model_is_served(mode: str, place: Place, case: Layer) -> None:
     runner = Runner(get_backend(mode), case, place)
     for step in case.steps:
         runner.step(*step)

@@ -102,6 +102,10 @@ class QuantKVBackend(ABC):
         [...] float32 (``None`` if the mode stores none). ``scale`` is for modes whose scale the caller gives.
         """
 
+    def encode_value(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Quantize rows of V, as :meth:`encode` does those of K: for modes that store the two differently. One ``decode`` reads both."""
+        return self.encode(x, scale=scale)
+
     @abstractmethod
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """Reconstruct float32 rows [..., head_size] from :meth:`encode`'s codes (or their raw bytes) and scales [...]."""

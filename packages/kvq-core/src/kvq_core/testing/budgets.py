@@ -118,17 +118,33 @@ def symmetric_levels(x: torch.Tensor, largest: int, min_scale: float) -> torch.T
     return scale / 2 + 4 * F32 * x.abs()
 
 
-def affine_levels(y: torch.Tensor, levels: int, min_scale: float, lost_bits: int) -> torch.Tensor:
+def affine_levels(y: torch.Tensor, levels: int, min_scale: float, lost_bits: int, clip: float = 0.0) -> torch.Tensor:
     """Levels s * (n - zp), 0 <= n, zp < levels, s = max(range / (levels - 1), min_scale) less ``lost_bits`` of its mantissa.
 
-    Half a step, the drift of the cut scale over the levels, and, where the zero point is clamped (a row all of one sign), the distance
-    from y to the nearest level there is.
+    The range has 0 in it, and is ``clip`` of itself shorter at either end. Half a step, the drift of the cut scale over the levels, and,
+    where levels end before y does, the distance from y to the nearest level there is.
     """
-    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+    low, high = y.amin(-1, keepdim=True).clamp(max=0), y.amax(-1, keepdim=True).clamp(min=0)
+    low, high = low + clip * (high - low), high - clip * (high - low)
     scale = ((high - low) / (levels - 1)).clamp(min=min_scale)
     zero = (-low / scale + 0.5).floor().clamp(0, levels - 1)
     outside = torch.maximum(y - scale * (levels - 1 - zero), -scale * zero - y).clamp(min=0)
     return scale / 2 + outside + levels * scale * 2.0 ** (lost_bits - 23) + 8 * F32 * y.abs().amax(-1, keepdim=True)
+
+
+def unbiased(y: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """``bound`` on |y - y_t| after y_t has become y' = f y_t with <y, y'> = <y, y>.
+
+    f - 1 = <y, y - y_t> / <y, y_t>, and <y, y_t> is not below sum |y| (|y| - bound), nor |<y, y - y_t>| above sum |y| bound.
+    """
+    moved, kept = (y.abs() * bound).sum(-1, keepdim=True), (y.abs() * (y.abs() - bound)).sum(-1, keepdim=True)
+    return bound + torch.where(kept > 0, moved / kept, torch.inf) * (y.abs() + bound)
+
+
+def as_long(y: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """``bound`` on |y - y_t| after y_t has become y' = f y_t with ||y'|| = ||y||: f - 1 is at most ||y - y_t|| / ||y_t||."""
+    moved, length = bound.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
+    return bound + torch.where(length > moved, moved / (length - moved), torch.inf).nan_to_num(nan=0.0) * (y.abs() + bound)
 
 
 def minifloat(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

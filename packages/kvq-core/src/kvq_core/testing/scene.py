@@ -69,14 +69,20 @@ class Scene:
     def fill(self) -> Scene:
         """Store all rows by the mode's ``encode`` alone, so that reads can be tested without the write."""
         block, offset = self.slots // self.case.block_size, self.slots % self.case.block_size
-        for x, codes_name, scale_name in ((self.key, "key_cache", "k_scale_cache"), (self.value, "value_cache", "v_scale_cache")):
-            codes, scales = self.backend.encode(x, scale=self.given_scales.get(scale_name))
+        for half, x in (("key", self.key), ("value", self.value)):
+            codes_name, scale_name = f"{half}_cache", f"{half[0]}_scale_cache"
+            codes, scales = self.encoded(half, x)
             # As integers: not every device can index fp8.
             self.pages.integers(codes_name)[block, offset] = codes.view(self.pages.integers(codes_name).dtype)
             if scales is not None:
                 self.pages[scale_name][block, offset] = scales
         self.pages.settle()
         return self
+
+    def encoded(self, half: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the mode's specification makes of rows of a half, ``key`` or ``value``."""
+        encode = self.backend.encode if half == "key" else self.backend.encode_value
+        return encode(x, scale=self.given_scales.get(f"{half[0]}_scale_cache"))
 
     def stored(self, name: str, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The field ``name`` of the pages at ``slots`` (default: those of all rows)."""

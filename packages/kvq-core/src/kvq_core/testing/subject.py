@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 T = TypeVar("T")
+Encoded = tuple[torch.Tensor, torch.Tensor | None]
+"""Codes and scales."""
 
 
 class Subject:
@@ -44,6 +46,24 @@ class Subject:
         ``given`` is the scale for modes that are given it. The default asks little: no row may lose more than itself.
         """
         return self.space(x).norm(dim=-1, keepdim=True)
+
+    def encoded(self, built: Scene, half: str, x: torch.Tensor, scales: torch.Tensor | None) -> Encoded:
+        """What ``encode`` makes of rows ``x`` of ``half``. ``scales``, as they were stored, may settle what is a tie."""
+        return built.encoded(half, x)
+
+    def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """The levels [..., d] that ``codes`` were chosen for, in the space of the mode, and ``scales`` as stored with them.
+
+        Those that ``decode`` gives, unless the mode fits the stored scale to the codes after it has chosen them.
+        """
+        return self.space(backend.decode(codes, scales))
+
+    def fitted(self, half: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+        """What ``encode`` would store as scales beside ``codes`` and ``scales``, if it had chosen these codes for rows ``x`` of ``half``.
+
+        ``None``: its scales do not depend on the codes.
+        """
+        return None
 
     def rounding(self, x: torch.Tensor) -> torch.Tensor:
         """How far [..., 1] two float32 evaluations of space(x) may be apart: ties within that may fall either way."""

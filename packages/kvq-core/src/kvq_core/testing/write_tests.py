@@ -70,22 +70,26 @@ class WriteTests(Subject):
     def assert_encoded(self, built: Scene, half: str, x: torch.Tensor, slots: torch.Tensor, what: str) -> None:
         """The stored scales are ``encode``'s, and each stored code is as near to its value as ``encode``'s is.
 
-        So a code may differ only where the value lies midway between two levels, and then by one step.
+        So a code may differ only where the value lies midway between two levels, and then by one step. A scale that is fitted to the codes
+        is held to the codes that are stored.
         """
         backend, scale_name = built.backend, f"{half[0]}_scale_cache"
         given = built.given_scales.get(scale_name)
-        codes, scales = backend.encode(x, scale=given)
         stored = built.stored(f"{half}_cache", slots)
-        if backend.needs_scale_caches:
+        words = built.stored(scale_name, slots) if backend.needs_scale_caches else None
+        codes, scales = self.encoded(built, half, x, words)
+        if words is not None:
             assert scales is not None
-            words = built.stored(scale_name, slots)
-            bound = scales.double().abs() * self.scale_tolerance + budgets.SMALLEST
-            assert_within(words, scales, bound, f"{what}: {scale_name} [row, head]")
+            fitted = self.fitted(half, x, stored, words)
+            fitted = scales if fitted is None else fitted
+            bound = fitted.double().abs() * self.scale_tolerance + budgets.SMALLEST
+            assert_within(words, fitted, bound, f"{what}: {scale_name} [row, head]")
         else:
-            words = scales = given  # type: ignore[assignment]
+            words = scales = given
         if not backend.reads_scales:
             assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8)), f"{what}: {half}_cache is not a copy"
-        wanted, got, y = (self.space(r) for r in (backend.decode(codes, scales), backend.decode(stored, words), x))
+        y = self.space(x)
+        wanted, got = self.levels(backend, x, codes, scales), self.levels(backend, x, stored, words)
         largest = wanted.abs().amax(-1, keepdim=True) if wanted.numel() else wanted
         tolerance = 2 * self.rounding(x) + (2 * self.scale_tolerance + 64 * budgets.F32) * largest + x.shape[-1] * budgets.SMALLEST
         nearness = "distance of stored levels from the rows [row, head, channel]"

@@ -108,7 +108,7 @@ def _fault(backend: QuantKVBackend, problem: Read, device: torch.device) -> tupl
     table = problems.block_table(problem, device)
     slots = torch.cat([_slots(table[i], n, problem.block_size) for i, n in enumerate(problem.seq_lens)])
     key, value = (torch.randn(slots.shape[0], problem.kv_heads, problem.head_size, device=device).to(DTYPE) for _ in range(2))
-    backend.reshape_and_cache(key, value, caches.key, caches.value, slots, **caches.scales)
+    backend.reshape_and_cache(key, value, caches.key, caches.value, slots, k_scale_cache=caches.k_scale, v_scale_cache=caches.v_scale)
     for name, rows, codes, scale in (("key", key, caches.key, caches.k_scale), ("value", value, caches.value, caches.v_scale)):
         worse = _worse_rows(backend, name, rows, codes, scale, slots)
         if worse:

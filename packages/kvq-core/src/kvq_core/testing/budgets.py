@@ -10,7 +10,8 @@ over channels is near Gaussian: 6 sigma is one in 5e8. The rest is bounded by th
     scores    (6 sigma_c + sum_j p_j w_j (|v_j| + |out|)) / (sum_j p_j e^-d_j + p_sink)
               sigma_c = u / sqrt(3) * scale * sqrt(sum_d q_d^2 G_dc^2)
               d_j = 6 u / sqrt(3) * scale * sqrt(sum_d q_d^2 k_jd^2) + t_j           w_j = e^d_j - 1 - d_j + t_j + d_j^2 / softcap
-              t_j = r (|s_j| + 6 scale |q| |k_j| / sqrt(D)) + D f scale |q| |k_j| + 8 f (|s_j| + softcap)
+              t_j = r (|s_j - a| + 6 scale |q| |k_j| / sqrt(D)) + D f (scale |q| |k_j| + sum |a|) + 8 f (|s_j| + softcap)
+              a: the part of smoothed keys' scores that is their mean's, where a softcap or a sink sees it; sum |a|: of its terms
     products  u sum_j p_j |v_j|  +  f (6 sqrt(n) + 16) sum_j p_j ||v_j||  +  r sum_j p_j (|v_j| + 6 ||v_j|| / sqrt(Dv))
 
 A mode may round in a rotated basis, which is its own business: the largest sigma over the plain, the Hadamard and the randomized
@@ -46,7 +47,8 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     deviation = SIGMAS * u / math.sqrt(3) * softmax_scale
     size, num_keys = exact.q.shape[-1], exact.k.shape[1]
     lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
-    rest = level_error * (exact.raw.abs() + SIGMAS * lengths / math.sqrt(size)) + size * F32 * lengths
+    rest = level_error * ((exact.raw - exact.shift).abs() + SIGMAS * lengths / math.sqrt(size)) + size * F32 * lengths
+    rest = rest + size * F32 * exact.shift_terms
     rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
     from_query = deviation * _largest_spread(exact.q, exact.k)
 

@@ -96,15 +96,26 @@ class HuggingFace(NoneBackend):
         self.make = make
 
 
-def hugging_face(kind: str, bits: int) -> Callable[[], Any]:
+def hugging_face(kind: str, bits: int, every_token: bool) -> Callable[[], Any]:
+    """The cache as it is, or (``every_token``) its quantizer on all rows, the newest ones included, as other formats have it."""
+
     def make() -> Any:
         from transformers import cache_utils
 
-        layer = {"quanto": cache_utils.QuantoQuantizedLayer, "hqq": cache_utils.HQQQuantizedLayer}[kind]
+        make_layer = {"quanto": cache_utils.QuantoQuantizedLayer, "hqq": cache_utils.HQQQuantizedLayer}[kind]
         axis = 0 if kind == "quanto" else 1
-        make_layer = lambda: layer(nbits=bits, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=RESIDUAL)  # noqa: E731
-        make_layer()  # says now what is missing
-        return HuggingFace(make_layer)
+
+        def layer() -> Any:
+            return make_layer(nbits=bits, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=RESIDUAL)
+
+        one = layer()
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            states = x.transpose(0, 1)[None].contiguous()
+            one.keys = states[..., :0, :]  # where HQQ looks for dtype and device
+            return one._dequantize(one._quantize(states, axis)).reshape(states.shape)[0].transpose(0, 1)
+
+        return Through(keep) if every_token else HuggingFace(layer)
 
     return make
 
@@ -154,16 +165,22 @@ FORMATS = (
         for s in ("", FIRST_PREFILL, "mean", "balanced")
     ),
     Format("groups of 32, float16 scale, 4 bits", 4.5, lambda: Through(groups_of_32(4))),
-    Format("Hugging Face quanto, 4 bits", 5.0, hugging_face("quanto", 4)),
-    Format("Hugging Face HQQ, 4 bits", 5.0, hugging_face("hqq", 4)),
+    *(
+        Format(f"Hugging Face {kind}, 4 bits{', newest tokens exact' if not every else ''}", 5.0, hugging_face(kind, 4, every))
+        for kind in ("quanto", "hqq")
+        for every in (True, False)
+    ),
     Format("int2, scale of the norm", 2 + 32 / SIZE, lambda: Through(norm_int2)),
     *(
         Format(f"kvq int2{', ' + s if s else ''}", 2 + 32 / SIZE, lambda: get_backend("int2"), s)
         for s in ("", FIRST_PREFILL, "mean", "balanced")
     ),
     Format("groups of 32, float16 scale, 2 bits", 2.5, lambda: Through(groups_of_32(2))),
-    Format("Hugging Face quanto, 2 bits", 3.0, hugging_face("quanto", 2)),
-    Format("Hugging Face HQQ, 2 bits", 3.0, hugging_face("hqq", 2)),
+    *(
+        Format(f"Hugging Face {kind}, 2 bits{', newest tokens exact' if not every else ''}", 3.0, hugging_face(kind, 2, every))
+        for kind in ("quanto", "hqq")
+        for every in (True, False)
+    ),
 )
 
 

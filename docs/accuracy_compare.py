@@ -149,7 +149,9 @@ class Formats(TinySubject):
 
     smoothings: dict[str, Smoothings]
 
-    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> Session:
+    def open(  # type: ignore[override]  # a session of any kind
+        self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage
+    ) -> Session:
         if isinstance(backend, HuggingFace):
             return LayersSession(self.model, backend.make, len(passages))
         self.smoothing = self.smoothings.get(backend.mode)

@@ -211,6 +211,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         same_strides=_strides(attention.keys) == _strides(attention.values),
         wide_pages=attention.keys.block_size * max(_strides(attention.keys) + _strides(attention.values)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
+        shifted=attention.smoothing is not None and (attention.scoring.softcap > 0 or attention.scoring.sinks is not None),
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         use_asm=_device_facts(attention.q.device)[1],
         overlap=bool(launch.split) and _overlaps(attention.q.device),

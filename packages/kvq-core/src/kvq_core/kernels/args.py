@@ -134,7 +134,7 @@ class RowBlock(NamedTuple):
 class QueryRows(NamedTuple):
     """The query rows of a tile: [ROWS] vectors. Row r is query head ``r % group`` of token ``r // group``.
 
-    ``shift``: what the smoothed keys' mean adds to all scores of a row; None where nothing sees it.
+    ``shift``: what the smoothed keys' mean adds to all scores of a row; means nothing unless C.shifted.
     """
 
     index: Any
@@ -223,6 +223,7 @@ class ReadConfig:
     same_strides: bool  # of the two planes
     wide_pages: bool  # offsets inside a page need 64 bits
     alibi_sqrt: bool
+    shifted: bool  # a softcap or sinks would notice that smoothed keys lack their mean
     output: str
     use_asm: bool
     overlap: bool  # the merge is launched before the shares are done, and waits on the device

@@ -39,10 +39,9 @@ def in_own_dtype(streams, queries):
 
 @triton.jit
 def score_shift(queries, token, head, valid, scoring, C: tl.constexpr):
-    """softmax_scale * q.mean [ROWS] float32; None unless keys have a mean, and a softcap or sinks would notice it missing."""
-    if queries.mean is None or (scoring.softcap is None and scoring.sinks is None):
-        shift = None
-    else:
+    """softmax_scale * q.mean [ROWS] float32, if C.shifted; Triton 3.6 cannot put a None into a tuple, so that anything stands for it."""
+    shift = valid
+    if C.shifted:
         HEADS: tl.constexpr = C.key_heads
         channel = tl.arange(0, HEADS.width * HEADS.streams)
         inside = channel < HEADS.size

@@ -20,7 +20,7 @@ def finish(acc, state, output, output_scale, rows, work, kv_head, partials, spli
     if C.overlap:
         # The merge may be put in place; it waits for this launch's end before it reads.
         gdc_launch_dependents()
-    if rows.shift is not None and scoring.softcap is None:
+    if C.shifted and scoring.softcap is None:
         # Scores were all short of it, which the softmax does not see, but a sink does. A softcap has had it.
         state = SoftmaxState(state.max + rows.shift * LOG2E, state.sum)
     if C.split == "":

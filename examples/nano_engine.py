@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kvq_core import QuantKVBackend, get_backend, list_backends
+from kvq_core.calibration import LayerSmoothings, Smoothings
 from kvq_core.evaluation.tiny_model import SEPARATOR, Attend, TinyModel, given_scales, load_model, usable_device
 
 WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
@@ -110,6 +111,7 @@ class Engine:
         rows_dtype: dtype of the rows handed to the doors, and so of the pages of mode ``none``.
         calibration: token ids for modes that need their scale given beforehand (``fp8_per_tensor``).
         padded: whether every step computes ``chunk`` rows, padding included, so that all matrix products are of one shape.
+        smoothing: of the keys: a ``ModelSmoothing``, or ``"first_prefill"``.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Engine:
         rows_dtype: torch.dtype = torch.bfloat16,
         calibration: list[int] | None = None,
         padded: bool = False,
+        smoothing: Smoothings = None,
     ) -> None:
         for name, count in (("num_blocks", num_blocks), ("block_size", block_size), ("chunk", chunk)):
             if count < 1:
@@ -133,6 +136,8 @@ class Engine:
         self.num_blocks, self.block_size, self.chunk, self.padded = num_blocks, block_size, chunk, padded
         self.device = model.embed.weight.device
         self.caches = self._allocate(calibration)
+        config = model.config
+        self.smoothings = LayerSmoothings(smoothing, list(range(config.num_layers)), config.num_kv_heads, config.head_size, self.device)
         self.free = list(range(num_blocks))
         self.holders = [0] * num_blocks
         self.waiting: deque[Request] = deque()
@@ -299,6 +304,7 @@ class Engine:
             scales: dict[str, Any] = {"k_scale_cache": cache.k_scale, "v_scale_cache": cache.v_scale}
             query, key, value = (x.to(self.rows_dtype) for x in (q, k, v))
             out = torch.zeros_like(query) if self.padded else torch.empty_like(query)  # padding rows get no result
+            scales["smoothing"] = self.smoothings.for_write(layer, key)
             self.backend.reshape_and_cache(key, value, cache.key, cache.value, slot_mapping, **scales)
             self.backend.unified_attention(
                 query,

@@ -95,7 +95,7 @@ def test_layers_against_encode_decode_and_dense_attention(mode: str, subject: Ti
     for index, layer in enumerate(layers):
         noise, signal = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
         for q, k, v in (document[index] for document in rows):
-            lossy = [backend.decode(*backend.encode(x)) for x in (k, v)]
+            lossy = [backend.decode(*encode(x)) for encode, x in ((backend.encode, k), (backend.encode_value, v))]
             outputs = [dense_attention(index, q.float()[None], *(x.float()[None] for x in pair)) for pair in ((k, v), lossy)]
             for i, (x, y) in enumerate(((k, lossy[0]), (v, lossy[1]), outputs)):
                 noise[i] += (x.double() - y.double()).square().sum()

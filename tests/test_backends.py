@@ -1,9 +1,18 @@
 """The conformance suite, for each of the six modes, with each mode's own error bounds."""
 
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
-from kvq_core.hadamard import block_hadamard, single_rht
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mode_bounds import Int2Bounds, Int4Bounds
+
 from kvq_core.testing import BackendTests, budgets
+from kvq_int2 import codec as int2
+from kvq_int4 import codec as int4
 
 
 class TestNone(BackendTests):
@@ -46,23 +55,31 @@ class TestFP8PerTensor(QuantizedTests):
         return budgets.minifloat(x.double(), given.double(), torch.float8_e4m3fn)
 
 
-class TestInt4PerTokenHead(QuantizedTests):
+class TestInt4PerTokenHead(Int4Bounds, QuantizedTests):
     mode = "int4_per_token_head"
-    # Four bits of the scale word hold the zero point: two scales one float32 step apart may differ by sixteen.
-    scale_tolerance = 2.0**-18
 
-    def space(self, x: torch.Tensor) -> torch.Tensor:
-        return single_rht(x.double())
+    @pytest.mark.quick
+    @pytest.mark.parametrize("size", [64, 80, 128, 256])
+    def test_products_have_no_bias(self, size: int) -> None:
+        """<x, x'> = <x, x>, for rows of every shape; what the scale word's lost bits change is 2^-19 of it."""
+        x = torch.randn(64, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(-3, 3, 64)[:, None]
+        x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
+        x[2::4, 5] *= 100
+        x[3] = torch.eye(size)[0]
+        back = int4.decode(*int4.encode(x)).double()
+        torch.testing.assert_close((back * x).sum(-1), x.double().square().sum(-1), rtol=2.0**-18, atol=0)
 
-    def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        return budgets.affine_levels(self.space(x), 16, 1e-6, lost_bits=4)
 
-
-class TestInt2PerTokenHead(QuantizedTests):
+class TestInt2PerTokenHead(Int2Bounds, QuantizedTests):
     mode = "int2_per_token_head"
 
-    def space(self, x: torch.Tensor) -> torch.Tensor:
-        return block_hadamard(x.double())
-
-    def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        return budgets.gaussian_levels(self.space(x), (0.9816,), (0.4528, 1.5104))
+    @pytest.mark.quick
+    @pytest.mark.parametrize("size", [64, 80, 128, 256])
+    def test_keys_are_as_long_and_values_without_bias(self, size: int) -> None:
+        x = torch.randn(64, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(-20, 15, 64)[:, None]
+        x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
+        x[2::4, 5] *= 100
+        length = x.double().square().sum(-1)
+        key, value = (int2.decode(*int2.encode(x, unbiased=unbiased)).double() for unbiased in (False, True))
+        torch.testing.assert_close(key.square().sum(-1), length, rtol=1e-5, atol=0)
+        torch.testing.assert_close((value * x).sum(-1), length, rtol=1e-5, atol=0)

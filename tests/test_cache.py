@@ -94,10 +94,11 @@ def test_prefill_then_decode_then_speculation(mode, layout, device):
             for seq, first, last in zip(step.sequences, step.cu_seqlens_q.tolist(), step.cu_seqlens_q.tolist()[1:], strict=False):
                 written.setdefault((layer, seq), []).append((key[first:last], value[first:last]))
     for (layer, seq), parts in written.items():
-        for given, got, scale in zip(
-            map(torch.cat, zip(*parts, strict=True)), pages_of(cache, layer, seq), scales(cache, layer), strict=True
+        encoders = (cache.backend.encode, cache.backend.encode_value)
+        for given, got, scale, encode in zip(
+            map(torch.cat, zip(*parts, strict=True)), pages_of(cache, layer, seq), scales(cache, layer), encoders, strict=True
         ):
-            codes = cache.backend.encode(given, scale=scale)
+            codes = encode(given, scale=scale)
             ideal = cache.backend.decode(codes[0], scale if codes[1] is None else codes[1]).double()
             # A kernel may round a tie the other way, which costs next to nothing more than the codec's own error.
             assert relative(got, given.double()) <= 1.01 * relative(ideal, given.double())

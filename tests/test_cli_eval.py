@@ -157,3 +157,19 @@ def test_too_little_memory_is_told(weights: str, text: str, monkeypatch: pytest.
     monkeypatch.setattr(TinyModel, "hidden", full)
     said = refused("--model", weights, "--text", text, *QUICK)
     assert "too little memory: CUDA out of memory. Tried to allocate 20.00 GiB.; need" in said and "--length" in said
+
+
+@pytest.mark.parametrize("kind", ["first_prefill", "mean", "balanced"])
+def test_smoothing_is_used_and_said(weights: str, text: str, kind: str) -> None:
+    found = []
+    for options in ((), ("--smoothing", kind)):
+        status, out, _ = evaluate("--model", weights, "--text", text, "--modes", "int2", *QUICK, *options, "--json")
+        assert status == 0
+        found.append(json.loads(out))
+    assert found[1]["smoothing"] == kind and "smoothing" not in found[0]
+    plain, smoothed = (next(r for r in content["results"] if r["mode"].startswith("int2")) for content in found)
+    assert plain["kl"] != smoothed["kl"]
+
+
+def test_unknown_smoothing_is_refused(weights: str, text: str) -> None:
+    assert "--smoothing: got 'median', need" in refused("--model", weights, "--text", text, *QUICK, "--smoothing", "median")

@@ -237,7 +237,8 @@ class Runner:
         given = [torch.cat(rows) for rows in zip(*seq.given, strict=True)]
         for half, got, rows in zip(("key", "value"), stored, given, strict=True):
             scale = self.scales[f"{half[0]}_scale_cache"]
-            encoded, scales = self.backend.encode(rows[present], scale=None if self.backend.needs_scale_caches else scale)
+            encode = self.backend.encode if half == "key" else self.backend.encode_value
+            encoded, scales = encode(rows[present], scale=None if self.backend.needs_scale_caches else scale)
             wanted = self.backend.decode(encoded, scales if self.backend.needs_scale_caches else scale).double()
             # Kernels may round a tie to the other level, a step of about the row's rms, in one of a thousand places.
             allowed = math.sqrt(1e-3) if self.place.kernels else 0.0

@@ -174,7 +174,8 @@ def replace(name, make):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, h: h.update(format_version=2), "it has format version 2, this kvq reads version 1"),
+        (lambda t, h: h.update(format_version=3), "it has format version 3, this kvq reads versions 1 and 2"),
+        (lambda t, h: h.update(format_version=2), "its smoothing is not the one that its header names"),
         (lambda t, h: h.update(mode="int3_per_token_head"), "no installed package provides mode 'int3_per_token_head'"),
         (lambda t, h: h.update(mode="int4_per_token_head"), "key_cache' is U8 .* but the header asks for"),
         (lambda t, h: t.pop("value_cache"), "tensor 'value_cache' is missing"),

@@ -111,13 +111,13 @@ def fake_quantized_cache(config: Any, modes: dict[int, str]) -> DynamicCache:
 
 
 def _through(backend: Any, update: Any) -> Any:
-    def quantize(rows: torch.Tensor) -> torch.Tensor:
+    def quantize(rows: torch.Tensor, encode: Any) -> torch.Tensor:
         given = torch.ones(1) if backend.reads_scales and not backend.needs_scale_caches else None
-        codes, scales = backend.encode(rows if rows.dtype != torch.float64 else rows.float(), scale=given)
+        codes, scales = encode(rows if rows.dtype != torch.float64 else rows.float(), scale=given)
         return backend.decode(codes, given if given is not None else scales).to(rows.dtype)
 
     def quantizing(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return update(quantize(key), quantize(value), *args, **kwargs)
+        return update(quantize(key, backend.encode), quantize(value, backend.encode_value), *args, **kwargs)
 
     return quantizing
 

@@ -6,15 +6,18 @@ then differ in the third. Held to the same rows, a layer must agree with dense a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvq_core import get_backend
+from kvq_core import QuantKVBackend
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.layers import HANDLE
 from kvq_transformers.masks import padding_of
+
+Encode = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass
@@ -52,7 +55,8 @@ class Watch:
 
     def _remember(self, layer: Any, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None) -> Past:
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool) if padding is None else padding
-        new = Past(*(through_mode(layer.backend.mode, x) for x in (key, value)), real)
+        backend = layer.backend
+        new = Past(through_mode(backend, backend.encode, key), through_mode(backend, backend.encode_value, value), real)
         old = self.past.get(layer.index)
         if old is not None:
             new = Past(*(torch.cat(pair, -2) for pair in ((old.keys, new.keys), (old.values, new.values))), torch.cat([old.real, real], 1))
@@ -60,11 +64,10 @@ class Watch:
         return new
 
 
-def through_mode(mode: str, rows: torch.Tensor) -> torch.Tensor:
-    """Float32 rows as ``mode`` gives them back."""
-    backend = get_backend(mode)
+def through_mode(backend: QuantKVBackend, encode: Encode, rows: torch.Tensor) -> torch.Tensor:
+    """Float32 rows as ``backend`` gives them back, encoded as K or as V."""
     given = torch.ones(1) if backend.reads_scales and not backend.needs_scale_caches else None
-    codes, scales = backend.encode(rows, scale=given)
+    codes, scales = encode(rows, scale=given)
     return backend.decode(codes, scales if given is None else given)
 
 

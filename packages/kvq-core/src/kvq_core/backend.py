@@ -35,6 +35,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.spec import Attention, NewRows, window_left
 
 if TYPE_CHECKING:
+    from kvq_core.calibration import KeySmoothing
     from kvq_core.launched import Launched
 
 
@@ -102,6 +103,10 @@ class QuantKVBackend(ABC):
         [...] float32 (``None`` if the mode stores none). ``scale`` is for modes whose scale the caller gives.
         """
 
+    def encode_value(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Quantize rows of V, as :meth:`encode` does those of K: for modes that store the two differently. One ``decode`` reads both."""
+        return self.encode(x, scale=scale)
+
     @abstractmethod
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """Reconstruct float32 rows [..., head_size] from :meth:`encode`'s codes (or their raw bytes) and scales [...]."""
@@ -138,6 +143,7 @@ class QuantKVBackend(ABC):
         *,
         k_scale_cache: torch.Tensor | None = None,
         v_scale_cache: torch.Tensor | None = None,
+        smoothing: KeySmoothing | None = None,
     ) -> None:
         """Store new rows in the pages.
 
@@ -148,11 +154,13 @@ class QuantKVBackend(ABC):
                 are skipped. Two rows must not name one slot.
             k_scale_cache, v_scale_cache: [num_blocks, block_size, num_kv_heads] float32 where :attr:`needs_scale_caches`, one
                 element each for ``fp8_per_tensor``, otherwise ``None``.
+            smoothing: the layer's, with which all keys of these pages are written and read; ``None``: keys are stored as they are.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        ops.write_op(self)(key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
+        smoothed = () if smoothing is None else (smoothing.mean, smoothing.inverse)
+        ops.write_op(self)(key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache, *smoothed)
 
     def unified_attention(
         self,
@@ -182,6 +190,7 @@ class QuantKVBackend(ABC):
         softmax_segm_output: torch.Tensor | None = None,
         softmax_segm_max: torch.Tensor | None = None,
         softmax_segm_expsum: torch.Tensor | None = None,
+        smoothing: KeySmoothing | None = None,
     ) -> None:
         """Causal attention of ragged query rows over the pages, into ``out``.
 
@@ -205,6 +214,7 @@ class QuantKVBackend(ABC):
             num_par_softmax_segments, softmax_segm_output, softmax_segm_max, softmax_segm_expsum: an engine's own segment count and
                 scratch [rows, num_query_heads, segments(, at least head_size_v)] float32, all four or none. They serve batches of one
                 query row a sequence that have no more rows than the scratch; in all others kvq plans and uses its own workspace.
+            smoothing: what :meth:`reshape_and_cache` was given for these pages. Scores are those of the keys as they were.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
@@ -235,4 +245,5 @@ class QuantKVBackend(ABC):
             softmax_segm_output,
             softmax_segm_max,
             softmax_segm_expsum,
+            *(() if smoothing is None else (smoothing.mean, smoothing.balance)),
         )

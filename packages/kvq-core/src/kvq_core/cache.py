@@ -18,6 +18,7 @@ from kvq_core import __version__, snapshot
 from kvq_core import step as steps
 from kvq_core.backend import QuantKVBackend
 from kvq_core.blocks import BlockPool
+from kvq_core.calibration import LayerSmoothings, ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError, KVQError, SnapshotError
 from kvq_core.layout import Geometry, LayerCaches
 from kvq_core.pages import Pages, Scale, contents
@@ -51,6 +52,8 @@ class PagedKVCache:
         layout: ``head_major``, ``token_major`` or ``interleaved`` (:mod:`kvq_core.layout`).
         k_scale, v_scale: for ``fp8_per_tensor``: one number or one-element tensor for all layers, or a sequence of them, one per layer
             (default 1.0). Copied.
+        smoothing: a :class:`~kvq_core.calibration.ModelSmoothing` of these layers, or ``"first_prefill"``: each layer takes the mean of the
+            first keys it is given off all that it stores (:mod:`kvq_core.calibration`). Fixed for the cache's life.
 
     Raises:
         ArgumentError: an argument does not fit the mode.
@@ -74,6 +77,7 @@ class PagedKVCache:
         layout: str = "head_major",
         k_scale: Scale | Sequence[Scale] | None = None,
         v_scale: Scale | Sequence[Scale] | None = None,
+        smoothing: Smoothings = None,
     ) -> None:
         backend = _backend(mode_or_backend)
         head_size_v = head_size if head_size_v is None else head_size_v
@@ -82,6 +86,7 @@ class PagedKVCache:
         self._pool = BlockPool(num_blocks)
         self._table = SequenceTable(self._pool, block_size)
         self.backend, self.geometry, self.device = backend, geometry, self._pages.device
+        self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), num_kv_heads, head_size, self.device)
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -111,6 +116,11 @@ class PagedKVCache:
         """Bits per stored value of K and V, scales included."""
         g = self.geometry
         return 8 * self.bytes_per_token / (g.num_layers * g.num_kv_heads * (g.head_size + g.head_size_v))
+
+    @property
+    def smoothing(self) -> ModelSmoothing | None:
+        """What keys are smoothed with, as far as it is known: of layers that wait for their first keys it is not."""
+        return self._smoothings.found
 
     @property
     def num_free_blocks(self) -> int:
@@ -205,6 +215,7 @@ class PagedKVCache:
             step.slot_mapping,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
+            smoothing=self._smoothings.for_write(layer, key),
         )
 
     def attend(
@@ -272,6 +283,7 @@ class PagedKVCache:
             mm_prefix_range=mm_prefix_range,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
+            smoothing=self._smoothings.get(layer),
         )
         return out
 
@@ -301,20 +313,29 @@ class PagedKVCache:
         package = type(self.backend).__module__.partition(".")[0]
         versions = {"kvq_core": __version__, package: str(getattr(sys.modules.get(package), "__version__", "unknown"))}
         bookkeeping = {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in self._table.saved().items()}
-        header = Header(self.mode, versions, self.geometry, self._table.next_id)
-        snapshot.save(path, header, self._pages.tensors | bookkeeping)
+        smoothing = self.smoothing
+        header = Header(self.mode, versions, self.geometry, self._table.next_id, smoothing.fingerprint if smoothing else None)
+        snapshot.save(path, header, self._pages.tensors | bookkeeping | (smoothing.tensors() if smoothing else {}))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], mode: str | QuantKVBackend | None = None, *, device: torch.device | str = "cpu") -> Self:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        mode: str | QuantKVBackend | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        smoothing: ModelSmoothing | None = None,
+    ) -> Self:
         """The cache that :meth:`save` wrote: same bytes, same sequences, same ids. Its attention results are the same bit for bit.
 
         Args:
             path: the file.
             mode: what the file must hold: a mode's name or alias, or the backend to use. ``None``: whatever it holds.
             device: where the buffers go.
+            smoothing: what its keys must have been smoothed with. ``None``: whatever the file says, which is in it.
 
         Raises:
-            SnapshotError: the file is damaged or truncated, of another format version, or of another mode than asked for; its mode is not
+            SnapshotError: the file is damaged or truncated, of another format version, mode or smoothing than asked for; its mode is not
                 installed; tensors are missing or do not fit the geometry it states.
             FileNotFoundError: there is no such file.
         """
@@ -328,7 +349,8 @@ class PagedKVCache:
                     file.expect(name, dtype, shape)
                 for name in SAVED:
                     file.expect(name, torch.int64)
-                cache = cls(backend, **vars(header.geometry), device=device)
+                saved = file.smoothing(smoothing)
+                cache = cls(backend, **vars(header.geometry), device=device, smoothing=saved)
                 for name, tensor in cache._pages.tensors.items():
                     tensor.copy_(file.tensor(name))
                 cache._table.restore({name: file.tensor(name).tolist() for name in SAVED}, header.next_id)

@@ -18,9 +18,10 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
     num_slots = rows.keys.num_blocks * rows.keys.block_size
     kept = (rows.slot_mapping >= 0) & (rows.slot_mapping < num_slots)
     slots = rows.slot_mapping[kept]
-    for x, plane in ((rows.key, rows.keys), (rows.value, rows.values)):
+    key = rows.key if rows.smoothing is None else rows.smoothing.smooth(rows.key)
+    for x, plane, encode in ((key, rows.keys, backend.encode), (rows.value, rows.values, backend.encode_value)):
         given = None if backend.needs_scale_caches else plane.scales
-        codes, scales = backend.encode(x[kept], scale=given)
+        codes, scales = encode(x[kept], scale=given)
         block, offset = slots // plane.block_size, slots % plane.block_size
         plane.codes[block, offset] = codes.view(plane.codes.dtype)
         if backend.needs_scale_caches and plane.scales is not None and scales is not None:

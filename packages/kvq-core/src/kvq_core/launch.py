@@ -15,7 +15,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.splits import merge_kernel
 from kvq_core.launched import Launched
-from kvq_core.spec import Attention, NewRows, Plane
+from kvq_core.spec import Attention, NewRows, Plane, Smoothing
 from kvq_core.workspace import sole_use
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
@@ -69,9 +69,11 @@ def bundle_plane(plane: Plane, name: str, streams: int) -> args.Plane:
     return args.Plane(codes, scales, block, slot, head, *scales.stride())
 
 
-def bundle_rows(tensor: torch.Tensor) -> args.Rows:
+def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None) -> args.Rows:
     token, head, _ = tensor.stride()
-    return args.Rows(tensor, token, head)
+    if smoothing is None:
+        return args.Rows(tensor, token, head)
+    return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor)
 
 
 def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
@@ -95,7 +97,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     launched.start(
         kernel,
         (triton.cdiv(total, tile.rows), 2),
-        bundle_rows(rows.key),
+        bundle_rows(rows.key, rows.smoothing),
         bundle_rows(rows.value),
         bundle_plane(rows.keys, "key_cache", form.streams),
         bundle_plane(rows.values, "value_cache", form.streams),
@@ -167,7 +169,7 @@ def _launch(
     launched.start(
         kernel,
         (programs, num_kv_heads),
-        bundle_rows(attention.q),
+        bundle_rows(attention.q, attention.smoothing),
         bundle_plane(attention.keys, "k_cache", form.streams),
         bundle_plane(attention.values, "v_cache", form.streams),
         output,
@@ -230,6 +232,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         wide_pages=attention.keys.block_size * stride >= 2**31,
         wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
+        shifted=attention.smoothing is not None and (attention.scoring.softcap > 0 or attention.scoring.sinks is not None),
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         use_asm=_device_facts(attention.q.device).use_asm,
         overlap=bool(launch.split) and _overlaps(attention.q.device),

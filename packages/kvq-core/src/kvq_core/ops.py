@@ -19,7 +19,7 @@ import torch
 from kvq_core import debug, eager, schedule
 from kvq_core.plans.lookup import asking_first
 from kvq_core.repeat import Facts, Repeats, facts_of
-from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch
+from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch, Smoothing
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _WRITE_SCHEMA = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    "Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache) -> ()"
+    "Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache, Tensor? k_mean=None, Tensor? k_factor=None) -> ()"
 )
 # fp8_per_tensor's scales are inputs, so that its op must not claim to change them.
 _WRITE_SCHEMA_GIVEN_SCALES = _WRITE_SCHEMA.replace("Tensor(c!)?", "Tensor?").replace("Tensor(d!)?", "Tensor?")
@@ -37,7 +37,8 @@ _READ_SCHEMA = (
     "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, Tensor block_table, float softcap, Tensor? sinks, "
     "Tensor? alibi_slopes, bool use_alibi_sqrt, Tensor? qq_bias, Tensor? output_scale, Tensor? mm_prefix_range, "
     "Tensor? k_scale_cache, Tensor? v_scale_cache, SymInt? seq_threshold_3D, SymInt? num_par_softmax_segments, "
-    "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum) -> ()"
+    "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum, "
+    "Tensor? k_mean=None, Tensor? k_factor=None) -> ()"
 )
 _MAX_SEQLEN_K = 7
 """Its place among the read op's arguments."""
@@ -63,9 +64,20 @@ def _write(
     slot_mapping: torch.Tensor,
     k_scale_cache: torch.Tensor | None,
     v_scale_cache: torch.Tensor | None,
+    k_mean: torch.Tensor | None = None,
+    k_factor: torch.Tensor | None = None,
 ) -> Launched | None:
     rows = NewRows.checked(
-        backend, key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache, batch_invariant=batch_invariant
+        backend,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        k_scale_cache,
+        v_scale_cache,
+        batch_invariant=batch_invariant,
+        smoothing=Smoothing.given(k_mean, k_factor),
     )
     if debug.enabled():
         debug.check_slots(rows)
@@ -105,6 +117,8 @@ def _read(
     segm_output: torch.Tensor | None,
     segm_max: torch.Tensor | None,
     segm_expsum: torch.Tensor | None,
+    k_mean: torch.Tensor | None = None,
+    k_factor: torch.Tensor | None = None,
 ) -> Launched | None:
     attention = Attention(
         q=q,
@@ -117,6 +131,7 @@ def _read(
         scratch=Scratch.given(num_segments, segm_output, segm_max, segm_expsum),
         seq_threshold_3d=seq_threshold_3d,
         batch_invariant=batch_invariant,
+        smoothing=Smoothing.given(k_mean, k_factor),
     )
     attention.validate(backend)
     if debug.enabled():

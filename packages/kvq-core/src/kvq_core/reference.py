@@ -27,6 +27,9 @@ def attention(attn: Attention, gather: Gather, dtype: torch.dtype = torch.float3
     """
     batch, keys = attn.batch, attn.keys
     out = torch.zeros(attn.out.shape, dtype=dtype, device=attn.q.device)
+    q, shift = attn.q.to(dtype), attn.q.new_zeros(attn.q.shape[:2], dtype=dtype)
+    if attn.smoothing is not None:
+        q, shift = attn.smoothing.of_queries(q)
     starts, used = batch.cu_seqlens_q.tolist(), batch.seqused_k.tolist()
     for seq in range(batch.num_seqs):
         first, last, num_keys = starts[seq], starts[seq + 1], used[seq]
@@ -38,12 +41,13 @@ def attention(attn: Attention, gather: Gather, dtype: torch.dtype = torch.float3
         stored = inside.repeat_interleave(keys.block_size)[:num_keys]
         k = gather(keys, blocks)[:num_keys].to(dtype)
         v = gather(attn.values, blocks)[:num_keys].to(dtype)
-        rows = attn.q[first:last].to(dtype)
-        out[first:last] = _one_sequence(rows, k, v, stored, attn.scoring, seq)
+        out[first:last] = _one_sequence(q[first:last], shift[first:last], k, v, stored, attn.scoring, seq)
     return out
 
 
-def _one_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored: torch.Tensor, scoring: Scoring, seq: int) -> torch.Tensor:
+def _one_sequence(
+    q: torch.Tensor, shift: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored: torch.Tensor, scoring: Scoring, seq: int
+) -> torch.Tensor:
     num_rows, num_query_heads, _ = q.shape
     num_keys, num_kv_heads, _ = k.shape
     group = num_query_heads // num_kv_heads
@@ -53,7 +57,8 @@ def _one_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored: tor
     seen = _visible(p, j, scoring, seq) & stored
 
     grouped = q.view(num_rows, num_kv_heads, group, -1)
-    s = torch.einsum("ihgd,jhd->hgij", grouped, k).reshape(num_query_heads, num_rows, num_keys) * scoring.softmax_scale
+    s = torch.einsum("ihgd,jhd->hgij", grouped, k).reshape(num_query_heads, num_rows, num_keys)
+    s = (s + shift.t()[:, :, None]) * scoring.softmax_scale
     if scoring.softcap > 0:
         s = scoring.softcap * torch.tanh(s / scoring.softcap)
     s = s.masked_fill(~seen, -torch.inf)

@@ -19,11 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvq_core.calibration import ModelSmoothing
 from kvq_core.errors import SnapshotError
 from kvq_core.layout import Geometry
 from kvq_core.spec import FLOATS
 
 FORMAT_VERSION: Final = 1
+SMOOTHED_VERSION: Final = 2
+"""Of snapshots whose keys are smoothed: who only knows the first version must not take them for the keys themselves."""
 _KEY: Final = "kvq"
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _ON_DISK: Final = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64", torch.float32: "F32"}
@@ -37,16 +40,19 @@ class Header:
     packages: dict[str, str]
     geometry: Geometry
     next_id: int
+    smoothing: str | None = None
+    """The fingerprint of what keys were smoothed with."""
 
     def to_json(self, checksums: Mapping[str, int]) -> str:
         geometry = asdict(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
         return json.dumps(
             {
-                "format_version": FORMAT_VERSION,
+                "format_version": SMOOTHED_VERSION if self.smoothing else FORMAT_VERSION,
                 "mode": self.mode,
                 "packages": self.packages,
                 "geometry": geometry,
                 "next_id": self.next_id,
+                "smoothing": self.smoothing,
                 "checksums": dict(checksums),
             }
         )
@@ -98,6 +104,22 @@ class Snapshot:
             raise self.error(f"tensor {name!r} is damaged: its checksum differs from the header's")
         return loaded
 
+    def smoothing(self, wanted: ModelSmoothing | None) -> ModelSmoothing | None:
+        """What the keys in it are smoothed with.
+
+        Raises:
+            SnapshotError: it is not ``wanted``, if that is given, or not what the header says.
+        """
+        held = self.header.smoothing
+        if wanted is not None and wanted.fingerprint != held:
+            raise self.error(f"its keys are smoothed with {held or 'nothing'}, not with {wanted.fingerprint} as asked for")
+        if held is None:
+            return None
+        found = ModelSmoothing.of_tensors({name: self.tensor(name) for name in self._names if name.startswith("smoothing.")})
+        if found.fingerprint != held:
+            raise self.error("its smoothing is not the one that its header names")
+        return found
+
     def _read_header(self) -> tuple[Header, dict[str, int]]:
         text = (self._file.metadata() or {}).get(_KEY)
         if text is None:
@@ -107,13 +129,14 @@ class Snapshot:
             version = raw["format_version"]
         except (ValueError, KeyError, TypeError) as cause:
             raise self.error("its kvq header is damaged") from cause
-        if version != FORMAT_VERSION:
-            raise self.error(f"it has format version {version!r}, this kvq reads version {FORMAT_VERSION}")
+        if version not in (FORMAT_VERSION, SMOOTHED_VERSION):
+            raise self.error(f"it has format version {version!r}, this kvq reads versions {FORMAT_VERSION} and {SMOOTHED_VERSION}")
         try:
             stored = {field.name: raw["geometry"][field.name] for field in fields(Geometry)}
             geometry = Geometry(**stored | {"dtype": _DTYPES[stored["dtype"]]})
             checksums = {str(name): int(value) for name, value in raw["checksums"].items()}
-            return Header(str(raw["mode"]), dict(raw["packages"]), geometry, int(raw["next_id"])), checksums
+            smoothing = str(raw["smoothing"]) if version == SMOOTHED_VERSION else None
+            return Header(str(raw["mode"]), dict(raw["packages"]), geometry, int(raw["next_id"]), smoothing), checksums
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise self.error(f"its kvq header is damaged: {type(cause).__name__} {cause}") from cause
 

@@ -104,6 +104,45 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """How the keys in the pages differ from the model's (:mod:`kvq_core.calibration`): ``mean`` and ``factor`` [Hkv, D] float32.
+
+    For a write, keys become ``(k - mean) * factor``. For a read, q becomes ``q * factor``, and ``q . mean`` is what a row's scores lack.
+    """
+
+    mean: torch.Tensor
+    factor: torch.Tensor | None = None
+
+    @classmethod
+    def given(cls, mean: torch.Tensor | None, factor: torch.Tensor | None) -> Smoothing | None:
+        return None if mean is None else cls(mean, factor)
+
+    def validate(self, num_kv_heads: int, head_size: int, device: torch.device) -> None:
+        for tensor in (self.mean, self.factor):
+            if tensor is None:
+                continue
+            _need_tensor(tensor, "smoothing", 2, (torch.float32,), device)
+            _need(
+                tensor.shape == (num_kv_heads, head_size) and tensor.is_contiguous(),
+                "smoothing",
+                f"one for {tensor.shape[0]} heads of {tensor.shape[1]}, strides {tensor.stride()}",
+                f"one for the {num_kv_heads} kv heads of {head_size}, contiguous",
+            )
+
+    def smooth(self, key: torch.Tensor) -> torch.Tensor:
+        """Of a write: keys [T, Hkv, D] as they are stored, in their own dtype."""
+        rows = key.float() - self.mean
+        return (rows if self.factor is None else rows * self.factor).to(key.dtype)
+
+    def of_queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a read: queries [T, Hq, D] of any float dtype as the stored keys need them, and q . mean [T, Hq]."""
+        grouped = q.unflatten(1, (self.mean.shape[0], -1))
+        shift = (grouped * self.mean.to(q.dtype)[:, None]).sum(-1).flatten(1)
+        balanced = grouped if self.factor is None else grouped * self.factor.to(q.dtype)[:, None]
+        return balanced.flatten(1, 2), shift
+
+
+@dataclass(frozen=True)
 class NewRows:
     """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where.
 
@@ -116,6 +155,7 @@ class NewRows:
     keys: Plane
     values: Plane
     batch_invariant: bool = False
+    smoothing: Smoothing | None = None
 
     @classmethod
     def checked(
@@ -130,6 +170,7 @@ class NewRows:
         v_scale_cache: torch.Tensor | None,
         *,
         batch_invariant: bool = False,
+        smoothing: Smoothing | None = None,
     ) -> NewRows:
         """Bundle the arguments of ``reshape_and_cache``; raise :class:`ArgumentError` naming the first one that does not fit."""
         _need_tensor(key, "key", 3, FLOATS, key.device)
@@ -146,7 +187,9 @@ class NewRows:
         values = Plane(value_cache, v_scale_cache, value.shape[2])
         _check_planes(backend, {"key_cache": keys, "value_cache": values}, key.device, key.dtype)
         _need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
-        return cls(key, value, slot_mapping, keys, values, batch_invariant)
+        if smoothing is not None:
+            smoothing.validate(key.shape[1], key.shape[2], key.device)
+        return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing)
 
 
 @dataclass(frozen=True)
@@ -300,6 +343,7 @@ class Attention:
     scratch: Scratch | None = None
     seq_threshold_3d: int | None = None
     batch_invariant: bool = False
+    smoothing: Smoothing | None = None
 
     @property
     def queries_per_kv(self) -> int:
@@ -330,6 +374,8 @@ class Attention:
         self.scoring.validate(q.shape[1], self.batch.num_seqs, device)
         if self.scratch is not None:
             self.scratch.validate(q.shape[1], out.shape[2], device)
+        if self.smoothing is not None:
+            self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device)
 
 
 def _check_planes(backend: QuantKVBackend, named: dict[str, Plane], device: torch.device, dtype: torch.dtype) -> None:

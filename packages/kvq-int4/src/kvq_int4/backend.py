@@ -1,4 +1,4 @@
-"""``int4_per_token_head``: 3.8 times smaller than bf16, rotated, byte-compatible with vLLM's mode of that name."""
+"""``int4_per_token_head``: 3.8 times smaller than bf16, rotated, in the format of vLLM's mode of that name."""
 
 from __future__ import annotations
 

@@ -1,17 +1,24 @@
-"""int4: rotate, then 16 levels between each row's minimum and maximum. Byte-compatible with vLLM's ``int4_per_token_head``.
+"""int4: rotate, then 16 levels over 95 % of each row's range, and a scale without bias. vLLM's ``int4_per_token_head`` has the same bytes.
 
 ::
 
     y    = H D x                                      (randomized Hadamard transform, kvq_core.hadamard)
-    s    = max((max y - min y) / 15, 1e-6)
-    zp   = clamp(round(-min y / s), 0, 15)
-    code = clamp(round(y / s + zp), 0, 15)            y' = (code - zp) * s',   x' = D H y' / b
+    r    = max(max y, 0) - min(min y, 0)              the row's range, 0 in it
+    t    = max(0.95 r / 15, 1e-6)                     the step that codes are chosen in: the range's ends are clipped
+    zp   = clamp(round(-(min(min y, 0) + 0.025 r) / t), 0, 15)
+    code = clamp(round(y / t + zp), 0, 15)
+    s    = <y, y> / <y, code - zp>                    stored; t where <y, y> is below 1e-10 or no float32
+    y'   = (code - zp) * s',                          x' = D H y' / b
 
     byte i of a head:     7 6 5 4   3 2 1 0           scale word:   31 .. 4            3 2 1 0
                          code[2i+1] code[2i]                        s' (float32 bits)  zp
 
 The zero point rides in the scale's low four mantissa bits, so that a (token, head) costs ``head_size / 2 + 4`` bytes.
 Rounding is half away from zero.
+
+A range that ends short of the extremes makes all steps finer; few values pay for it. The stored scale is not the step but the one that
+leaves a row's product with itself as it is, <y, y'> = <y, y>: what attention sums over many keys and values then has no bias. Both are
+the writer's business: whoever reads vLLM's format reads these bytes.
 """
 
 from __future__ import annotations
@@ -22,17 +29,38 @@ from kvq_core.hadamard import block_of, single_rht
 
 MIN_SCALE = 1e-6
 LEVELS = 16
+SMALLEST_LENGTH = 1e-10
+"""Shorter rows, squared, may lie between the levels next to 0 as a whole, since the step does not go below :data:`MIN_SCALE`."""
+CLIP = 0.025
+"""The share of a row's range that is clipped at either end."""
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] of any float dtype -> codes [..., d / 2] uint8 and scale words [...] float32."""
     y = single_rht(x.float())
-    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
-    scale = torch.clamp((high - low) / (LEVELS - 1), min=MIN_SCALE)
-    zero = torch.clamp(torch.floor(-low / scale + 0.5), 0, LEVELS - 1)
+    return quantize(y, *grid(y))
+
+
+def quantize(y: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated rows [..., d] on the grid of ``step`` and ``zero`` [..., 1] -> codes and scale words as :func:`encode` returns them."""
     # Below 0.5 everything clamps to 0, so that flooring x + 0.5 is rounding half away from zero here.
-    codes = torch.clamp(torch.floor(y / scale + zero + 0.5), 0, LEVELS - 1).nan_to_num(0).to(torch.uint8)
-    return pack(codes), join_scale(scale.squeeze(-1), zero.squeeze(-1))
+    codes = torch.clamp(torch.floor(y / step + zero + 0.5), 0, LEVELS - 1)
+    scale = fitted(y, codes, step, zero)
+    return pack(codes.nan_to_num(0).to(torch.uint8)), join_scale(scale.squeeze(-1), zero.squeeze(-1))
+
+
+def grid(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step that codes of rotated rows [..., d] are chosen in, and the zero point, both [..., 1]."""
+    low, high = y.amin(-1, keepdim=True).clamp(max=0), y.amax(-1, keepdim=True).clamp(min=0)
+    step = torch.clamp((high - low) * ((1 - 2 * CLIP) / (LEVELS - 1)), min=MIN_SCALE)
+    zero = torch.clamp(torch.floor((low + CLIP * (high - low)) / -step + 0.5), 0, LEVELS - 1)
+    return step, zero
+
+
+def fitted(y: torch.Tensor, codes: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """The scale [..., 1] of rotated rows for which <y, y'> = <y, y>; the step where float32 cannot tell."""
+    length, shadow = y.square().sum(-1, keepdim=True), (y * (codes - zero)).sum(-1, keepdim=True)
+    return torch.where((length < SMALLEST_LENGTH) | length.isinf(), step, length / shadow)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def attend(
     share = take_share(num_seqs, batch, scoring, splits, C)
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
-        rows = query_rows(work, kv_head, C)
+        rows = query_rows(work, queries, kv_head, scoring, C)
         q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
         q = query_operand(q, C)
         left = softmax_unit(unit, scoring)

@@ -7,15 +7,21 @@ from kvq_core.hadamard import sign_bits
 from kvq_core.kernels.args import Format
 from kvq_core.kernels.packing import to_streams
 from kvq_core.kernels.rotation import rotate
-from kvq_core.kernels.rounding import floor_bits
-from kvq_core.kernels.slots import has_nan, in_head, load_rows, new_rows, store_lanes, store_scales
+from kvq_core.kernels.rounding import floor_bits, floor_float
+from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
 from kvq_core.spec import NewRows
+from kvq_int4.codec import CLIP as _CLIP
+from kvq_int4.codec import LEVELS
 from kvq_int4.codec import MIN_SCALE as _MIN_SCALE
+from kvq_int4.codec import SMALLEST_LENGTH as _SMALLEST_LENGTH
 
 FORMAT = Format(streams=4, rotated=True, signs=sign_bits(0, 256))
 MIN_SCALE = tl.constexpr(_MIN_SCALE)
+CLIP = tl.constexpr(_CLIP)
+SMALLEST_LENGTH = tl.constexpr(_SMALLEST_LENGTH)
+STEP = tl.constexpr((1 - 2 * _CLIP) / (LEVELS - 1))
 
 
 def launch_write(rows: NewRows) -> Launched:
@@ -39,22 +45,31 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     x = to_streams(load_rows(source, rows, HEADS, C), C.rows, HEADS.width, 4)
     SIGNS: tl.constexpr = C.format.signs
     y = rotate(x, HEADS, SIGNS, C.upcast_dots)
-    low = tl.min(in_head(y[0], float("inf"), HEADS), 1)
-    high = tl.max(in_head(y[0], float("-inf"), HEADS), 1)
+    low = y[0]
+    high = y[0]
     for s in tl.static_range(1, 4):
-        low = tl.minimum(low, tl.min(in_head(y[s], float("inf"), HEADS), 1))
-        high = tl.maximum(high, tl.max(in_head(y[s], float("-inf"), HEADS), 1))
-    scale = tl.maximum((high - low) * (1.0 / 15.0), MIN_SCALE)
-    inverse = 1.0 / scale
-    zero = tl.minimum(tl.maximum(tl.floor(-low * inverse + 0.5), 0.0), 15.0)
+        low = tl.minimum(low, y[s])
+        high = tl.maximum(high, y[s])
+    # Padding lanes are 0, and 0 is in the range.
+    low = tl.minimum(tl.min(low, 1), 0.0)
+    high = tl.maximum(tl.max(high, 1), 0.0)
+    step = tl.maximum((high - low) * STEP, MIN_SCALE)
+    inverse = 1.0 / step
+    zero = tl.minimum(tl.maximum(tl.floor((low + CLIP * (high - low)) * -inverse + 0.5), 0.0), 15.0)
     lanes = tl.zeros_like(y[0]).to(tl.int32)
+    length = tl.zeros_like(y[0])
+    shadow = tl.zeros_like(y[0])
     for s in tl.static_range(4):
         # Clamped below 16 first: flooring needs it, and gives the same code.
         level = tl.minimum(tl.maximum(y[s] * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)
+        bits = floor_bits(level, C.use_asm)
         # Only the low 16 bits of each are its own, so that a sum packs them.
-        lanes += floor_bits(level, C.use_asm) << (4 * s)
+        lanes += bits << (4 * s)
+        length += y[s] * y[s]
+        shadow += y[s] * floor_float(bits, zero, C.use_asm)
     store_lanes(plane, rows, lanes.to(tl.uint16), HEADS, C)
+    length = tl.sum(length, 1)
+    # What is NaN passes both tests.
+    scale = tl.where((length < SMALLEST_LENGTH) | (length == float("inf")), step, length / tl.sum(shadow, 1))
     word = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
-    # A NaN of a row is in every channel of its block, and so in the first stream.
-    word = tl.where(has_nan(y[0]), 0x7FC00000, word)
     store_scales(plane, rows, word.to(tl.float32, bitcast=True))

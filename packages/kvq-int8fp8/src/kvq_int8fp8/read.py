@@ -67,7 +67,7 @@ def attend(
     share = take_share(num_seqs, batch, scoring, splits, C)
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
-        rows = query_rows(work, kv_head, C)
+        rows = query_rows(work, queries, kv_head, scoring, C)
         q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring) * UNIT, C)
         if PER_TENSOR:
             unit = unit * tl.load(keys.scales)

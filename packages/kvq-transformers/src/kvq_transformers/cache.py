@@ -11,12 +11,14 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedLayer
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
 from kvq_transformers.rows import RowTable, row_indices
+from kvq_transformers.storage import LayerSmoothing
 from kvq_transformers.support import check_head_sizes, decoder_config
 
 
@@ -38,6 +40,8 @@ class KVQCache(Cache):
         max_cache_len: ``None``: pages grow with the text. A number: pages for that many tokens a row are allocated at the first forward
             and stay where they are, so that ``generate`` can compile its decode step.
         block_size: tokens a block, a multiple of 8.
+        smoothing: a :class:`~kvq_core.calibration.ModelSmoothing` with this model's attention layers, or ``"first_prefill"``: each layer
+            takes the mean of the first prompt's keys off all that it stores. Scores stay what they are.
 
     Raises:
         ArgumentError: the model's attention cannot run over these pages, or an argument does not fit; the message says why.
@@ -46,7 +50,15 @@ class KVQCache(Cache):
     A row's padding takes no space. A cache is not safe to use from several threads at once.
     """
 
-    def __init__(self, config: PretrainedConfig, mode: Modes = "int4", *, max_cache_len: int | None = None, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        mode: Modes = "int4",
+        *,
+        max_cache_len: int | None = None,
+        block_size: int = 16,
+        smoothing: Smoothings = None,
+    ) -> None:
         text = decoder_config(config)
         for name, value, step in (("max_cache_len", max_cache_len, 1), ("block_size", block_size, 8)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % step):
@@ -62,12 +74,13 @@ class KVQCache(Cache):
             raise ArgumentError("config", f"{text.model_type}, whose layers keep no K and V", "a model with attention layers")
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
+        smoothings = _layer_smoothings(smoothing, list(windows))
         tables = {window: RowTable(block_size, window) for window in set(windows.values())}
         for index, window in windows.items():
             layers[index] = (
-                GrowingLayer(backends[index], index, tables[window])
+                GrowingLayer(backends[index], index, tables[window], smoothings[index])
                 if max_cache_len is None
-                else FixedLayer(backends[index], index, window, max_cache_len, block_size)
+                else FixedLayer(backends[index], index, window, max_cache_len, block_size, smoothings[index])
             )
         super().__init__(layers=layers)
         self._tables = [] if max_cache_len is not None else list(tables.values())
@@ -90,6 +103,13 @@ class KVQCache(Cache):
     def modes(self) -> dict[int, str]:
         """The full name of each attention layer's mode, by layer."""
         return {layer.index: layer.backend.mode for layer in self._pages_layers}
+
+    @property
+    def smoothing(self) -> ModelSmoothing | None:
+        """What keys are smoothed with, as far as it is known: before the first prefill nothing is, unless it was given."""
+        made = {layer.index: layer.pages for layer in self._pages_layers if layer.is_initialized}
+        found = {index: pages.smoothing for index, pages in made.items() if pages.smoothing is not None and not pages.waits}
+        return ModelSmoothing(found) if found else None
 
     @property
     def nbytes(self) -> int:
@@ -190,6 +210,14 @@ class KVQCache(Cache):
     @property
     def _num_rows(self) -> int:
         return max(0, max(layer.batch_size for layer in self._pages_layers))
+
+
+def _layer_smoothings(given: Smoothings, layers: list[int]) -> dict[int, LayerSmoothing]:
+    if isinstance(given, ModelSmoothing):
+        return dict(zip(layers, given.for_layers(layers), strict=True))
+    if given not in (None, FIRST_PREFILL):
+        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
+    return dict.fromkeys(layers, given)
 
 
 def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int | None:

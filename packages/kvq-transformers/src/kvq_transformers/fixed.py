@@ -15,7 +15,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.layout import Geometry
 from kvq_transformers.layers import KVQLayer
 from kvq_transformers.rows import piece_length, token_rows
-from kvq_transformers.storage import Batch, LayerPages, Scoring
+from kvq_transformers.storage import Batch, LayerPages, LayerSmoothing, Scoring
 
 
 class FixedLayer(KVQLayer):
@@ -26,8 +26,16 @@ class FixedLayer(KVQLayer):
     columns: torch.Tensor
     block_table: torch.Tensor
 
-    def __init__(self, backend: QuantKVBackend, index: int, window: int | None, max_cache_len: int, block_size: int) -> None:
-        super().__init__(backend, index, window)
+    def __init__(
+        self,
+        backend: QuantKVBackend,
+        index: int,
+        window: int | None,
+        max_cache_len: int,
+        block_size: int,
+        smoothing: LayerSmoothing = None,
+    ) -> None:
+        super().__init__(backend, index, window, smoothing)
         self.max_cache_len, self.block_size = max_cache_len, block_size
         self.num_logical = -(-max_cache_len // block_size)
         self.ring = self.num_logical
@@ -42,7 +50,7 @@ class FixedLayer(KVQLayer):
         geometry = Geometry(
             num_blocks=self.batch_size * self.ring, block_size=size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes
         )
-        self.pages = LayerPages(self.backend, geometry, self.device)
+        self.pages = LayerPages(self.backend, geometry, self.device, self.smoothing)
         self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
         self.columns = torch.zeros((), dtype=torch.int64, device=self.device)
         rows = torch.arange(self.batch_size, device=self.device)[:, None] * self.ring
@@ -52,7 +60,8 @@ class FixedLayer(KVQLayer):
 
     def pin(self) -> None:
         """Tell torch.compile that addresses stay: it would copy the pages into and out of a CUDA graph at every replay."""
-        for tensor in (*vars(self.pages.caches).values(), self.lengths, self.columns, self.block_table):
+        smoothing = () if self.pages.smoothing is None else vars(self.pages.smoothing).values()
+        for tensor in (*vars(self.pages.caches).values(), self.lengths, self.columns, self.block_table, *smoothing):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
 

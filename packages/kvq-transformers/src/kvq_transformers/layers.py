@@ -18,20 +18,20 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.layout import Geometry
 from kvq_transformers.rows import Piece, RowTable, token_rows
-from kvq_transformers.storage import Batch, LayerPages, Scoring
+from kvq_transformers.storage import Batch, LayerPages, LayerSmoothing, Scoring
 
 HANDLE = "_kvq_layer"
 
 
 class KVQLayer(CacheLayerMixin):
-    """K and V of one layer in the pages of ``backend``; ``window`` is the layer's sliding window, if any."""
+    """K and V of one layer in the pages of ``backend``; ``window`` is its sliding window, ``smoothing`` that of its keys, if any."""
 
     is_croppable = True
     pages: LayerPages
 
-    def __init__(self, backend: QuantKVBackend, index: int, window: int | None) -> None:
+    def __init__(self, backend: QuantKVBackend, index: int, window: int | None, smoothing: LayerSmoothing) -> None:
         super().__init__()
-        self.backend, self.index, self.window = backend, index, window
+        self.backend, self.index, self.window, self.smoothing = backend, index, window, smoothing
         self.is_sliding = window is not None
         self.batch_size = -1
         # Set between update() and attend(): a model that does not hand the keys on would otherwise lose them unnoticed.
@@ -115,8 +115,8 @@ class GrowingLayer(KVQLayer):
 
     is_compileable = False
 
-    def __init__(self, backend: QuantKVBackend, index: int, table: RowTable) -> None:
-        super().__init__(backend, index, table.window)
+    def __init__(self, backend: QuantKVBackend, index: int, table: RowTable, smoothing: LayerSmoothing = None) -> None:
+        super().__init__(backend, index, table.window, smoothing)
         self.table = table
         self.columns = 0
 
@@ -124,7 +124,7 @@ class GrowingLayer(KVQLayer):
         self.table.start(self.batch_size)
         size = self.table.block_size
         self._geometry = Geometry(num_blocks=1, block_size=size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes)
-        self.pages = LayerPages(self.backend, self._geometry, self.device)
+        self.pages = LayerPages(self.backend, self._geometry, self.device, self.smoothing)
 
     def get_seq_length(self) -> int:
         return self.columns

@@ -9,8 +9,11 @@ import torch
 
 from kvq_core import ops
 from kvq_core.backend import QuantKVBackend
+from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
 from kvq_core.layout import Geometry
 from kvq_core.pages import Pages
+
+LayerSmoothing = KeySmoothing | str | None
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,22 @@ class Batch:
 
 
 class LayerPages:
-    """K and V of one layer in ``num_blocks`` blocks, as ``backend`` stores them. Knows nothing about who holds which block."""
+    """K and V of one layer in ``num_blocks`` blocks, as ``backend`` stores them. Knows nothing about who holds which block.
 
-    def __init__(self, backend: QuantKVBackend, geometry: Geometry, device: torch.device) -> None:
+    ``smoothing``: of its keys; ``FIRST_PREFILL``: their mean in the first write, from then on and for good.
+    """
+
+    def __init__(self, backend: QuantKVBackend, geometry: Geometry, device: torch.device, smoothing: LayerSmoothing = None) -> None:
         self.backend, self.geometry, self.device = backend, geometry, device
         self._pages = Pages(backend, geometry, device, None, None)
         self.caches = self._pages.layers[0]
+        self.waits = smoothing == FIRST_PREFILL if isinstance(smoothing, str) else False
+        if self.waits:
+            # What is found is put here, so that compiled code finds it at the same address.
+            smoothing = KeySmoothing(torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device))
+        self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
+        if self.smoothing is not None:
+            self.smoothing.check(geometry.num_kv_heads, geometry.head_size)
         # Ops are defined at first use, which torch.compile could not trace.
         ops.write_op(backend)
         ops.read_op(backend)
@@ -53,6 +66,8 @@ class LayerPages:
         twin = copy(self)
         twin._allocate(self.geometry.num_blocks)
         twin._take(self._pages, slice(None))
+        if self.smoothing is not None:
+            twin.smoothing = replace(self.smoothing, mean=self.smoothing.mean.clone())
         return twin
 
     @property
@@ -88,6 +103,11 @@ class LayerPages:
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store rows [num_tokens, num_kv_heads, head_size(_v)] in the slots of ``slot_mapping`` (negative: skip)."""
         caches = self.caches
+        if self.waits and self.smoothing is not None:
+            statistics = KeyStatistics()
+            statistics.add(key, real=slot_mapping >= 0)
+            self.smoothing.mean.copy_(statistics.smoothing().mean)
+            self.waits = False
         self.backend.reshape_and_cache(
             key,
             value,
@@ -96,6 +116,7 @@ class LayerPages:
             slot_mapping,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
+            smoothing=self.smoothing,
         )
 
     def attend(self, q: torch.Tensor, out: torch.Tensor, batch: Batch, scoring: Scoring) -> None:
@@ -122,6 +143,7 @@ class LayerPages:
             mm_prefix_range=None,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
+            smoothing=self.smoothing,
         )
 
     def _allocate(self, num_blocks: int) -> None:

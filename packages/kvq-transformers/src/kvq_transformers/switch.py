@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from kvq_core.calibration import Smoothings
 from kvq_core.errors import ArgumentError
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
@@ -17,7 +18,7 @@ from kvq_transformers.support import decoder_config
 M = TypeVar("M", bound=PreTrainedModel)
 
 
-def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, block_size: int = 16) -> M:
+def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, block_size: int = 16, smoothing: Smoothings = None) -> M:
     """From now on ``model.generate(...)`` keeps K and V in a new :class:`KVQCache` each time. Returns ``model``.
 
     Calls that bring ``past_key_values``, ask for a ``cache_implementation`` or say ``use_cache=False`` are left alone. Enabling again
@@ -25,7 +26,7 @@ def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, 
 
     Args:
         model: a decoder with ``generate``.
-        mode, max_cache_len, block_size: as for :class:`KVQCache`.
+        mode, max_cache_len, block_size, smoothing: as for :class:`KVQCache`.
 
     Raises:
         ArgumentError: the model's attention cannot run over kvq's pages, or an argument does not fit; the model is left as it was.
@@ -35,7 +36,7 @@ def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, 
         raise ArgumentError("model", type(model).__name__, "a transformers model with generate()")
     text = decoder_config(model.config)
     was_on = text._attn_implementation == NAME
-    make = functools.partial(KVQCache, mode=mode, max_cache_len=max_cache_len, block_size=block_size)
+    make = functools.partial(KVQCache, mode=mode, max_cache_len=max_cache_len, block_size=block_size, smoothing=smoothing)
     make(model.config)  # refuses here rather than at the first generate
     if not _follows(model, text):
         if not was_on:

@@ -18,6 +18,7 @@ from kvq_core.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
+    from kvq_core.calibration import Smoothings
     from kvq_core.evaluation import Estimate, Evaluation, ModeResult, Passage, Subject
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -29,6 +30,7 @@ kvq eval                                              the bundled tiny model, fr
 kvq eval --modes int4,int2 --length 2000 --documents 8
 kvq eval --model Qwen/Qwen3-0.6B --text book.txt --modes int8,int4 --device cuda --out results
 kvq eval --text notes.md --json > eval.json
+kvq eval --modes int4,int2 --smoothing mean
 
 TEXT is UTF-8. A line "#### name" opens a document; a text without such lines is one. Documents are cut into passages of --length
 tokens, which are the sample that standard errors are taken over.
@@ -43,6 +45,11 @@ tokens, which are the sample that standard errors are taken over.
 @click.option("--documents", "most", type=click.IntRange(min=1), default=16, show_default=True, help="Passages, at most.")
 @click.option("--chunk", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a passage that are fed at once.")
 @click.option("--batch", type=click.IntRange(min=1), help="Passages side by side.  [default: 16; 1 for a Hugging Face model]")
+@click.option(
+    "--smoothing",
+    metavar="KIND",
+    help="Smooth the keys: first_prefill, mean or balanced (from a passage that is not scored), or the FILE of a ModelSmoothing.",
+)
 @click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write eval.json, eval.csv and eval.png there."
@@ -56,6 +63,7 @@ def evaluate(
     most: int,
     chunk: int,
     batch: int | None,
+    smoothing: str | None,
     device: str | None,
     out: Path | None,
     form: str,
@@ -75,6 +83,8 @@ def evaluate(
         for backend in backends:
             subject.bytes_per_token(backend)
     passages, calibration = _passages(subject, text_of(text, model), length, most)
+    if smoothing:
+        subject.smoothing = _smoothing(smoothing, subject, calibration)
     if out:
         out.mkdir(parents=True, exist_ok=True)
     batch = batch or (1 if is_huggingface(subject) else 16)
@@ -88,7 +98,7 @@ def evaluate(
             bar.update(tokens)
 
         found = measure(subject, backends, passages, calibration=calibration, chunk=chunk, batch=batch, tick=tick)
-    facts = _facts(subject, passages, length, chunk)
+    facts = _facts(subject, passages, length, chunk) | ({"smoothing": smoothing} if smoothing else {})
     failures = [*faults, *(f"{mode}: {type(problem).__name__}: {problem}" for mode, problem in found.failures.items())]
     _tell(found, facts, failures, form, out)
     if failures:
@@ -149,6 +159,23 @@ def _passages(subject: Subject, text: Path, length: int, most: int) -> tuple[lis
     return every[:spread:step][:most], every[-1]
 
 
+def _smoothing(kind: str, subject: Subject, calibration: Passage) -> Smoothings:
+    """What ``--smoothing`` asks for.
+
+    Raises:
+        ArgumentError: it is none of the kinds, and no file.
+    """
+    from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing
+
+    if kind == FIRST_PREFILL:
+        return kind
+    if kind in ("mean", "balanced"):
+        return subject.calibrate(calibration, balanced=kind == "balanced")
+    if not Path(kind).is_file():
+        raise ArgumentError("--smoothing", repr(kind), "first_prefill, mean, balanced, or a file that ModelSmoothing.save wrote")
+    return ModelSmoothing.load(kind, device=subject.device)
+
+
 def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: int) -> dict[str, Any]:
     import torch
 
@@ -176,6 +203,7 @@ def _tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], for
     content = output.as_json({**facts, "results": records, "failures": list(failures)})
     if form == "table":
         amount = f"{facts['passages']} passage{'s' * (facts['passages'] != 1)}, {facts['tokens']:,} tokens, fed {facts['chunk']} at a time"
+        amount += f", keys smoothed ({facts['smoothing']})" if "smoothing" in facts else ""
         peak = facts["process_peak_bytes"]
         took = f"; this process took {peak / 2**20:,.0f} MiB at its peak" if peak else ""
         click.echo(f"{facts['model']} on {facts['device']}: {amount}; torch {facts['torch']}{took}\n")

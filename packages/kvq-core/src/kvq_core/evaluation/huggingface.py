@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing, Smoothings
 from kvq_core.capacity import model_shape
 from kvq_core.capacity.plan import layer_bytes
 from kvq_core.errors import ArgumentError, KVQError
@@ -63,6 +64,7 @@ class HuggingFaceSubject:
 
     def __init__(self, name: str, model: Any, tokenizer: Any, make_cache: Any) -> None:
         self.name, self.model, self.tokenizer, self.make_cache = Path(name).name, model, tokenizer, make_cache
+        self.smoothing: Smoothings = None
         self.device: torch.device = model.device
 
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
@@ -80,7 +82,21 @@ class HuggingFaceSubject:
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> HuggingFaceSession:
         if len(passages) != 1:
             raise ArgumentError("batch", len(passages), "1: Hugging Face models read one passage at a time here")
-        return HuggingFaceSession(self.model, self.make_cache(self.model.config, mode=backend))
+        return HuggingFaceSession(self.model, self.make_cache(self.model.config, mode=backend, smoothing=self.smoothing))
+
+    @torch.inference_mode()
+    def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
+        """The smoothing of the model's layers from a passage that is not scored. Means only.
+
+        Raises:
+            ArgumentError: ``balanced``, which needs the queries, or more layers than have keys of their own.
+        """
+        if balanced:
+            raise ArgumentError("smoothing", "balanced", "mean or first_prefill: a Hugging Face model's queries are not recorded")
+        cache = self.make_cache(self.model.config, mode="none", smoothing=FIRST_PREFILL)
+        HuggingFaceSession(self.model, cache).feed([passage.tokens])
+        found: ModelSmoothing = cache.smoothing
+        return found
 
     def bytes_per_token(self, backend: QuantKVBackend) -> int:
         shape = model_shape(self.model.config.to_dict())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.evaluation.texts import Document
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Subject(Protocol):
 
     name: str
     device: torch.device
+    smoothing: Smoothings
+    """Of the caches that are opened."""
 
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
         """``documents`` as passages of ``length`` predicted tokens; remainders shorter than half of that are left out."""
@@ -46,6 +49,10 @@ class Subject(Protocol):
 
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> Session:
         """An empty cache in the mode of ``backend``, with room for ``passages``. ``calibration`` is text for modes that need some."""
+        ...
+
+    def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
+        """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""
         ...
 
     def bytes_per_token(self, backend: QuantKVBackend) -> int:

@@ -10,10 +10,11 @@ import torch
 
 import kvq_core
 from kvq_core.cache import PagedKVCache
+from kvq_core.calibration import KeySmoothing, ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.subject import Passage, cut
 from kvq_core.evaluation.texts import Document
-from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, given_scales
+from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -64,10 +65,10 @@ class TinySession:
 
 
 class TinySubject:
-    """See :class:`~kvq_core.evaluation.subject.Subject`. Tokens are bytes; ``SEPARATOR`` opens every passage."""
+    """See :class:`~kvq_core.evaluation.subject.Subject`. Tokens are bytes; ``SEPARATOR`` opens every passage. Caches take ``smoothing``."""
 
-    def __init__(self, model: TinyModel, name: str = "tiny model") -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: TinyModel, name: str = "tiny model", smoothing: Smoothings = None) -> None:
+        self.model, self.name, self.smoothing = model, name, smoothing
         self.device = model.embed.weight.device
 
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
@@ -75,6 +76,19 @@ class TinySubject:
         return [
             Passage((SEPARATOR, *piece), len(piece)) for document in documents for piece in cut(document.text, length) if len(piece) >= 1
         ]
+
+    @torch.inference_mode()
+    def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
+        """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""
+        found: dict[int, KeySmoothing] = {}
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            found[layer] = KeySmoothing.estimate(k, q if balanced else None)
+            return dense_attention(layer, q[None], k[None], v[None])[0]
+
+        tokens = torch.tensor(passage.tokens, device=self.device)
+        self.model.hidden(tokens, torch.arange(len(tokens), device=self.device), attend)
+        return ModelSmoothing(found)
 
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> TinySession:
         c = self.model.config
@@ -93,6 +107,7 @@ class TinySubject:
             device=self.device,
             k_scale=k_scales,
             v_scale=v_scales,
+            smoothing=self.smoothing,
         )
         return TinySession(self.model, cache, len(passages))
 

@@ -27,11 +27,17 @@ class Plane(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A [tokens, heads, channels] tensor with contiguous channels: q, out, or new K/V rows."""
+    """A [tokens, heads, channels] tensor with contiguous channels: q, out, or new K/V rows.
+
+    Where keys are smoothed, ``mean`` and ``factor`` [kv heads, channels] float32 or None: new keys become ``(k - mean) * factor``; q
+    becomes ``q * factor``, and ``q . mean`` joins its scores.
+    """
 
     ptr: Any
     token_stride: Any
     head_stride: Any
+    mean: Any = None
+    factor: Any = None
 
 
 class Batch(NamedTuple):
@@ -126,13 +132,17 @@ class RowBlock(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The query rows of a tile: [ROWS] vectors. Row r is query head ``r % group`` of token ``r // group``."""
+    """The query rows of a tile: [ROWS] vectors. Row r is query head ``r % group`` of token ``r // group``.
+
+    ``shift``: what the smoothed keys' mean adds to all scores of a row; means nothing unless C.shifted.
+    """
 
     index: Any
     token: Any
     head: Any
     position: Any
     valid: Any
+    shift: Any
 
 
 class Tiles(NamedTuple):
@@ -221,6 +231,7 @@ class ReadConfig:
     wide_pages: bool  # those inside a page do, too
     wide_rows: bool  # those of a row's heads
     alibi_sqrt: bool
+    shifted: bool  # a softcap or sinks would notice that smoothed keys lack their mean
     output: str
     use_asm: bool
     overlap: bool  # the merge is launched before the shares are done, and waits on the device

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores
-from kvq_core.kernels.queries import load_queries
+from kvq_core.kernels.queries import in_own_dtype, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
@@ -35,8 +35,8 @@ def attend(
     share = take_share(num_seqs, batch, scoring, splits, C)
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
-        rows = query_rows(work, kv_head, C)
-        q = query_operand(load_queries(queries, rows, C), C)
+        rows = query_rows(work, queries, kv_head, scoring, C)
+        q = query_operand(in_own_dtype(load_queries(queries, rows, C), queries), C)
         unit = tl.full([ROWS], 1.0, tl.float32) * score_unit(scoring)
         left = softmax_unit(unit, scoring)
         state = softmax_start(C.rows)

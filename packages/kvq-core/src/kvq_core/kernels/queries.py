@@ -18,7 +18,7 @@ def head_offset(head, head_stride, C: tl.constexpr):
 
 @triton.jit
 def load_queries(queries, rows, C: tl.constexpr):
-    """The tile's query rows as streams [ROWS, WIDTH], rotated (then float32) if the keys are."""
+    """The tile's query rows as streams [ROWS, WIDTH]: balanced, and rotated, if the keys are (then float32)."""
     HEADS: tl.constexpr = C.key_heads
     SIGNS: tl.constexpr = C.format.signs
     channel = tl.arange(0, HEADS.width * HEADS.streams)
@@ -27,10 +27,37 @@ def load_queries(queries, rows, C: tl.constexpr):
         mask = mask & (channel < HEADS.size)[None, :]
     offset = rows.token.to(tl.int64) * queries.token_stride + head_offset(rows.head, queries.head_stride, C)
     x = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+    if queries.factor is not None:
+        factor = tl.load(queries.factor + tl.program_id(1) * HEADS.size + channel, mask=channel < HEADS.size, other=0.0)
+        x = x.to(tl.float32) * factor[None, :]
     streams = to_streams(x, C.rows, HEADS.width, HEADS.streams)
     if C.format.rotated:
         streams = rotate(streams, HEADS, SIGNS, C.upcast_dots)
     return streams
+
+
+@triton.jit
+def in_own_dtype(streams, queries):
+    """Query streams for products with unquantized keys."""
+    result = ()
+    for s in tl.static_range(len(streams)):
+        result = result + (streams[s].to(queries.ptr.dtype.element_ty),)
+    return result
+
+
+@triton.jit
+def score_shift(queries, token, head, valid, scoring, C: tl.constexpr):
+    """softmax_scale * q.mean [ROWS] float32, if C.shifted; Triton 3.6 cannot put a None into a tuple, so that anything stands for it."""
+    shift = valid
+    if C.shifted:
+        HEADS: tl.constexpr = C.key_heads
+        channel = tl.arange(0, HEADS.width * HEADS.streams)
+        inside = channel < HEADS.size
+        offset = token.to(tl.int64) * queries.token_stride + head * queries.head_stride
+        q = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        mean = tl.load(queries.mean + tl.program_id(1) * HEADS.size + channel, mask=inside, other=0.0)
+        shift = tl.sum(q.to(tl.float32) * mean[None, :], 1) * scoring.softmax_scale
+    return shift
 
 
 @triton.jit

@@ -19,6 +19,29 @@ def floor_bits(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def floor_float(bits, zero, ASM: tl.constexpr):
+    """What :func:`floor_bits` found, as a float32, less ``zero``, whole [ROWS] float32 below 2^16."""
+    if ASM:
+        # The bits are those of floor + 2^23, which one subtraction takes off, exactly.
+        value = bits.to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, None]
+    else:
+        value = bits.to(tl.float32) - zero[:, None]
+    return value
+
+
+@triton.jit
+def to_nearest(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 -> a float of at most 32 bits, nearest even. The interpreter, by itself, truncates to bfloat16."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        near = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).to(tl.uint16)
+        y = tl.where(x == x, near, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(DTYPE)
+    return y
+
+
+@triton.jit
 def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """float32 -> the byte of a clamped 8-bit float, nearest even (e4m3fn: 3, 7, 448; e5m2: 2, 15, 57344). NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)

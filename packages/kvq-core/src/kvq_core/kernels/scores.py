@@ -29,6 +29,8 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexp
     if k_scale is not None:
         s = s * by_key(k_scale, C)
     if scoring.softcap is not None:
+        if C.shifted:
+            s = s + by_row(rows.shift, C)
         # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing.
         grown = tl.exp2(s * (2.0 * LOG2E / scoring.softcap))
         s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.rounding import to_nearest
+
 
 class NewRows(NamedTuple):
     """[ROWS] vectors. ``exists``: a row there is. ``valid``: and its slot lies in the cache."""
@@ -38,7 +40,19 @@ def load_rows(source, rows, HEADS: tl.constexpr, C: tl.constexpr):
     if HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
     offset = rows.token * source.token_stride + rows.head * source.head_stride
-    return tl.load(source.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+    x = tl.load(source.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+    if source.mean is not None:
+        x = smooth(x, source, rows.head[:, None] * HEADS.size + channel[None, :], mask, C.upcast_dots)
+    return x
+
+
+@triton.jit
+def smooth(x, source, at, mask, INTERPRETED: tl.constexpr):
+    """(x - mean) * factor, rounded to the rows' own dtype."""
+    y = x.to(tl.float32) - tl.load(source.mean + at, mask=mask, other=0.0)
+    if source.factor is not None:
+        y = y * tl.load(source.factor + at, mask=mask, other=0.0)
+    return to_nearest(y, x.dtype, INTERPRETED)
 
 
 @triton.jit

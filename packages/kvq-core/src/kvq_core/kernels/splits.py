@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvq_core.kernels.args import RowBlock, SoftmaxState
+from kvq_core.kernels.args import LOG2E, RowBlock, SoftmaxState
 from kvq_core.kernels.queries import store_rows
 from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
@@ -20,6 +20,9 @@ def finish(acc, state, output, output_scale, rows, work, kv_head, partials, spli
     if C.overlap:
         # The merge may be put in place; it waits for this launch's end before it reads.
         gdc_launch_dependents()
+    if C.shifted and scoring.softcap is None:
+        # Scores were all short of it, which the softmax does not see, but a sink does. A softcap has had it.
+        state = SoftmaxState(state.max + rows.shift * LOG2E, state.sum)
     if C.split == "":
         write_result(acc, state, output, output_scale, rows, scoring, C)
     else:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import KeyTile, QueryRows, Share, Tiles, Work
+from kvq_core.kernels.queries import score_shift
 
 SCAN = tl.constexpr(128)  # sequences looked at together
 
@@ -143,12 +144,13 @@ def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.con
 
 
 @triton.jit
-def query_rows(work, kv_head, C: tl.constexpr):
+def query_rows(work, queries, kv_head, scoring, C: tl.constexpr):
     """The tile's query rows."""
     r = tl.arange(0, C.rows)
     index = work.row_start + r // C.group
     valid = (r // C.group < work.num_rows) & (r < C.tokens * C.group)
-    return QueryRows(index, work.first_token + index, kv_head * C.group + r % C.group, work.context_len + index, valid)
+    token, head = work.first_token + index, kv_head * C.group + r % C.group
+    return QueryRows(index, token, head, work.context_len + index, valid, score_shift(queries, token, head, valid, scoring, C))
 
 
 @triton.jit

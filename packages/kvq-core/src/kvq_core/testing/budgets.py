@@ -10,7 +10,8 @@ over channels is near Gaussian: 6 sigma is one in 5e8. The rest is bounded by th
     scores    (6 sigma_c + sum_j p_j w_j (|v_j| + |out|)) / (sum_j p_j e^-d_j + p_sink)
               sigma_c = u / sqrt(3) * scale * sqrt(sum_d q_d^2 G_dc^2)
               d_j = 6 u / sqrt(3) * scale * sqrt(sum_d q_d^2 k_jd^2) + t_j           w_j = e^d_j - 1 - d_j + t_j + d_j^2 / softcap
-              t_j = r (|s_j| + 6 scale |q| |k_j| / sqrt(D)) + D f scale |q| |k_j| + 8 f (|s_j| + softcap)
+              t_j = r (|s_j - a| + 6 scale |q| |k_j| / sqrt(D)) + D f (scale |q| |k_j| + sum |a|) + 8 f (|s_j| + softcap)
+              a: the part of smoothed keys' scores that is their mean's, where a softcap or a sink sees it; sum |a|: of its terms
     products  u sum_j p_j |v_j|  +  f (6 sqrt(n) + 16) sum_j p_j ||v_j||  +  r sum_j p_j (|v_j| + 6 ||v_j|| / sqrt(Dv))
               +  Dv 2^-126, since numbers below float32's smallest normal one may be flushed
 
@@ -47,7 +48,8 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     deviation = SIGMAS * u / math.sqrt(3) * softmax_scale
     size, num_keys = exact.q.shape[-1], exact.k.shape[1]
     lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
-    rest = level_error * (exact.raw.abs() + SIGMAS * lengths / math.sqrt(size)) + size * F32 * lengths
+    rest = level_error * ((exact.raw - exact.shift).abs() + SIGMAS * lengths / math.sqrt(size)) + size * F32 * lengths
+    rest = rest + size * F32 * exact.shift_terms
     rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
     from_query = deviation * _largest_spread(exact.q, exact.k)
 
@@ -119,17 +121,33 @@ def symmetric_levels(x: torch.Tensor, largest: int, min_scale: float) -> torch.T
     return scale / 2 + 4 * F32 * x.abs()
 
 
-def affine_levels(y: torch.Tensor, levels: int, min_scale: float, lost_bits: int) -> torch.Tensor:
+def affine_levels(y: torch.Tensor, levels: int, min_scale: float, lost_bits: int, clip: float = 0.0) -> torch.Tensor:
     """Levels s * (n - zp), 0 <= n, zp < levels, s = max(range / (levels - 1), min_scale) less ``lost_bits`` of its mantissa.
 
-    Half a step, the drift of the cut scale over the levels, and, where the zero point is clamped (a row all of one sign), the distance
-    from y to the nearest level there is.
+    The range has 0 in it, and is ``clip`` of itself shorter at either end. Half a step, the drift of the cut scale over the levels, and,
+    where levels end before y does, the distance from y to the nearest level there is.
     """
-    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+    low, high = y.amin(-1, keepdim=True).clamp(max=0), y.amax(-1, keepdim=True).clamp(min=0)
+    low, high = low + clip * (high - low), high - clip * (high - low)
     scale = ((high - low) / (levels - 1)).clamp(min=min_scale)
     zero = (-low / scale + 0.5).floor().clamp(0, levels - 1)
     outside = torch.maximum(y - scale * (levels - 1 - zero), -scale * zero - y).clamp(min=0)
     return scale / 2 + outside + levels * scale * 2.0 ** (lost_bits - 23) + 8 * F32 * y.abs().amax(-1, keepdim=True)
+
+
+def unbiased(y: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """``bound`` on |y - y_t| after y_t has become y' = f y_t with <y, y'> = <y, y>.
+
+    f - 1 = <y, y - y_t> / <y, y_t>, and <y, y_t> is not below sum |y| (|y| - bound), nor |<y, y - y_t>| above sum |y| bound.
+    """
+    moved, kept = (y.abs() * bound).sum(-1, keepdim=True), (y.abs() * (y.abs() - bound)).sum(-1, keepdim=True)
+    return bound + torch.where(kept > 0, moved / kept, torch.inf) * (y.abs() + bound)
+
+
+def as_long(y: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """``bound`` on |y - y_t| after y_t has become y' = f y_t with ||y'|| = ||y||: f - 1 is at most ||y - y_t|| / ||y_t||."""
+    moved, length = bound.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
+    return bound + torch.where(length > moved, moved / (length - moved), torch.inf).nan_to_num(nan=0.0) * (y.abs() + bound)
 
 
 def minifloat(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ Range = tuple[int, int]
 
 LAYOUTS = ("head_major", "token_major", "paired", "interleaved")
 ROWS = ("contiguous", "fused", "transposed")
+SMOOTHINGS = ("", "mean", "balanced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,8 @@ class Case:
     ``head_major`` [block, head, slot], ``token_major`` [block, slot, head], ``paired`` [block, K or V, slot, head], ``interleaved``
     vLLM's cell [K codes | K scale | V codes | V scale] per slot and head; ``padding`` bytes that are nobody's follow each block.
     ``rows`` says how key, value, q and out lie: ``contiguous``, ``fused`` (columns of one wide projection) or ``transposed``
-    [head, token].
+    [head, token]. ``smoothing``: keys share a mean, in some channels thirty times what they
+    differ in, which is known (``mean``), with a factor for each channel (``balanced``), or not (empty).
     """
 
     query_lens: tuple[int, ...] = (1, 5)
@@ -47,10 +49,11 @@ class Case:
     mm_prefix: tuple[tuple[Range, ...], ...] = ()
     output: torch.dtype | None = None
     score_gain: float = 1.0
+    smoothing: str = ""
 
     def __post_init__(self) -> None:
         fits = all(0 <= q <= k for q, k in zip(self.query_lens, self.seq_lens, strict=True))
-        if not fits or self.layout not in LAYOUTS or self.rows not in ROWS:
+        if not fits or self.layout not in LAYOUTS or self.rows not in ROWS or self.smoothing not in SMOOTHINGS:
             raise ValueError(f"not a case: {self}")
 
     @property
@@ -105,6 +108,19 @@ OPTIONS = (
 )
 """Every option of the attention alone."""
 
+SMOOTHED = (
+    Case(**_MIXED, smoothing="mean"),
+    Case(**_MIXED, smoothing="balanced", head_size=80, queries_per_kv=3, window=23),
+    Case(**_LONG, smoothing="mean", sinks=True, dtype=torch.bfloat16),
+    Case(**_LONG, smoothing="balanced", softcap=20.0, head_size=96),
+    Case(**_LONG, smoothing="balanced", softcap=5.0, sinks=True, alibi=True),
+    Case(**_LONG, smoothing="balanced", dtype=torch.float32, rows="fused", layout="interleaved", sinks=True),
+    Case(query_lens=(1, 1), seq_lens=(560, 270), num_kv_heads=2, smoothing="balanced", sinks=True),
+    Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, sinks=True, window=300, smoothing="mean"),
+    Case(query_lens=(2, 20, 0), seq_lens=(300, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, smoothing="mean"),
+)
+"""Keys whose mean is taken off: prefill, decode and split keys, with what sees the difference (sinks, a softcap) and what does not."""
+
 SHAPES = (
     Case(query_lens=(1,), seq_lens=(1,)),
     Case(query_lens=(1, 1, 1), seq_lens=(1, 16, 17)),
@@ -138,6 +154,8 @@ LARGE = (
     Case(query_lens=(16, 16), seq_lens=(1700, 333), head_size=64, qq_bias=16, queries_per_kv=16, num_kv_heads=1),
     Case(query_lens=(600,), seq_lens=(600,), head_size=192, mm_prefix=(((32, 300), (400, 599)),), block_size=128),
     Case(query_lens=(70, 1), seq_lens=(300, 1100), head_size=576, head_size_v=512, num_kv_heads=1, queries_per_kv=16),
+    Case(query_lens=(1,) * 8, seq_lens=tuple(range(500, 4100, 450)), queries_per_kv=8, head_size=128, sinks=True, smoothing="balanced"),
+    Case(query_lens=(513, 2), seq_lens=(700, 3000), head_size=128, softcap=30.0, dtype=torch.bfloat16, smoothing="mean"),
     Case(query_lens=(1,) * 70, seq_lens=tuple(range(100, 170)), num_kv_heads=1, queries_per_kv=1, head_size=112, block_size=8),
 )
 """Shapes that only a GPU gets through in time."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
@@ -49,6 +50,11 @@ def _odd_block(x: torch.Tensor) -> torch.Tensor:
     return x[:, :-1]
 
 
+def _smoothing(built: Scene, heads: int = 2, size: int = 64, balanced: bool = False) -> KeySmoothing:
+    ones = torch.ones(heads, size, device=built.device)
+    return KeySmoothing(ones, ones if balanced else None)
+
+
 def _scratch(**wrong: Callable[[Scene], Any]) -> Change:
     """An engine's buffers for two segments, with something wrong."""
 
@@ -78,6 +84,8 @@ WRITES: dict[str, tuple[str, Change]] = {
     "key_cache block size": ("key_cache", _set("key_cache", _odd_block)),
     "value_cache packed size": ("value_cache", _set("value_cache", _wider)),
     "value_cache blocks": ("value_cache", lambda a, s: _cut(a, s, "value_cache", "v_scale_cache")),
+    "smoothing heads": ("smoothing", lambda a, s: a.update(smoothing=_smoothing(s, heads=5))),
+    "smoothing size": ("smoothing", lambda a, s: a.update(smoothing=_smoothing(s, size=24, balanced=True))),
 }
 
 READS: dict[str, tuple[str, Change]] = {
@@ -133,6 +141,8 @@ READS: dict[str, tuple[str, Change]] = {
     "no scratch max": ("softmax_segm_max", _scratch(softmax_segm_max=lambda s: None)),
     "no scratch expsum": ("softmax_segm_expsum", _scratch(softmax_segm_expsum=lambda s: None)),
     "segments alone": ("softmax_segm_output", lambda a, s: a.update(num_par_softmax_segments=2)),
+    "smoothing heads": ("smoothing", lambda a, s: a.update(smoothing=_smoothing(s, heads=4))),
+    "smoothing size": ("smoothing", lambda a, s: a.update(smoothing=_smoothing(s, size=24, balanced=True))),
     "scratch dtype": ("softmax_segm_expsum", _scratch(softmax_segm_expsum=lambda s: s.scratch(2)["softmax_segm_max"].half())),
 }
 

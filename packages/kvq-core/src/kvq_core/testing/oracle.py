@@ -15,7 +15,9 @@ from kvq_core.testing.scene import Scene
 @dataclass(frozen=True)
 class Exact:
     """One sequence: ``q`` [Hq, n, D], ``k`` [Hq, m, D], ``v`` [Hq, m, Dv] (kv heads repeated); ``raw`` scores before the softcap and
-    ``capped`` ones after it [Hq, n, m]; ``final`` ones, -inf where unseen; ``weights`` [Hq, n, m], which sum to 1 less the sink's
+    ``capped`` ones after it [Hq, n, m]; ``shift`` [Hq, n, 1], the part of ``raw`` that is the smoothed keys' mean's, where a softcap or a
+    sink sees it, and ``shift_terms``, the sum of its terms' magnitudes;
+    ``final`` ones, -inf where unseen; ``weights`` [Hq, n, m], which sum to 1 less the sink's
     share; ``out`` [Hq, n, Dv]."""
 
     q: torch.Tensor
@@ -26,6 +28,8 @@ class Exact:
     final: torch.Tensor
     weights: torch.Tensor
     out: torch.Tensor
+    shift: torch.Tensor
+    shift_terms: torch.Tensor
 
 
 def visible(num_rows: int, num_keys: int, window: int, ranges: list[list[int]]) -> torch.Tensor:
@@ -52,7 +56,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
     k, v = (x.masked_fill(~present[:, None, None], 0.0).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     context = num_keys - num_rows
 
-    raw = q @ k.transpose(1, 2) * arguments["softmax_scale"]
+    q, shift, shift_terms = _smoothed(q, group, arguments)
+    raw = q @ k.transpose(1, 2) * arguments["softmax_scale"] + shift
     cap = arguments["softcap"]
     capped = cap * torch.tanh(raw / cap) if cap else raw
     final = capped.clone()
@@ -72,7 +77,22 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
     if arguments["sinks"] is not None:
         logits = torch.cat([final, arguments["sinks"].double()[:, None, None].expand(heads, num_rows, 1)], -1)
     weights = torch.softmax(logits, -1)[..., :num_keys].nan_to_num(0.0).masked_fill(~seen, 0.0)
-    return Exact(q, k, v, raw, capped, final, weights, weights @ v)
+    return Exact(q, k, v, raw, capped, final, weights, weights @ v, shift, shift_terms)
+
+
+def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``q`` [Hq, n, D] as smoothed keys need it, and the shift of the scores with its terms' magnitudes."""
+    smoothing = arguments.get("smoothing")
+    none = q.new_zeros(*q.shape[:2], 1)
+    if smoothing is None:
+        return q, none, none
+    mean = smoothing.mean.double().repeat_interleave(group, 0)[:, None]
+    terms = q * mean * arguments["softmax_scale"]
+    if smoothing.balance is not None:
+        q = q * smoothing.balance.double().repeat_interleave(group, 0)[:, None]
+    if not arguments["softcap"] and arguments["sinks"] is None:
+        return q, none, none  # a softmax does not see it
+    return q, terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True)
 
 
 def slots_of(scene: Scene, seq: int, arguments: dict[str, Any], position: int) -> tuple[torch.Tensor, torch.Tensor]:

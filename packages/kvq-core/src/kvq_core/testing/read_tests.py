@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvq_core.testing import oracle, places, strategies
-from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, Case, Range
+from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, SMOOTHED, Case, Range
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 from kvq_core.testing.subject import Subject
@@ -31,6 +31,25 @@ _RANGES = replace(_ROWS_WINDOWED, mm_prefix=(((12, 69), (0, 1)), ((2, 9), (48, 6
 
 
 class ReadTests(Subject):
+    @places.each(SMOOTHED, quick=SMOOTHED[4:5])
+    def test_smoothed_attention(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """As over the keys that the pages stand for, mean and all: to rounding of what is stored, not of the mean."""
+        built = self.build(backend, case, place)
+        built.write()
+        self.assert_read(backend, built, place)
+        arguments = built.read_arguments()
+        for seq in range(case.num_seqs):
+            exact = oracle.of_sequence(built, seq, arguments, seq)
+            assert built.smoothing is not None
+            mean, balance = built.smoothing.mean.double(), built.smoothing.balance
+            group = case.queries_per_kv
+            keys = exact.k[::group].transpose(0, 1) * (1.0 if balance is None else balance.double()) + mean
+            first = built.first_row(seq)
+            q = built.q[first : first + case.query_lens[seq]]
+            present = torch.ones(case.seq_lens[seq], dtype=torch.bool, device=place.device)
+            plain = oracle.attend(q, keys, exact.v[::group].transpose(0, 1), present, seq, arguments | {"smoothing": None})
+            torch.testing.assert_close(exact.out, plain.out, rtol=1e-9, atol=1e-9)
+
     @places.each(OPTIONS + SHAPES, large=LARGE, quick=QUICK)
     def test_attention(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         self.assert_read(backend, self.build(backend, case, place).fill(), place)

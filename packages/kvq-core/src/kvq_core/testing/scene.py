@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvq_core.calibration import KeySmoothing
 from kvq_core.testing import layouts
 from kvq_core.testing.cases import Case
 from kvq_core.testing.poison import Poisoned, lay_out
@@ -41,6 +42,7 @@ class Scene:
     block_table: torch.Tensor
     given_scales: dict[str, torch.Tensor]
     options: dict[str, Any]
+    smoothing: KeySmoothing | None = None
     inputs: tuple[Poisoned, ...] = ()
     scratches: list[Poisoned] = field(default_factory=list)
 
@@ -68,7 +70,8 @@ class Scene:
 
     def write_arguments(self) -> dict[str, Any]:
         caches = {name: self.pages[name] for name in ("key_cache", "value_cache")}
-        return {"key": self.key, "value": self.value, **caches, "slot_mapping": self.slots, **self.scales}
+        arguments = {"key": self.key, "value": self.value, **caches, "slot_mapping": self.slots, **self.scales}
+        return arguments if self.smoothing is None else arguments | {"smoothing": self.smoothing}
 
     def write(self, **overrides: Any) -> None:
         """Store all rows through the door; nothing but their slots may have changed."""
@@ -96,14 +99,28 @@ class Scene:
     def fill(self) -> Scene:
         """Store all rows by the mode's ``encode`` alone, so that reads can be tested without the write."""
         block, offset = self.slots // self.case.block_size, self.slots % self.case.block_size
-        for x, codes_name, scale_name in ((self.key, "key_cache", "k_scale_cache"), (self.value, "value_cache", "v_scale_cache")):
-            codes, scales = self.backend.encode(x, scale=self.given_scales.get(scale_name))
+        for half, x in (("key", self.stored_key), ("value", self.value)):
+            codes_name, scale_name = f"{half}_cache", f"{half[0]}_scale_cache"
+            codes, scales = self.encoded(half, x)
             # As integers: not every device can index fp8.
             self.pages.integers(codes_name)[block, offset] = codes.view(self.pages.integers(codes_name).dtype)
             if scales is not None:
                 self.pages[scale_name][block, offset] = scales
         self.pages.settle()
         return self
+
+    @property
+    def stored_key(self) -> torch.Tensor:
+        """``key`` as a mode is given it to encode: in its own dtype, smoothed."""
+        if self.smoothing is None:
+            return self.key
+        rows = self.key.float() - self.smoothing.mean
+        return (rows if self.smoothing.inverse is None else rows * self.smoothing.inverse).to(self.key.dtype)
+
+    def encoded(self, half: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the mode's specification makes of rows of a half, ``key`` or ``value``."""
+        encode = self.backend.encode if half == "key" else self.backend.encode_value
+        return encode(x, scale=self.given_scales.get(f"{half[0]}_scale_cache"))
 
     def stored(self, name: str, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The field ``name`` of the pages at ``slots`` (default: those of all rows)."""
@@ -143,6 +160,8 @@ class Scene:
             **self.scales,
             **self.options,
         }
+        if self.smoothing is not None:
+            arguments["smoothing"] = self.smoothing
         if arguments["mm_prefix_range"] is not None:
             arguments["mm_prefix_range"] = arguments["mm_prefix_range"][list(seqs)]
         return arguments
@@ -201,6 +220,11 @@ def build(
     key = _uneven(num_keys, case.num_kv_heads, case.head_size, generator)
     value = _uneven(num_keys, case.num_kv_heads, case.value_size, generator)
     queries = torch.randn(num_rows, case.num_query_heads, case.head_size, generator=generator) * case.score_gain
+    smoothing = _smoothing(case, seed, device)
+    differing = key
+    if smoothing is not None:
+        key = key + smoothing.mean.cpu()
+        differing = differing if smoothing.inverse is None else differing * smoothing.inverse.cpu()
 
     needed = [-(-n // case.block_size) for n in case.seq_lens]
     num_blocks = sum(needed) + spare_blocks
@@ -224,8 +248,9 @@ def build(
         slots=torch.tensor(slots, dtype=torch.int64, device=device),
         q=rows(num_rows + PADDING_ROWS, case.num_query_heads, case.head_size, queries),
         block_table=torch.tensor(wide, dtype=torch.int32, device=device)[:, :width],
-        given_scales=_given_scales(backend, key, value, device),
+        given_scales=_given_scales(backend, differing, value, device),
         options=_options(case, generator, device),
+        smoothing=smoothing,
     )
     built.inputs = tuple(inputs)
     return built
@@ -247,6 +272,17 @@ def _uneven(tokens: int, heads: int, size: int, generator: torch.Generator) -> t
     tokens_gain = torch.exp(0.3 * torch.randn(tokens, heads, 1, generator=generator))
     mean = torch.randn(heads, size, generator=generator) * (torch.rand(heads, size, generator=generator) < 0.1)
     return (x + mean) * channels * tokens_gain
+
+
+def _smoothing(case: Case, seed: int, device: torch.device) -> KeySmoothing | None:
+    """A mean of about thirty in every seventh channel, and factors around one. From a generator of their own: other values stay."""
+    if not case.smoothing:
+        return None
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (case.num_kv_heads, case.head_size)
+    mean = 30 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 1 / 7)
+    balance = torch.exp(0.5 * torch.randn(shape, generator=generator)) if case.smoothing == "balanced" else None
+    return KeySmoothing(mean.to(device), None if balance is None else balance.to(device))
 
 
 def _given_scales(backend: QuantKVBackend, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 T = TypeVar("T")
+Encoded = tuple[torch.Tensor, torch.Tensor | None]
+"""Codes and scales."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,24 @@ class Subject:
         ``given`` is the scale for modes that are given it. The default asks little: no row may lose more than itself.
         """
         return self.space(x).norm(dim=-1, keepdim=True)
+
+    def encoded(self, built: Scene, half: str, x: torch.Tensor, scales: torch.Tensor | None) -> Encoded:
+        """What ``encode`` makes of rows ``x`` of ``half``. ``scales``, as they were stored, may settle what is a tie."""
+        return built.encoded(half, x)
+
+    def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """The levels [..., d] that ``codes`` were chosen for, in the space of the mode, and ``scales`` as stored with them.
+
+        Those that ``decode`` gives, unless the mode fits the stored scale to the codes after it has chosen them.
+        """
+        return self.space(backend.decode(codes, scales))
+
+    def fitted(self, half: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+        """What ``encode`` would store as scales beside ``codes`` and ``scales``, if it had chosen these codes for rows ``x`` of ``half``.
+
+        ``None``: its scales do not depend on the codes.
+        """
+        return None
 
     def rounding(self, x: torch.Tensor) -> torch.Tensor:
         """How far [..., 1] two float32 evaluations of space(x) may be apart: ties within that may fall either way."""
@@ -152,28 +172,30 @@ class Subject:
     ) -> None:
         """The stored scales are ``encode``'s, and each stored code is as near to its value as ``encode``'s is.
 
-        So a code may differ only where the value lies midway between two levels, and then by one step. ``kept`` [rows, heads]: only
-        these rows are looked at.
+        So a code may differ only where the value lies midway between two levels, and then by one step. A scale that is fitted to the codes
+        is held to the codes that are stored. ``kept`` [rows, heads]: only these rows are looked at.
         """
         backend, scale_name = built.backend, f"{half[0]}_scale_cache"
         given = built.given_scales.get(scale_name)
-        stored, words = built.stored(f"{half}_cache", slots), given
-        if backend.needs_scale_caches:
-            words = built.stored(scale_name, slots)
+        stored = built.stored(f"{half}_cache", slots)
+        words = built.stored(scale_name, slots) if backend.needs_scale_caches else None
         if kept is not None:
             # As integers: not every device can index fp8.
             x, stored = x[kept], stored.view(torch.uint8)[kept].view(stored.dtype)
-            words = words[kept] if backend.needs_scale_caches and words is not None else words
-        codes, scales = backend.encode(x, scale=given)
-        if backend.needs_scale_caches:
-            assert scales is not None and words is not None
-            bound = scales.double().abs() * self.scale_tolerance + budgets.SMALLEST
-            assert_within(words, scales, bound, f"{what}: {scale_name} [row, head]")
+            words = words if words is None else words[kept]
+        codes, scales = self.encoded(built, half, x, words)
+        if words is not None:
+            assert scales is not None
+            fitted = self.fitted(half, x, stored, words)
+            fitted = scales if fitted is None else fitted
+            bound = fitted.double().abs() * self.scale_tolerance + budgets.SMALLEST
+            assert_within(words, fitted, bound, f"{what}: {scale_name} [row, head]")
         else:
-            scales = given
+            words = scales = given
         if not backend.reads_scales:
             assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8)), f"{what}: {half}_cache is not a copy"
-        wanted, got, y = (self.space(r) for r in (backend.decode(codes, scales), backend.decode(stored, words), x))
+        y = self.space(x)
+        wanted, got = self.levels(backend, x, codes, scales), self.levels(backend, x, stored, words)
         largest = wanted.abs().amax(-1, keepdim=True) if wanted.numel() else wanted
         tolerance = 2 * self.rounding(x) + (2 * self.scale_tolerance + 64 * budgets.F32) * largest + x.shape[-1] * budgets.SMALLEST
         nearness = "distance of stored levels from the rows [row, head, channel]"

@@ -1,0 +1,70 @@
+"""The mathematics of the first-party modes that fit a scale to the codes they have chosen, for the conformance suite."""
+
+import math
+
+import torch
+
+from kvq_core.backend import QuantKVBackend
+from kvq_core.hadamard import block_hadamard, block_of, single_rht
+from kvq_core.testing import budgets
+from kvq_core.testing.scene import Scene
+from kvq_core.testing.subject import Encoded, Subject
+from kvq_int2 import codec as int2
+from kvq_int4 import codec as int4
+
+
+class Int4Bounds(Subject):
+    # Four bits of the scale word hold the zero point: two scales one float32 step apart may differ by sixteen.
+    scale_tolerance = 2.0**-18
+
+    def space(self, x: torch.Tensor) -> torch.Tensor:
+        return single_rht(x.double())
+
+    def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        y = self.space(x)
+        grid = budgets.affine_levels(y, 16, int4.MIN_SCALE, lost_bits=4, clip=int4.CLIP)
+        length = single_rht(x.float()).square().sum(-1, keepdim=True)
+        return torch.where((length >= 0.99 * int4.SMALLEST_LENGTH) & ~length.isinf(), budgets.unbiased(y, grid), grid)
+
+    def encoded(self, built: Scene, half: str, x: torch.Tensor, scales: torch.Tensor | None) -> Encoded:
+        """On the grid whose zero point was stored, if that is as near as the other one: an end of the range may then be clipped more."""
+        assert scales is not None
+        y = single_rht(x.float())
+        step, zero = int4.grid(y)
+        _, stored = int4.split_scale(scales)
+        low, high = y.double().amin(-1, keepdim=True).clamp(max=0), y.double().amax(-1, keepdim=True).clamp(min=0)
+        is_tie = (((low + int4.CLIP * (high - low)) / -step - stored[..., None]).abs() - 0.5).abs() < 1e-3
+        return int4.quantize(y, step, torch.where(is_tie, stored[..., None], zero))
+
+    def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """In the step of the grid, which the zero point alone ties to the stored word."""
+        assert scales is not None
+        step, _ = int4.grid(single_rht(x.float()))
+        _, zero = int4.split_scale(scales)
+        return (int4.unpack(codes).double() - zero[..., None].double()) * step.double()
+
+    def fitted(self, half: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        y = single_rht(x.float())
+        _, zero = int4.split_scale(scales)
+        scale = int4.fitted(y, int4.unpack(codes).float(), int4.grid(y)[0], zero[..., None])
+        return int4.join_scale(scale.squeeze(-1), zero)
+
+
+class Int2Bounds(Subject):
+    def space(self, x: torch.Tensor) -> torch.Tensor:
+        return block_hadamard(x.double())
+
+    def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        y = self.space(x)
+        return budgets.as_long(y, budgets.gaussian_levels(y, (int2.BOUNDARY,), (int2.INNER, int2.OUTER)))
+
+    def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """At the norm's scale, by which the cells are cut."""
+        y = self.space(x)
+        rms = y.norm(dim=-1) / math.sqrt(x.shape[-1])
+        return self.space(int2.decode(codes, rms.float() / block_of(x.shape[-1])))
+
+    def fitted(self, half: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        y = block_hadamard(x.double())
+        _, outer = int2.unpack(codes)
+        return (int2.fitted(y, outer, half == "value") / block_of(x.shape[-1])).squeeze(-1).float()

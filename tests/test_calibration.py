@@ -1,0 +1,232 @@
+"""Key smoothing as an object: estimated in one pass, saved, and the same for all keys of a cache."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvq_core import ArgumentError, PagedKVCache, SnapshotError
+from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, ModelSmoothing
+from kvq_core.evaluation import TinySubject, evaluate, read_documents
+from kvq_core.evaluation.tiny_model import TinyModel
+from kvq_core.registry import get_backend
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+pytestmark = pytest.mark.quick
+HEADS, GROUP, SIZE = 2, 3, 64
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def keys_and_queries(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys with a mean of ten in one channel and unequal spread, and queries of unequal size."""
+    g = torch.Generator().manual_seed(seed)
+    keys = torch.randn(tokens, HEADS, SIZE, generator=g) * torch.logspace(-1, 1, SIZE)
+    keys[:, 0, 5] += 10
+    return keys, torch.randn(tokens, HEADS * GROUP, SIZE, generator=g) * torch.logspace(0.5, -0.5, SIZE)
+
+
+def model_smoothing(layers: int = 2, balanced: bool = True) -> ModelSmoothing:
+    found = {}
+    for layer in range(layers):
+        keys, queries = keys_and_queries(50, layer)
+        found[layer] = KeySmoothing.estimate(keys, queries if balanced else None)
+    return ModelSmoothing(found)
+
+
+# -- estimates --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_and_the_balance_are_what_they_say() -> None:
+    keys, queries = keys_and_queries(300)
+    found = KeySmoothing.estimate(keys, queries)
+    torch.testing.assert_close(found.mean, keys.mean(0))
+    ratio = (keys.std(0, unbiased=False) / queries.unflatten(1, (HEADS, GROUP)).square().mean((0, 2)).sqrt()).sqrt()
+    torch.testing.assert_close(found.balance, ratio / ratio.log().mean(-1, keepdim=True).exp(), rtol=1e-4, atol=0)
+    assert found.balance is not None and found.inverse is not None
+    torch.testing.assert_close(found.balance.log().mean(-1), torch.zeros(HEADS), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.inverse * found.balance, torch.ones(HEADS, SIZE))
+    assert KeySmoothing.estimate(keys).balance is None
+
+
+def test_parts_add_up_and_padding_does_not_count() -> None:
+    keys, queries = keys_and_queries(90)
+    statistics = KeyStatistics()
+    for part in (slice(0, 40), slice(40, 41), slice(41, 90)):
+        spoilt = torch.cat((keys[part], torch.full((3, HEADS, SIZE), torch.nan)))
+        statistics.add(spoilt, queries[part], real=torch.arange(len(spoilt)) < len(spoilt) - 3)
+    whole = KeySmoothing.estimate(keys, queries)
+    found = statistics.smoothing(balanced=True)
+    torch.testing.assert_close(found.mean, whole.mean)
+    torch.testing.assert_close(found.balance, whole.balance)
+
+
+@pytest.mark.parametrize(
+    ("argument", "make"),
+    [
+        ("mean", lambda: KeySmoothing(torch.zeros(2, 3, 4))),
+        ("mean", lambda: KeySmoothing(torch.zeros(2, 64, dtype=torch.bfloat16))),
+        ("balance", lambda: KeySmoothing(torch.zeros(2, 64), torch.ones(2, 32))),
+        ("keys", lambda: KeyStatistics().smoothing()),
+        ("keys", lambda: KeySmoothing.estimate(torch.zeros(2, 64))),
+        ("queries", lambda: KeySmoothing.estimate(torch.zeros(5, 2, 64), torch.zeros(5, 3, 64))),
+        ("smoothing", lambda: model_smoothing(2).for_layers([0, 1, 2])),
+        ("smoothing", lambda: cache(smoothing="second_prefill")),
+        ("smoothing", lambda: cache(smoothing=model_smoothing(1))),
+        ("smoothing (layer 0)", lambda: cache(smoothing=ModelSmoothing({i: KeySmoothing(torch.zeros(2, 32)) for i in range(2)}))),
+    ],
+)
+def test_what_does_not_fit_is_named(argument: str, make: object) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        make()  # type: ignore[operator]
+    assert caught.value.argument == argument, str(caught.value)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_file_brings_back_the_same(tmp_path: Path, balanced: bool) -> None:
+    smoothing = model_smoothing(3, balanced)
+    smoothing.save(tmp_path / "s.safetensors")
+    back = ModelSmoothing.load(tmp_path / "s.safetensors")
+    assert back.fingerprint == smoothing.fingerprint and list(back) == [0, 1, 2]
+    for layer, one in smoothing.items():
+        assert torch.equal(back[layer].mean, one.mean)
+        assert (back[layer].balance is None) == (not balanced)
+
+
+def test_the_fingerprint_tells_numbers_and_layers_apart() -> None:
+    one = model_smoothing(2)
+    nudged = {layer: dataclasses.replace(s, mean=s.mean + (layer == 1) * 1e-3) for layer, s in one.items()}
+    swapped = ModelSmoothing({0: one[1], 1: one[0]})
+    every = [one, ModelSmoothing(nudged), swapped, model_smoothing(2, balanced=False), model_smoothing(1)]
+    assert len({s.fingerprint for s in every}) == 5
+    assert model_smoothing(2).fingerprint == one.fingerprint
+
+
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    save_file({"x": torch.zeros(3)}, path)
+    with pytest.raises(SnapshotError, match="no key smoothing"):
+        ModelSmoothing.load(path)
+    model_smoothing().save(path)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(SnapshotError, match="damaged"):
+        ModelSmoothing.load(path)
+    path.write_bytes(b"no such format")
+    with pytest.raises(SnapshotError):
+        ModelSmoothing.load(path)
+    with pytest.raises(FileNotFoundError):
+        ModelSmoothing.load(tmp_path / "none")
+
+
+# -- caches -----------------------------------------------------------------------------------------------------------------------
+
+
+def cache(mode: str = "int4", **options: object) -> PagedKVCache:
+    return PagedKVCache(mode, num_blocks=8, num_kv_heads=HEADS, head_size=SIZE, num_layers=2, dtype=torch.float32, **options)  # type: ignore[arg-type]
+
+
+def fed(into: PagedKVCache, *counts: int, **options: object) -> list[torch.Tensor]:
+    """Attention of a sequence that grows by ``counts``, in layer 1."""
+    seq, outs = into.allocate_sequence(), []
+    for i, count in enumerate(counts):
+        step = into.append({seq: count})
+        for layer in range(2):
+            keys, queries = keys_and_queries(count, 10 * layer + i)
+            into.write(layer, keys, keys.flip(-1), step)
+        outs.append(into.attend(1, queries, step, **options))  # type: ignore[arg-type]
+    return outs
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sinks": torch.linspace(-2, 9, HEADS * GROUP)}])
+@pytest.mark.parametrize("smoothing", [FIRST_PREFILL, "given"])
+def test_smoothed_attention_is_the_same_attention(options: dict[str, object], smoothing: str) -> None:
+    """Of keys that are not quantized: what a mode loses is not in the way."""
+    given = model_smoothing() if smoothing == "given" else smoothing
+    for got, wanted in zip(fed(cache("none", smoothing=given), 20, 1, 5, **options), fed(cache("none"), 20, 1, 5, **options), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_the_first_keys_decide_for_good() -> None:
+    found = cache(smoothing=FIRST_PREFILL)
+    assert found.smoothing is None
+    fed(found, 30, 7)
+    assert found.smoothing is not None and list(found.smoothing) == [0, 1]
+    for layer in range(2):
+        torch.testing.assert_close(found.smoothing[layer].mean, keys_and_queries(30, 10 * layer)[0].mean(0))
+    before = found.smoothing.fingerprint
+    fed(found, 12)
+    assert found.smoothing.fingerprint == before
+
+
+def test_a_saved_cache_has_its_smoothing_and_no_other(tmp_path: Path) -> None:
+    path, smoothing = tmp_path / "cache.safetensors", model_smoothing()
+    original = cache(smoothing=smoothing)
+    fed(original, 20)
+    original.save(path)
+    back = PagedKVCache.load(path, smoothing=smoothing)
+    assert back.smoothing is not None and back.smoothing.fingerprint == smoothing.fingerprint
+    seq = back.sequences[0]
+    keys, queries = keys_and_queries(1, 5)
+    outs = []
+    for one in (original, back):
+        step = one.append({seq: 1})
+        one.write(1, keys, keys, step)
+        outs.append(one.attend(1, queries, step))
+    assert torch.equal(*outs)
+    with pytest.raises(SnapshotError, match=f"smoothed with {smoothing.fingerprint}, not with"):
+        PagedKVCache.load(path, smoothing=model_smoothing(balanced=False))
+    plain = cache()
+    fed(plain, 20)
+    plain.save(path)
+    assert PagedKVCache.load(path).smoothing is None
+    with pytest.raises(SnapshotError, match="smoothed with nothing"):
+        PagedKVCache.load(path, smoothing=smoothing)
+
+
+# -- what it is for ---------------------------------------------------------------------------------------------------------------
+
+
+class Biased(TinyModel):
+    """The tiny model with a key bias as Qwen2's, after RoPE, so that no prediction changes: only the cache sees it."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: object) -> torch.Tensor:
+        bias = 25 * torch.randn(64, generator=torch.Generator().manual_seed(1)) * (torch.arange(64) % 16 == 3)
+
+        def biased(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attend(layer, q, k + bias, v)  # type: ignore[operator]
+
+        return super().hidden(tokens, positions, biased)
+
+
+def test_keys_with_a_bias_lose_no_more_than_those_without() -> None:
+    from kvq_core.evaluation.tiny_model import load_model
+    from kvq_core.evaluation.tiny_subject import bundled
+
+    model = load_model(bundled("model.safetensors"))
+    biased = Biased(model.config)
+    biased.load_state_dict(model.state_dict())
+    subject, plain = TinySubject(biased.eval().requires_grad_(False)), TinySubject(model)
+    documents = read_documents(bundled("heldout.txt"))
+    *passages, calibration = (plain.passages([d], 160)[0] for d in [*documents[:2], documents[-1]])
+
+    def kl(of: TinySubject) -> float:
+        return evaluate(of, [get_backend("none"), get_backend("int4")], passages, calibration=calibration).results[1].kl.mean
+
+    raw, without = kl(subject), kl(plain)
+    assert raw > 2 * without, "the bias does what it is there for"
+    for smoothing in (FIRST_PREFILL, subject.calibrate(calibration), subject.calibrate(calibration, balanced=True)):
+        subject.smoothing = smoothing
+        # Rows reach the cache in bf16, whose rounding grows with the bias.
+        assert kl(subject) < 1.2 * without + 0.002

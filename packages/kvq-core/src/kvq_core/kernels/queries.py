@@ -53,7 +53,7 @@ def score_shift(queries, token, head, valid, scoring, C: tl.constexpr):
         HEADS: tl.constexpr = C.key_heads
         channel = tl.arange(0, HEADS.width * HEADS.streams)
         inside = channel < HEADS.size
-        offset = token.to(tl.int64) * queries.token_stride + head * queries.head_stride
+        offset = token.to(tl.int64) * queries.token_stride + head_offset(head, queries.head_stride, C)
         q = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         mean = tl.load(queries.mean + tl.program_id(1) * HEADS.size + channel, mask=inside, other=0.0)
         shift = tl.sum(q.to(tl.float32) * mean[None, :], 1) * scoring.softmax_scale

@@ -78,7 +78,7 @@ class FuzzTests(Subject):
             mine = staged.stored & (number % scenario.parts == part)
             built.write(slot_mapping=torch.where(mine, built.slots, outside[number % 4]))
         slots = built.slots[staged.stored]
-        for half, x in (("key", built.key), ("value", built.value)):
+        for half, x in (("key", built.stored_key), ("value", built.value)):
             self.assert_encoded(built, half, x[staged.stored], slots, "the write", kept=~staged.damaged[half][slots])
 
     def _assert_confined(self, staged: Staged, judged: Judged, arguments: dict[str, Any]) -> None:

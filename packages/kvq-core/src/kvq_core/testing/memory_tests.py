@@ -53,7 +53,7 @@ class MemoryTests(Subject):
             if wide or name.endswith(("key_cache", "value_cache")):
                 assert furthest(built, name) > 2**31 and furthest(built, name) * field.dtype.itemsize > 2**32
         built.write()
-        for half, x in (("key", built.key), ("value", built.value)):
+        for half, x in (("key", built.stored_key), ("value", built.value)):
             self.assert_encoded(built, half, x, built.slots, str(case))
         self.assert_read(backend, built, place)
         # The same with another launch plan: each sequence by one program, and by an engine's segments.

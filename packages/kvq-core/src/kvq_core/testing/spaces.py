@@ -11,18 +11,31 @@ from kvq_core import workspace
 from kvq_core.testing.poison import Poisoned, lay_out
 
 Make = Callable[[torch.device, int], torch.Tensor]
+Fill = Callable[[torch.Tensor], object]
+"""Given a workspace [elements] float32 to write something into."""
+_FILLS: list[Fill] = []
+
+
+@contextlib.contextmanager
+def leftovers(fill: Fill) -> Iterator[None]:
+    """Within the block ``fill`` says what guarded workspaces hold at first."""
+    _FILLS.append(fill)
+    try:
+        yield
+    finally:
+        _FILLS.pop()
 
 
 @contextlib.contextmanager
 def workspaces(make: Make) -> Iterator[None]:
     """Within the block ``make(device, elements)`` provides each float32 buffer that :mod:`kvq_core.workspace` is asked for."""
 
-    class Provider:
+    class Provider(workspace._Workspaces):
         def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
             return make(device, size)
 
     kept = workspace._WORKSPACES
-    workspace._WORKSPACES = Provider()  # type: ignore[assignment]
+    workspace._WORKSPACES = Provider()
     try:
         yield
     finally:
@@ -31,7 +44,8 @@ def workspaces(make: Make) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guarded_workspaces(what: str) -> Iterator[None]:
-    """Fail after the block if bytes beside a workspace changed. What an earlier call left there is never seen: each is new, all 0xFF.
+    """Fail after the block if bytes beside a workspace changed. What an earlier call left there is never seen: each is new, all 0xFF unless
+    :func:`leftovers` says otherwise.
 
     Kernels of the mode must be launched from the calling thread, and not into a CUDA graph.
     """
@@ -39,6 +53,8 @@ def guarded_workspaces(what: str) -> Iterator[None]:
 
     def make(device: torch.device, size: int) -> torch.Tensor:
         given.append(lay_out({"space": (torch.float32, (size,), (1,))}, device))
+        for fill in _FILLS[-1:]:
+            fill(given[-1]["space"])
         return given[-1]["space"]
 
     with workspaces(make):

@@ -21,11 +21,13 @@ from kvq_core.schedule import Problem, plan
 pytestmark = pytest.mark.quick
 
 SHIPPED = sorted(path.stem for path in lookup.SHIPPED.glob("*.json"))
-INT4 = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8}
+INT4 = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 31775}
+"""Of setting A of the benchmarks on an H200."""
 FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, least_share=256)
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")
 MEASURED = Measurement("r", "int4_per_token_head", "A", 160.5, "us", (Alternative({"stages": 2}, 170.0),))
-MINE = Table("sm_90", {"decode": (Entry({"streams": 4, "width": Range(65, 128), "rows": Range(None, 8)}, FEW, (MEASURED,)),)}, {"r": RUN})
+WHERE = {"streams": 4, "width": Range(65, 128), "rows": Range(None, 8), "keys_per_sm": Range(16384, None)}
+MINE = Table("sm_90", {"decode": (Entry(WHERE, FEW, (MEASURED,)),)}, {"r": RUN})
 
 
 @pytest.fixture(autouse=True)
@@ -59,14 +61,13 @@ def test_the_chain_of_tables() -> None:
 
 
 def test_one_s_own_table_answers_first_and_only_for_its_classes() -> None:
-    before = choose("sm_90", Decode, INT4)
+    outside = [{**INT4, **other} for other in ({"rows": 16}, {"width": 64}, {"keys_per_sm": 16383}, {"streams": 8})]
+    before, generic, others = choose("sm_90", Decode, INT4), choose("", Decode, INT4), [choose("sm_90", Decode, f) for f in outside]
     own(MINE)
     lookup.forget()
     assert choose("sm_90", Decode, INT4) == FEW != before
-    assert choose("sm_90", Decode, {**INT4, "rows": 16}) == before
-    assert choose("sm_90", Decode, {**INT4, "width": 64}) == before
-    assert choose("sm_80", Decode, INT4) == before
-    assert choose("", Decode, INT4) == before
+    assert [choose("sm_90", Decode, facts) for facts in outside] == others and FEW not in others
+    assert choose("sm_80", Decode, INT4) == choose("", Decode, INT4) == generic != FEW
 
 
 def test_a_plan_is_made_of_what_was_chosen() -> None:
@@ -77,7 +78,8 @@ def test_a_plan_is_made_of_what_was_chosen() -> None:
     tile = launch.tile
     assert (tile.rows, tile.keys, tile.warps, tile.stages, tile.registers) == (8, FEW.keys, FEW.warps, FEW.stages, FEW.registers)
     assert (launch.programs, launch.least) == (132, 8)  # 132 multiprocessors x 8 programs / 8 kv heads; 256 keys
-    assert plan.__wrapped__(replace(problem, max_seqlen_k=256))[0].split == ""
+    # As many keys in all, and in each sequence no more than the least share.
+    assert plan.__wrapped__(replace(problem, num_seqs=2048, max_seqlen_k=256))[0].split == ""
 
 
 @pytest.mark.parametrize(

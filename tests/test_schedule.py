@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import record_plans
 
-from kvq_core.plans import Write
+from kvq_core.plans import Write, lookup
 from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile
 
 A = Problem(
@@ -51,7 +52,15 @@ def problems(draw: st.DrawFn) -> Problem:
         scaled=draw(st.booleans()),
         may_split=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
+        arch=draw(st.sampled_from(record_plans.ARCHITECTURES)),
     )
+
+
+def looked_up(problem: Problem) -> list[lookup.Asked]:
+    """What the tables are asked for ``problem``'s tiles."""
+    with lookup.listening() as asked:
+        plan.__wrapped__(problem)
+    return asked
 
 
 @given(problems())
@@ -89,6 +98,8 @@ def test_batch_invariance_ignores_the_rest_of_the_batch(problem: Problem, num_se
     """What decides how a sequence is computed is the same whatever else is in the batch."""
     alone = replace(problem, batch_invariant=True, engine_segments=0)
     others = replace(alone, num_seqs=num_seqs, uniform=not alone.uniform, max_seqlen_k=2 * alone.max_seqlen_k)
+    # Whatever tables there are: they are asked the same.
+    assert looked_up(alone) == looked_up(others)
     for one, other in zip(plan(alone), plan(others), strict=True):
         assert (one.tile, one.split, one.chunk, one.min_query_len, one.max_query_len) == (
             other.tile,
@@ -119,6 +130,32 @@ def test_decode_takes_one_wave() -> None:
     assert launch.split == "shares"
     assert launch.programs * A.num_kv_heads <= A.num_sms * launch.tile.programs_per_sm
     assert launch.tile.registers == 168 and launch.tile.programs_per_sm == 12
+
+
+@pytest.mark.parametrize(
+    ("changed", "keys_per_sm"),
+    [
+        ({}, 31775),  # 64 x 8192 x 8 / 132
+        ({"num_seqs": 1, "max_seqlen_k": 131072}, 7943),
+        ({"num_kv_heads": 1}, 3971),
+        ({"num_sms": 66}, 63550),
+        ({"max_keys": 1 << 20, "group": 1, "max_seqlen_q": 4}, 31775),
+        ({"num_seqs": 1, "max_seqlen_k": 1}, 0),
+        ({"batch_invariant": True}, 0),
+    ],
+)
+def test_decode_tiles_are_looked_up_by_the_keys_there_are_for_a_multiprocessor(changed: dict[str, Any], keys_per_sm: int) -> None:
+    ((kind, facts),) = looked_up(replace(A, **changed))
+    assert kind == "decode" and facts["keys_per_sm"] == keys_per_sm
+
+
+def test_long_decode_takes_wider_tiles_where_that_was_measured() -> None:
+    """On sm_90, int4 from 16384 keys a multiprocessor, int2 from 4096 (as a batch of one has at 131072)."""
+    one = {"arch": "sm_90", "num_seqs": 1, "max_seqlen_k": 131072}
+    problems = [replace(A, **facts, lanes=128 // n, streams=n) for facts in ({"arch": "sm_90"}, one) for n in (4, 8)]
+    assert [plan(problem)[0].tile.keys for problem in problems] == [128, 128, 64, 128]
+    tiles = {plan(replace(problem, max_seqlen_k=512, num_seqs=1))[0].tile.keys for problem in problems}
+    assert tiles == {64}
 
 
 def test_short_contexts_are_not_split() -> None:

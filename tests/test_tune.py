@@ -69,14 +69,31 @@ def test_quick_candidates_differ_in_one_way() -> None:
 
 @pytest.mark.quick
 def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
-    facts = {"variant": "int8", "streams": 2, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8}
+    facts = {"variant": "int8", "streams": 2, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 16384}
     where = class_of("decode", facts)
     assert where["width"] == Range(65, 128) and where["rows"] == Range(None, 8) and where["variant"] == "int8"
+    assert where["keys_per_sm"] == Range(16384, None)
+    assert class_of("decode", {**facts, "keys_per_sm": 16383})["keys_per_sm"] == Range(4096, 16383)
+    assert class_of("decode", {**facts, "keys_per_sm": 0})["keys_per_sm"] == Range(None, 4095)
     table = Table("sm_90", {"decode": (tune.Entry(where, PRESENT["decode"]),)})
     assert table.find("decode", facts)
-    for other in ({"width": 64}, {"width": 256}, {"rows": 16}, {"variant": "fp8"}, {"streams": 4}, {"scaled": False}):
+    others = ({"width": 64}, {"width": 256}, {"rows": 16}, {"keys_per_sm": 16383}, {"variant": "fp8"}, {"streams": 4}, {"scaled": False})
+    for other in others:
         assert not table.find("decode", {**facts, **other})
     assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 8192})["rows"] == Range(8192, None)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["sm_90", "generic"])
+def test_shipped_tables_change_only_where_a_class_ends(name: str) -> None:
+    """So that all problems of a class have one present choice, and an entry that is tuned for it replaces that one."""
+    facts = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8}
+    facts |= {"keys_per_sm": 0, "rows_per_sm": 1, "pieces": 1}
+    for kind, entries in Table.read(lookup.SHIPPED / f"{name}.json").entries.items():
+        for fact, condition in ((fact, condition) for entry in entries for fact, condition in entry.where.items()):
+            if isinstance(condition, Range) and fact != "streams":
+                for first in (condition.least, condition.most and condition.most + 1):
+                    assert not first or class_of(kind, {**facts, fact: first})[fact].least == first, (kind, fact, first)
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------------------
@@ -172,8 +189,10 @@ def by_name(found: Sequence[tune.Class]) -> dict[str, tune.Class]:
 def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
     backend = get_backend(mode)
     found = by_name(tune.classes(backend, "decode", tune.ASSUMED, quick=False))
-    assert any(name.startswith("A, B, C, ") for name in found)
-    assert {"A-q8", "A-d64"} <= found.keys()
+    long, middling, short = "A, C, ragged, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even", "b1-512, b32-512, b1-4096"
+    assert found.keys() == {long, middling, short, "A-q4, A-g16", "A-q8", "A-d64", "A-d192, A-d256"}
+    for name, keys in ((long, Range(16384, None)), (middling, Range(4096, 16383)), (short, Range(None, 4095))):
+        assert found[name].where["keys_per_sm"] == keys
     assert by_name(tune.classes(backend, "write", tune.ASSUMED, quick=True)).keys() == {"w64", "w8192"}
     for kind in KINDS:
         for one in tune.classes(backend, kind, tune.ASSUMED, quick=True):

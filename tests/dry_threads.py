@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from kvq_core import get_backend, launch, launched, ops, schedule, workspace
 from kvq_core.spec import Attention
 from kvq_core.testing import dry_launch, scene
 from kvq_core.testing.cases import Case
-from kvq_core.testing.dry_launch import DryDriver, Started, launching_for
+from kvq_core.testing.dry_launch import Started, launching_for
 
 CPU = torch.device("cpu")
 MODES = ("none", "int8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
@@ -54,14 +55,14 @@ class Watched:
         def slow(launching: Any, *arguments: Any) -> None:
             time.sleep(0)
             driver = launching._driver
-            noted = DryDriver("of one launch", driver.target)
-            noted.started = []
-            launching._driver = noted
+            # A list of this launch's own: the driver's has those of all threads.
+            noted: list[Started] = []
+            launching._driver = SimpleNamespace(started=noted)
             try:
                 launcher(launching, *arguments)
             finally:
                 launching._driver = driver
-            self.starts += [(threading.get_ident(), started) for started in noted.started]
+            self.starts += [(threading.get_ident(), started) for started in noted]
 
         def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
             self.inside += 1

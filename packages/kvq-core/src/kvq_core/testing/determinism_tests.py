@@ -115,7 +115,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 def _fill(filling: int | str, space: torch.Tensor) -> None:
     data = space.view(torch.uint8)
-    if filling == "noise":
+    if isinstance(filling, str):
         data.copy_(torch.randint(256, data.shape, dtype=torch.uint8))
     else:
         data.fill_(filling)

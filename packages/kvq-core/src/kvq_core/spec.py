@@ -263,17 +263,11 @@ class Scoring:
             _need_tensor(self.qq_bias, "qq_bias", 2, FLOATS, device)
             _need(self.qq_bias.shape[0] == self.qq_bias.shape[1], "qq_bias", _shape(self.qq_bias), "a square matrix")
             _need_rows(self.qq_bias, "qq_bias")
-        if self.mm_prefix_range is not None:
-            _need_tensor(self.mm_prefix_range, "mm_prefix_range", 3, (torch.int32,), device)
-            _need(
-                self.mm_prefix_range.shape[0] == num_seqs and self.mm_prefix_range.shape[2] == 2,
-                "mm_prefix_range",
-                _shape(self.mm_prefix_range),
-                f"[{num_seqs}, num_ranges, 2]",
-            )
-            _need(
-                self.mm_prefix_range.is_contiguous(), "mm_prefix_range", f"strides {self.mm_prefix_range.stride()}", "a contiguous tensor"
-            )
+        if (ranges := self.mm_prefix_range) is not None:
+            _need_tensor(ranges, "mm_prefix_range", 3, (torch.int32,), device)
+            fits = ranges.shape[0] == num_seqs and ranges.shape[2] == 2
+            _need(fits, "mm_prefix_range", _shape(ranges), f"[{num_seqs}, num_ranges, 2]")
+            _need(ranges.is_contiguous(), "mm_prefix_range", f"strides {ranges.stride()}", "a contiguous tensor")
 
 
 @dataclass(frozen=True)

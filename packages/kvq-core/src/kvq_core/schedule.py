@@ -166,8 +166,7 @@ def _decode(problem: Problem, longest: int) -> Launch:
         return Launch(tile, 1, longest, row_blocks, "segments", programs, programs, segments=problem.engine_segments)
     if problem.batch_invariant:
         chunk = -(-INVARIANT_CHUNK // tile.keys) * tile.keys
-        if problem.max_keys <= chunk:
-            return Launch(tile, 1, longest, row_blocks)
+        # However short: a kernel that splits nothing is another kernel.
         programs = blocks * -(-problem.max_keys // chunk)
         return Launch(tile, 1, longest, row_blocks, "chunks", programs, programs + blocks, chunk=chunk)
     if not problem.may_split or problem.max_seqlen_k <= tile.least * tile.keys:

@@ -11,6 +11,7 @@ The values' scales join the probabilities, the keys' the scores. Each query row 
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.masks import by_row
 from kvq_core.kernels.products import (
     accumulate,
     accumulated_rows,
@@ -61,6 +62,8 @@ def attend(
     INT8: tl.constexpr = C.format.variant == "int8"
     PER_TENSOR: tl.constexpr = C.format.variant == "fp8_per_tensor"
     UNIT: tl.constexpr = INT8_UNIT if INT8 else FP8_UNIT
+    # Sums of fp8 codes times the scale of a huge key overflow, unless the query's small factor comes first.
+    SMALL_FIRST: tl.constexpr = not INT8 and not PER_TENSOR
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
     kv_head = tl.program_id(1)
@@ -75,7 +78,10 @@ def attend(
         if INT8:
             seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)
         q = query_operand(q, C)
-        left = softmax_unit(unit, scoring)
+        one = unit
+        if SMALL_FIRST:
+            one = tl.full(unit.shape, 1.0, tl.float32)
+        left = softmax_unit(one, scoring)
         state = softmax_start(C.rows)
         acc = accumulator(C)
         largest = 1e-30
@@ -91,7 +97,10 @@ def attend(
                 else:
                     k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
                 k, v = unpack(k, INT8, C), unpack(v, INT8, C)
-                s = finish_scores(scores(q, k, seed, C), unit, k_scale, rows, tile, work, scoring, part, C)
+                s = scores(q, k, seed, C)
+                if SMALL_FIRST:
+                    s = s * by_row(unit, C)
+                s = finish_scores(s, one, k_scale, rows, tile, work, scoring, part, C)
                 p, alpha, state = softmax_step(s, left, state, C)
                 if PER_TENSOR:
                     weights = (p * 256.0).to(tl.float16)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from filelock import FileLock
 
 from kvq_core.testing import layouts, scene
 from kvq_core.testing.cases import Case
@@ -22,8 +27,9 @@ _CASE = Case(query_lens=(1, 20, 3), seq_lens=(300, 41, 18), queries_per_kv=4)
 _WIDE_BLOCKS = replace(_CASE, layout="interleaved", padding=2**28)
 _MANY_BLOCKS = replace(_CASE, padding=0)
 _HEAD_STRIDE = 2**30 + 64
+_NEEDED_BYTES = 80 << 30
 
-needs_room = pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+on_gpu = pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 
 
 def far_scene(case: Case, backend: QuantKVBackend, device: torch.device, least_bytes: int) -> Scene:
@@ -40,8 +46,20 @@ def furthest(built: Scene, name: str) -> int:
 
 
 class MemoryTests(Subject):
+    @pytest.fixture
+    def room(self) -> Iterator[None]:
+        """Half of a large GPU for one test at a time, whatever runs in other processes."""
+        if torch.cuda.mem_get_info()[1] < _NEEDED_BYTES:
+            pytest.skip(f"needs a GPU with {_NEEDED_BYTES >> 30} GiB")
+        with FileLock(Path(tempfile.gettempdir()) / "kvq-memory-tests.lock"):
+            yield
+            gc.collect()
+            torch.cuda.empty_cache()
+
     @pytest.mark.gpu
-    @needs_room
+    @pytest.mark.timeout(900)  # a test may wait for the room
+    @pytest.mark.usefixtures("room")
+    @on_gpu
     @pytest.mark.parametrize("case", [_WIDE_BLOCKS, _MANY_BLOCKS], ids=["wide blocks", "many blocks"])
     def test_cache_beyond_32_bits(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """What a write or read would reach with an offset cut to 32 bits lies in the same buffer, and is watched."""
@@ -61,7 +79,9 @@ class MemoryTests(Subject):
         self.assert_read(backend, built, place, [0], seq_threshold_3D=8, **built.scratch(4))
 
     @pytest.mark.gpu
-    @needs_room
+    @pytest.mark.timeout(900)  # a test may wait for the room
+    @pytest.mark.usefixtures("room")
+    @on_gpu
     def test_rows_beyond_32_bits(self, backend: QuantKVBackend, place: Place) -> None:
         """Heads of q, out, key and value that lie so far apart that a head's number times the stride needs more than 32 bits."""
         case = replace(_CASE, num_kv_heads=4, queries_per_kv=1)

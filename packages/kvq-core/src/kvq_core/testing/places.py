@@ -43,7 +43,7 @@ class Place:
     @property
     def scenarios(self) -> int:
         """How many scenarios the suite fuzzes a mode with."""
-        return {"eager": 40, "interpret": 34, "gpu": 64}[self.name]
+        return {"eager": 40, "interpret": 34, "gpu": 32}[self.name]
 
     @property
     def same_kernels(self) -> int:

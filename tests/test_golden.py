@@ -140,7 +140,7 @@ def absolute_sums(golden: Golden, backend: QuantKVBackend, q: torch.Tensor, devi
 @pytest.mark.parametrize("golden", [golden for golden in goldens() if golden.has("key")], ids=str)
 def test_writes_as_vllm_does(golden: Golden, place: Place) -> None:
     """int8 and fp8 differ in rounding ties only. Of int4 the format is the same: our bytes, read by the rules by which theirs are read,
-    give the rows back, and with less error than theirs."""
+    give the rows back, each code within a step of theirs, counted from the zero point, and with less error."""
     backend, int4 = get_backend(golden.mode), golden.mode.startswith("int4")
     theirs = dict(zip(CACHES, (golden.tensor(f"{golden.mode}/{name}", place.device) for name in CACHES), strict=True))
     ours = {name: torch.zeros_like(cache) for name, cache in theirs.items()}
@@ -160,6 +160,8 @@ def test_writes_as_vllm_does(golden: Golden, place: Place) -> None:
         if int4:
             lost = [(backend.decode(*stored) - x.float()).norm() for stored in ((mine, my_scale), (wanted, their_scale))]
             assert float(lost[0]) < 0.99 * float(lost[1]), f"{half}: {float(lost[0] / lost[1]):.4f} of the error of vLLM's bytes"
+            steps = [_steps(stored) for stored in ((mine, my_scale), (wanted, their_scale))]
+            assert int((steps[0] - steps[1]).abs().max()) <= 1
         else:
             torch.testing.assert_close(my_scale, their_scale, rtol=2.0**-22, atol=0)
             dtype = backend.cache_dtype(x.dtype)
@@ -167,6 +169,12 @@ def test_writes_as_vllm_does(golden: Golden, place: Place) -> None:
             tie = ((a + b) / 2 - x.double() / their_scale.double()[..., None]).abs() <= 4 * 2.0**-24 * (a.abs() + b.abs())
             assert bool(((a == b) | tie).all()), f"{half}: {int((~((a == b) | tie)).sum())} codes differ that are no ties"
             assert float((a == b).double().mean()) >= 0.99
+
+
+def _steps(stored: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """int4's codes less their zero points."""
+    codes, words = stored
+    return torch.stack((codes & 15, codes >> 4), -1).int() - (words.view(torch.int32) & 15)[..., None, None]
 
 
 # -- kvq's own bytes ---------------------------------------------------------------------------------------------------------

@@ -34,6 +34,11 @@ nitpick_ignore = [
     # Type variables: register_backend and enable return what they are given.
     ("py:class", "B"),
     ("py:class", "kvq_transformers.switch.M"),
+    # Names of unions of types, and a type variable, in signatures.
+    ("py:class", "M"),
+    ("py:class", "Modes"),
+    ("py:class", "Smoothings"),
+    ("py:class", "Staged"),
     # The sums inside a ModeResult; its properties are what is public.
     ("py:class", "kvq_core.evaluation.results.Tally"),
     # Imported for annotations only, where autodoc cannot tell its module.

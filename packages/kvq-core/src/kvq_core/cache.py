@@ -119,7 +119,7 @@ class PagedKVCache:
 
     @property
     def smoothing(self) -> ModelSmoothing | None:
-        """What keys are smoothed with, as far as it is known: of layers that wait for their first keys it is not."""
+        """What keys are smoothed with, as far as it is known. Of layers that wait for their first keys it is not."""
         return self._smoothings.found
 
     @property

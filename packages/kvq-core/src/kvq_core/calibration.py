@@ -77,7 +77,7 @@ class KeySmoothing:
         return KeySmoothing(self.mean.to(device), None if self.balance is None else self.balance.to(device))
 
     def check(self, num_kv_heads: int, head_size: int, argument: str = "smoothing") -> None:
-        """Raise :class:`ArgumentError` naming ``argument`` unless this is for so many heads of that size."""
+        """Raise :class:`~kvq_core.ArgumentError` naming ``argument`` unless this is for so many heads of that size."""
         if self.mean.shape != (num_kv_heads, head_size):
             heads, size = self.mean.shape
             raise ArgumentError(argument, f"one for {heads} heads of {size}", f"one for {num_kv_heads} heads of {head_size}")
@@ -217,7 +217,7 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
         return hashlib.sha256(json.dumps(every).encode()).hexdigest()[:16]
 
     def for_layers(self, layers: list[int], argument: str = "smoothing") -> list[KeySmoothing]:
-        """Those of ``layers``, in order; :class:`ArgumentError` naming ``argument`` and the ones that are missing."""
+        """Those of ``layers``, in order; :class:`~kvq_core.ArgumentError` naming ``argument`` and the ones that are missing."""
         missing = [layer for layer in layers if layer not in self.layers]
         if missing:
             raise ArgumentError(argument, f"none for layers {missing}", f"one for each of {layers}: calibrate on the model it is used with")

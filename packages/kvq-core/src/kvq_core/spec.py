@@ -324,7 +324,7 @@ class Scratch:
 class Attention:
     """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv].
 
-    ``batch_invariant`` is the switch of :mod:`kvq_core.schedule` as the call found it.
+    ``batch_invariant`` is the switch of ``kvq_core.schedule`` as the call found it.
     """
 
     q: torch.Tensor

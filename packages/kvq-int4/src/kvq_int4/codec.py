@@ -30,7 +30,7 @@ from kvq_core.hadamard import block_of, single_rht
 MIN_SCALE = 1e-6
 LEVELS = 16
 SMALLEST_LENGTH = 1e-10
-"""Shorter rows, squared, may lie between the levels next to 0 as a whole, since the step does not go below :data:`MIN_SCALE`."""
+"""Shorter rows, squared, may lie between the levels next to 0 as a whole, since the step does not go below ``MIN_SCALE``."""
 CLIP = 0.025
 """The share of a row's range that is clipped at either end."""
 

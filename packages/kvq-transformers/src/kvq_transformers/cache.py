@@ -106,7 +106,7 @@ class KVQCache(Cache):
 
     @property
     def smoothing(self) -> ModelSmoothing | None:
-        """What keys are smoothed with, as far as it is known: before the first prefill nothing is, unless it was given."""
+        """What keys are smoothed with, as far as it is known. Before the first prefill nothing is, unless it was given."""
         made = {layer.index: layer.pages for layer in self._pages_layers if layer.is_initialized}
         found = {index: pages.smoothing for index, pages in made.items() if pages.smoothing is not None and not pages.waits}
         return ModelSmoothing(found) if found else None

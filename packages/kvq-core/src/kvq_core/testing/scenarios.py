@@ -1,7 +1,7 @@
 """Whole scenarios: a case, what its rows hold, which of them are damaged, where its blocks lie, and how the read is planned.
 
-They are drawn in two steps, because a GPU compiles for seconds what it runs in no time: a :class:`Signature` fixes all that kernels are
-compiled for, :func:`scenarios` draws any number of scenarios of it.
+They are drawn in two steps, because a GPU compiles for seconds what it runs in no time: a ``Signature`` fixes all that kernels are
+compiled for, ``scenarios`` draws any number of scenarios of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Damage:
-    """``value`` of :data:`BAD_VALUES` in head ``head`` of row ``row`` of ``key``, ``value`` or ``q``; ``largest`` fills the row with
+    """``value`` of ``BAD_VALUES`` in head ``head`` of row ``row`` of ``key``, ``value`` or ``q``; ``largest`` fills the row with
     numbers as large as the dtype has, which overflow in any sum."""
 
     of: str
@@ -65,7 +65,7 @@ class Damage:
 class Scenario:
     """One write and one read.
 
-    ``kinds`` and ``query_kinds`` (:data:`strategies.KINDS`) take turns, row by row. ``plan`` of :data:`PLANS`: kvq's own, keys never split,
+    ``kinds`` and ``query_kinds`` (``strategies.KINDS``) take turns, row by row. ``plan`` of ``PLANS``: kvq's own, keys never split,
     an engine's ``segments``, or batch-invariant. ``longest`` and ``hint`` are the read's ``max_seqlen_q`` and ``max_seqlen_k``.
     ``padded``: the query has rows of no sequence. ``shared``: sequence 1 begins with the blocks of sequence 0, as far as both fill them.
     ``lost``: (sequence, column, id) of the block table that names no block of the cache. ``parts``: each row comes with one of so many

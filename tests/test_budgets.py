@@ -116,10 +116,9 @@ def test_round_trip_bounds_by_hand() -> None:
     # 15 levels from -5 to 10: half a step everywhere, whose zero point is not clamped.
     y = torch.linspace(-5, 10, 16, dtype=torch.float64)[None]
     assert torch.allclose(budgets.affine_levels(y, 16, 1e-6, 4), torch.tensor(0.5, dtype=torch.float64), rtol=1e-4)
-    # A row all of one sign: the zero point stops at 0, and the levels end at 15 steps of 1 / 15.
+    # A row all of one sign: 0 stays in the range, so that a step is 11 / 15.
     positive = torch.tensor([[10.0, 11.0]], dtype=torch.float64)
-    beyond = budgets.affine_levels(positive, 16, 1e-6, 4) - 1 / 30
-    assert torch.allclose(beyond, torch.tensor([[9.0, 10.0]], dtype=torch.float64), rtol=1e-4)
+    assert torch.allclose(budgets.affine_levels(positive, 16, 1e-6, 4), torch.tensor(11 / 30, dtype=torch.float64), rtol=1e-4)
     one = torch.tensor([[1.0, 16.0, 448.0, 1e-9, 500.0]], dtype=torch.float64)
     e4m3 = budgets.minifloat(one, torch.ones(1, 1, dtype=torch.float64), torch.float8_e4m3fn)
     assert torch.allclose(e4m3, torch.tensor([[1 / 16, 1.0, 28.0, 2.0**-10, 31.25 + 52]], dtype=torch.float64), rtol=1e-4)

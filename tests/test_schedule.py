@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import record_plans
 
 from kvq_core.plans import Write, lookup
+from kvq_core import schedule
 from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile
 
 A = Problem(
@@ -209,6 +210,8 @@ def test_plans_are_those_recorded(arch: str) -> None:
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever an earlier test of this process has set.
+    monkeypatch.setattr(schedule._BATCH_INVARIANT, "value", None)
     monkeypatch.delenv("KVQ_BATCH_INVARIANT", raising=False)
     assert not is_batch_invariant()
     with batch_invariant():

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import record_plans
 
-from kvq_core.plans import Write, lookup
 from kvq_core import schedule
+from kvq_core.plans import Write, lookup
 from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile
 
 A = Problem(

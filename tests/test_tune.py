@@ -29,7 +29,7 @@ PRESENT = {
     "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128),
     "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
     "write": Write(rows=16, warps=1),
-    "merge": Merge(few=8, pieces=32, spread=True, warps=4),
+    "merge": Merge(few=8, pieces=32, blocks=8, warps=4),
 }
 ONE, TWO, FOUR, EIGHT = (Write(rows=8, warps=1), Write(rows=16, warps=1), Write(rows=32, warps=1), Write(rows=64, warps=1))
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")

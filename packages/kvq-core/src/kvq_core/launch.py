@@ -13,7 +13,7 @@ from kvq_core import schedule
 from kvq_core.environment import architecture
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
-from kvq_core.kernels.splits import merge_kernel
+from kvq_core.kernels.merge import merge_kernel
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention, NewRows, Plane, Smoothing
 from kvq_core.workspace import sole_use
@@ -193,14 +193,15 @@ def _launch(
     merge = schedule.merge_tile(problem, launch, row_blocks)
     launched.start(
         merge_kernel,
-        (row_blocks, num_kv_heads, tile.rows // 8 + (config.tokens * config.group if merge.spread else 0)),
+        (row_blocks * (tile.rows // 8) + triton.cdiv(row_blocks, merge.blocks) * config.tokens * config.group, num_kv_heads),
         output,
         attention.output_scale,
         lengths,
         score._replace(qq_bias=None, alibi_slopes=None),
         splits,
         partials,
-        TILE=args.MergeTile(merge.few, merge.pieces, merge.spread),
+        row_blocks,
+        TILE=args.MergeTile(merge.few, merge.pieces, merge.blocks),
         C=config,
         num_warps=merge.warps,
         **({"launch_pdl": True} if config.overlap else {}),

@@ -122,13 +122,13 @@ class Work(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """The query rows of one tile, as the merge knows them: number ``block`` of the launch, in ``num_pieces``."""
+    """The query rows of one tile, as the merge knows them: in ``num_pieces``, of which the first is ``item``."""
 
-    block: Any
-    seq: Any
+    first_token: Any
     row_start: Any
     query_len: Any
     num_pieces: Any
+    item: Any
 
 
 class QueryRows(NamedTuple):
@@ -299,9 +299,9 @@ class WriteConfig:
 
 @dataclass(frozen=True)
 class MergeTile:
-    """Compile-time facts of a merge: up to ``few`` pieces eight rows go together; of more, ``pieces`` of a row are loaded together, by a
-    program for each row if ``spread``."""
+    """Compile-time facts of a merge: up to ``few`` pieces eight rows go together; of more, ``pieces`` of a row are loaded together, by
+    a program for the same row of ``blocks`` row blocks."""
 
     few: int
     pieces: int
-    spread: bool
+    blocks: int

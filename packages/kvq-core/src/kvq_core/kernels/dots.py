@@ -19,13 +19,8 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def dot_signs(x, signs, UPCAST: tl.constexpr):
-    """x times a symmetric matrix of +-1 and 0, exact up to float32 summation: float32 operands go in three bfloat16 parts.
-
-    A single row is no work for a tensor core: its products are summed.
-    """
-    if x.shape[0] == 1:
-        result = tl.sum(signs.to(tl.float32) * x.to(tl.float32), 1)[None, :]
-    elif UPCAST:
+    """x times a symmetric matrix of +-1 and 0, exact up to float32 summation: float32 operands go in three bfloat16 parts."""
+    if UPCAST:
         result = tl.dot(x.to(tl.float32), signs.to(tl.float32), input_precision="ieee")
     elif x.dtype == tl.float32:
         high = x.to(tl.bfloat16)

@@ -77,8 +77,18 @@ def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.const
     if C.format.rotated:
         streams = unrotate(streams, HEADS, SIGNS, C.upcast_dots)
     x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
-    if SIGNS is not None:
-        x = x * (1.0 / HEADS.block)
+    channel = tl.arange(0, HEADS.width * HEADS.streams)[None, :]
+    mask = valid[:, None]
+    if HEADS.width * HEADS.streams != HEADS.size:
+        mask = mask & (channel < HEADS.size)
+    store_channels(x, channel, mask, output, output_scale, token[:, None], head[:, None], C)
+
+
+@triton.jit
+def store_channels(x, channel, mask, output, output_scale, token, head, C: tl.constexpr):
+    """Give un-rotated float32 x its unit, convert it, and store it; channel, token and head have x's shape, or one that broadcasts."""
+    if C.format.signs is not None:
+        x = x * (1.0 / C.value_heads.block)
     if output_scale is not None:
         x = x / tl.load(output_scale)
     if C.output == "e4m3fn":
@@ -87,9 +97,5 @@ def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.const
         y = to_fp8_bits(x, 2, 15, 57344.0)
     else:
         y = x.to(output.ptr.dtype.element_ty)
-    channel = tl.arange(0, HEADS.width * HEADS.streams)
-    mask = valid[:, None]
-    if HEADS.width * HEADS.streams != HEADS.size:
-        mask = mask & (channel < HEADS.size)[None, :]
     offset = token.to(tl.int64) * output.token_stride + head_offset(head, output.head_stride, C)
-    tl.store(output.ptr + offset[:, None] + channel[None, :], y, mask=mask)
+    tl.store(output.ptr + offset + channel, y, mask=mask)

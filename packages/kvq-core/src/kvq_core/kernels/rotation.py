@@ -25,27 +25,33 @@ def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr):
 
 
 @triton.jit
-def sign_word(SIGNS: tl.constexpr, WORD: tl.constexpr, WIDTH: tl.constexpr):
-    """Bits 32 WORD .. 32 WORD + 31 of the sign vector, as a signed word in every lane."""
+def sign_word(SIGNS: tl.constexpr, WORD: tl.constexpr, like):
+    """Bits 32 WORD .. 32 WORD + 31 of the sign vector, as a signed word in every place of ``like``."""
     BITS: tl.constexpr = ((SIGNS >> (32 * WORD)) & 0xFFFFFFFF) - ((SIGNS >> (32 * WORD + 31)) & 1) * 0x100000000
-    return tl.full([WIDTH], BITS, tl.int32)
+    return tl.full(like.shape, BITS, tl.int32)
 
 
 @triton.jit
-def apply_signs(x, SIGNS: tl.constexpr, STREAM: tl.constexpr, STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """D x for one stream's channels of rows [R, WIDTH]: a flipped sign bit, exact in every dtype."""
-    channel = (tl.arange(0, WIDTH) * STREAMS + STREAM) % BLOCK
-    bit = tl.zeros([WIDTH], tl.int32)
+def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr):
+    """D x, where x holds these channels (its shape, or one that broadcasts): a flipped sign bit, exact in every dtype."""
+    channel = channel % BLOCK
+    bit = tl.zeros_like(channel)
     for word in tl.static_range((BLOCK + 31) // 32):
-        bits = sign_word(SIGNS, word, WIDTH)
+        bits = sign_word(SIGNS, word, channel)
         bit = tl.where(channel // 32 == word, (bits >> (channel % 32)) & 1, bit)
     if x.dtype == tl.float32:
         flip = (1 - bit) << 31
-        y = (x.to(tl.int32, bitcast=True) ^ flip[None, :]).to(tl.float32, bitcast=True)
+        y = (x.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
     else:
         flip = ((1 - bit) << 15).to(tl.uint16)
-        y = (x.to(tl.uint16, bitcast=True) ^ flip[None, :]).to(x.dtype, bitcast=True)
+        y = (x.to(tl.uint16, bitcast=True) ^ flip).to(x.dtype, bitcast=True)
     return y
+
+
+@triton.jit
+def stream_channels(STREAM: tl.constexpr, HEADS: tl.constexpr):
+    """The channels of a stream's lanes, [1, WIDTH]."""
+    return (tl.arange(0, HEADS.width) * HEADS.streams + STREAM)[None, :]
 
 
 @triton.jit
@@ -73,7 +79,7 @@ def rotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.constex
     for s in tl.static_range(STREAMS):
         x = streams[s]
         if SIGNS is not None:
-            x = apply_signs(x, SIGNS, s, STREAMS, WIDTH, HEADS.block)
+            x = apply_signs(x, stream_channels(s, HEADS), SIGNS, HEADS.block)
         mixed = mixed + (dot_signs(x, matrix, UPCAST),)
     return butterfly(mixed, STREAMS)
 
@@ -89,6 +95,20 @@ def unrotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.const
     for s in tl.static_range(STREAMS):
         x = dot_signs(mixed[s], matrix, UPCAST)
         if SIGNS is not None:
-            x = apply_signs(x, SIGNS, s, STREAMS, WIDTH, HEADS.block)
+            x = apply_signs(x, stream_channels(s, HEADS), SIGNS, HEADS.block)
         result = result + (x,)
     return result
+
+
+@triton.jit
+def unrotate_row(x, HEADS: tl.constexpr, SIGNS: tl.constexpr):
+    """:func:`unrotate` of one row, [STREAMS, WIDTH] float32: sums, since a single row is no work for a tensor core."""
+    lanes = lane_matrix(HEADS.width, HEADS.block_lanes).to(tl.float32)
+    y = tl.sum(x[:, :, None] * lanes[None, :, :], 1)
+    if HEADS.streams > 1:
+        streams = lane_matrix(HEADS.streams, HEADS.streams).to(tl.float32)
+        y = tl.sum(streams[:, :, None] * y[:, None, :], 0)
+    if SIGNS is not None:
+        channel = tl.arange(0, HEADS.width)[None, :] * HEADS.streams + tl.arange(0, HEADS.streams)[:, None]
+        y = apply_signs(y, channel, SIGNS, HEADS.block)
+    return y

@@ -26,7 +26,7 @@ _RESIDENCY = _axis(
     # A quarter of a multiprocessor's 65,536 registers holds two one-warp programs of up to 255 a thread, three of 168, four of 128.
     of=((1, None, 8), (1, 168, 12), (1, 128, 16), (2, None, 4), (2, 168, 6), (4, None, 2), (4, None, 4)),
 )
-_MERGING = _axis("few", "spread", of=((1, True), (4, True), (8, True), (8, False)))
+_MERGING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
 _TILES: Final = (32, 64, 128)
 _STAGES = _axis("stages", of=(2, 3))
 _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
@@ -48,7 +48,7 @@ _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
     "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (4095, 16383)},
     "prefill": {"width": (64, 128, 256, 512)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},
-    "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 64), "pieces": (32, 64, 128)},
+    "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 64), "pieces": (32, 64)},
 }
 """Where a class ends and the next begins, each bound the last of its class. Other facts are a class for each value."""
 

@@ -51,7 +51,6 @@ _KEYS = _power_of_two(8, 256)
 _WARPS = _power_of_two(1, 16)
 _STAGES = _whole(1, 8)
 _REGISTERS = Values("null or a whole number from 24 to 255", lambda x: x is None or (type(x) is int and 24 <= x <= 255))
-_FLAG = Values("true or false", lambda x: type(x) is bool)
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Write(Choice):
 
 @dataclass(frozen=True)
 class Merge(Choice):
-    """Eight rows together up to ``few`` pieces; of more, ``pieces`` of a row are loaded together, a program for each row if ``spread``."""
+    """Eight rows together up to ``few`` pieces; of more, ``pieces`` of a row are loaded together, by a program for ``blocks`` such rows."""
 
     kind = "merge"
     facts = MappingProxyType(
@@ -132,7 +131,7 @@ class Merge(Choice):
 
     few: int = _value(_whole(1, 64))
     pieces: int = _value(_power_of_two(16, 512))
-    spread: bool = _value(_FLAG)
+    blocks: int = _value(_power_of_two(1, 128))
     warps: int = _value(_WARPS)
 
 

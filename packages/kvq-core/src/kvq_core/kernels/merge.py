@@ -1,0 +1,160 @@
+"""The merge of split keys: a row's pieces, combined by the online softmax in their order, so that the result is the same every time.
+
+Nearly all of its time is latency: of a launch, of loads that wait for each other, of barriers. So what is loaded is loaded at once, and
+programs are small, so that many are resident.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from kvq_core.kernels.args import RowBlock, SoftmaxState
+from kvq_core.kernels.queries import store_channels, store_rows
+from kvq_core.kernels.rotation import unrotate_row
+from kvq_core.kernels.softmax import add_sink, reciprocal_sum
+
+
+@triton.jit(do_not_specialize=["num_row_blocks"])
+def merge_kernel(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE: tl.constexpr, C: tl.constexpr):
+    """Combine the shares of every row block. Grid (eight rows of each row block, then a row of every TILE.blocks row blocks; kv heads).
+
+    Few pieces: eight rows at a time, which share an un-rotation. Many: a row at a time, TILE.pieces of them loaded together. Which of the
+    two a row block needs is known on the device alone, and the programs of the other end at once: so one of the second kind looks at
+    several row blocks.
+    """
+    TILES: tl.constexpr = C.rows // 8
+    ROWS: tl.constexpr = C.tokens * C.group
+    place = tl.program_id(0)
+    if place < num_row_blocks * TILES:
+        block = row_block(place // TILES, num_row_blocks, batch, partials, C)
+        if (block.num_pieces > 1) & (block.num_pieces <= TILE.few):
+            merge_rows(place % TILES * 8 + tl.arange(0, 8), block, output, output_scale, scoring, splits, partials, C)
+    else:
+        place -= num_row_blocks * TILES
+        first = place // ROWS * TILE.blocks
+        here = row_block(first + tl.arange(0, TILE.blocks), num_row_blocks, batch, partials, C)
+        if tl.max(here.num_pieces, 0) > TILE.few:
+            for number in range(first, tl.minimum(first + TILE.blocks, num_row_blocks)):
+                block = row_block(number, num_row_blocks, batch, partials, C)
+                if block.num_pieces > TILE.few:
+                    merge_row(place % ROWS, block, output, output_scale, scoring, splits, partials, TILE.pieces, C)
+
+
+@triton.jit
+def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
+    """Facts of row blocks (scalar or vector); one piece where there is nothing to merge."""
+    exists = number < num_row_blocks
+    seq = number // C.max_row_blocks
+    row_start = number % C.max_row_blocks * C.tokens
+    first_token = tl.load(batch.cu_seqlens_q + seq, mask=exists, other=0)
+    query_len = tl.load(batch.cu_seqlens_q + seq + 1, mask=exists, other=0) - first_token
+    served = exists & (query_len >= C.min_query_len) & (query_len <= C.max_query_len) & (row_start < query_len)
+    if C.overlap:
+        # What comes next is the work of the launch before.
+        gdc_wait()
+    num_pieces = tl.load(partials.plan + number * 2, mask=served, other=1)
+    item = tl.load(partials.plan + number * 2 + 1, mask=served, other=0)
+    return RowBlock(first_token, row_start, query_len, num_pieces, item)
+
+
+@triton.jit
+def first_share(r, block, splits, C: tl.constexpr):
+    """(token, query head, whether there is such a row, index of its first share, from one share to the next) of rows ``r`` of a block."""
+    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    index = block.row_start + r // C.group
+    token = block.first_token + index
+    head = kv_head * C.group + r % C.group
+    valid = (index < block.query_len) & (r < C.tokens * C.group)
+    if C.split == "segments":
+        row = (token.to(tl.int64) * (num_kv_heads * C.group) + head) * splits.segments
+        step = 1
+    else:
+        row = (block.item.to(tl.int64) * num_kv_heads + kv_head) * C.rows + r
+        step = num_kv_heads * C.rows
+    return token, head, valid, row, step
+
+
+@triton.jit
+def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.constexpr):
+    """Write the results of rows ``r`` [ROWS] of a block, two pieces at a time, each a tile of its own: nothing crosses threads."""
+    ROWS: tl.constexpr = r.shape[0]
+    WIDTH: tl.constexpr = C.value_heads.width
+    token, head, valid, row, step = first_share(r, block, splits, C)
+    state = SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
+    acc = ()
+    for _ in tl.static_range(tl.constexpr(C.format.streams)):
+        acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
+    for piece in range(0, block.num_pieces, 2):
+        one, one_acc = load_shares(row + piece * step, valid, partials, C)
+        two, two_acc = load_shares(row + (piece + 1) * step, valid & (piece + 1 < block.num_pieces), partials, C)
+        top = tl.maximum(state.max, tl.maximum(one.max, two.max))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        alpha, one_weight, two_weight = tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(two.max - safe)
+        joined = ()
+        for s in tl.static_range(tl.constexpr(C.format.streams)):
+            joined = joined + (acc[s] * alpha[:, None] + one_acc[s] * one_weight[:, None] + two_acc[s] * two_weight[:, None],)
+        acc = joined
+        state = SoftmaxState(top, state.sum * alpha + one.sum * one_weight + two.sum * two_weight)
+    state, factor = add_sink(state, head, valid, scoring)
+    scale = factor * reciprocal_sum(state.sum)
+    result = ()
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
+        result = result + (acc[s] * scale[:, None],)
+    store_rows(result, output, output_scale, token, head, valid, ROWS, C)
+
+
+@triton.jit
+def load_shares(at, valid, partials, C: tl.constexpr):
+    """The shares ``at`` [ROWS]: their (max, sum) and their accumulators as streams [ROWS, WIDTH]."""
+    lane = tl.arange(0, C.value_heads.width)
+    state = SoftmaxState(
+        tl.load(partials.max + at, mask=valid, other=float("-inf")),
+        tl.load(partials.sum + at, mask=valid, other=0.0),
+    )
+    mask = valid[:, None] & (lane < C.value_heads.lanes)[None, :]
+    acc = ()
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
+        place = at[:, None] * partials.row_stride + lane[None, :] + s * C.value_heads.lanes
+        acc = acc + (tl.load(partials.acc + place, mask=mask, other=0.0),)
+    return state, acc
+
+
+@triton.jit
+def merge_row(r, block, output, output_scale, scoring, splits, partials, PIECES: tl.constexpr, C: tl.constexpr):
+    """Write the result of row ``r`` (scalar) of a block, whose pieces are spread over the program's threads, PIECES at a time.
+
+    Every PIECES-th piece is summed on its own, and these sums in the end: nothing crosses threads within the loop.
+    """
+    HEADS: tl.constexpr = C.value_heads
+    SIGNS: tl.constexpr = C.format.signs
+    STREAMS: tl.constexpr = HEADS.streams
+    WIDTH: tl.constexpr = HEADS.width
+    token, head, valid, row, step = first_share(r, block, splits, C)
+    lane = tl.arange(0, WIDTH)[None, :]
+    stream = tl.arange(0, STREAMS)[:, None]
+    inside = lane < HEADS.lanes
+    place = stream * HEADS.lanes + lane
+    top = tl.full([PIECES], float("-inf"), tl.float32)
+    total = tl.zeros([PIECES], tl.float32)
+    acc = tl.zeros([PIECES, STREAMS, WIDTH], tl.float32)
+    for base in range(0, tl.where(valid, block.num_pieces, 0), PIECES):
+        pieces = base + tl.arange(0, PIECES)
+        exists = pieces < block.num_pieces
+        at = row + pieces.to(tl.int64) * step
+        part_max = tl.load(partials.max + at, mask=exists, other=float("-inf"))
+        part_sum = tl.load(partials.sum + at, mask=exists, other=0.0)
+        mask = exists[:, None, None] & inside[None, :, :]
+        parts = tl.load(partials.acc + (at * partials.row_stride)[:, None, None] + place[None, :, :], mask=mask, other=0.0)
+        grown = tl.maximum(top, part_max)
+        safe = tl.where(grown == float("-inf"), 0.0, grown)
+        alpha, weight = tl.exp2(top - safe), tl.exp2(part_max - safe)
+        top = grown
+        total = total * alpha + part_sum * weight
+        acc = acc * alpha[:, None, None] + parts * weight[:, None, None]
+    largest = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(largest == float("-inf"), 0.0, largest))
+    state, factor = add_sink(SoftmaxState(largest, tl.sum(total * weight, 0)), head, valid, scoring)
+    x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
+    if C.format.rotated:
+        x = unrotate_row(x, HEADS, SIGNS)
+    store_channels(x, lane * STREAMS + stream, inside & valid, output, output_scale, token, head, C)

@@ -2,7 +2,10 @@
 
 import copy
 import json
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ import bench_decode  # noqa: E402
 import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
 import gate  # noqa: E402
+import modes  # noqa: E402
 import problems  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 import shapes  # noqa: E402
-from kvq_core import QuantKVBackend, get_backend, list_backends  # noqa: E402
+from kvq_core import QuantKVBackend, __version__, get_backend, list_backends  # noqa: E402
+from kvq_core.environment import source_version  # noqa: E402
 from rows import COPY, FLASHINFER, Row, brief, measured  # noqa: E402
 from shapes import Read, Write  # noqa: E402
 from timing import LEAST_REPEATS, MOST_REPEATS, repeats_for  # noqa: E402
@@ -224,7 +229,7 @@ def test_gate_is_red_where_a_kernel_fails() -> None:
 
 def test_a_red_gate_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(run, "backends_of", lambda names: [broken("none", unified_attention=fail)])
+    monkeypatch.setattr(modes, "backends_of", lambda *names: [broken("none", unified_attention=fail)])
     monkeypatch.setattr(run, "measure", fail)
     monkeypatch.setattr(shapes, "QUICK", (("decode", (SMALL,)),))
     assert run.main(["--quick", "--out", str(tmp_path / "out")]) == run.GATE_RED
@@ -351,8 +356,39 @@ def test_wrong_names_are_refused(argv: list[str], said: str, capsys: pytest.Capt
 
 @pytest.mark.quick
 def test_none_is_always_measured() -> None:
-    assert [b.mode for b in run.backends_of(["int4,int8"])] == ["none", "int4_per_token_head", "int8_per_token_head"]
-    assert sorted(b.mode for b in run.backends_of(None)) == MODES
+    assert [b.mode for b in modes.backends_of(["int4,int8"], "none")] == ["none", "int4_per_token_head", "int8_per_token_head"]
+    assert [b.mode for b in modes.backends_of(["int4,none"], "none")] == ["none", "int4_per_token_head"]
+    everything = [b.mode for b in modes.backends_of(None, "none")]
+    assert sorted(everything) == MODES and everything[0] == "none"
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_broken_mode_is_left_out_unless_it_is_asked_for(install: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    install("kvq-int3", "int3", "raise ImportError('no libkvq3.so here')")
+    assert sorted(b.mode for b in modes.backends_of(None, "none")) == MODES
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("broken, left out: mode 'int3' from kvq-int3 1.0") and "ImportError: no libkvq3.so here" in line
+    assert run.main(["--modes", "int3"]) == run.CANNOT_RUN
+    assert "no libkvq3.so here" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_the_commit_is_that_of_kvq_s_own_repository(tmp_path: Path) -> None:
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        done = subprocess.run(["git", "-C", str(tmp_path), *identity, *command], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    if shutil.which("git") is None:
+        pytest.skip("there is no git here")
+    git("init", "--quiet")
+    inside = tmp_path / "site-packages" / "kvq_core"
+    inside.mkdir(parents=True)
+    git("commit", "--quiet", "--allow-empty", "--message", "one")
+    assert source_version(inside) == f"kvq {__version__}"
+    assert source_version(tmp_path) == git("rev-parse", "--short", "HEAD")
+    assert source_version(tmp_path / "nowhere") == f"kvq {__version__}"
 
 
 @pytest.mark.quick

@@ -33,6 +33,7 @@ import report  # noqa: E402
 import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend  # noqa: E402
 from kvq_core.environment import installed, nvidia_driver, source_version  # noqa: E402
+from kvq_core.offline import Device  # noqa: E402
 from rows import Row  # noqa: E402
 from timing import Timer  # noqa: E402
 
@@ -95,10 +96,11 @@ def header(facts: dict[str, Any]) -> str:
 
 def gate_is_green(backends: Sequence[QuantKVBackend], plan: Plan, device: torch.device, bar: tqdm[Any]) -> bool:
     """Check every mode; print each fault and one line in the end."""
-    cases = gate.shapes_of([setting for _, settings in plan for setting in settings])
-    bar.reset(total=len(backends) * len(cases))
+    here = Device.current() if device.type == "cuda" else None
+    checks = gate.checks_of(backends, [setting for _, settings in plan for setting in settings], here)
+    bar.reset(total=len(checks))
     verdicts = []
-    for verdict in gate.check_all(backends, cases, device):
+    for verdict in gate.check_all(checks, device):
         bar.set_description(f"gate, {verdict.mode}")
         bar.update()
         verdicts.append(verdict)

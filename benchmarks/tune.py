@@ -131,7 +131,7 @@ class Bench:
         if known:
             return known
         with self._planned(choice):
-            verdicts = gate.check_all([one.backend], one.gate, self.timer.device)
+            verdicts = gate.check_all([gate.Check(one.backend, problem) for problem in one.gate], self.timer.device)
             return next((verdict.fault for verdict in verdicts if not verdict.green), "")
 
     def measure(self, backend: QuantKVBackend, setting: shapes.Setting, choices: Sequence[Choice]) -> list[float | str]:
@@ -160,7 +160,7 @@ class Bench:
                 return brief(caught)
 
     def _planned(self, choice: Choice) -> Any:
-        return ops.planning_with(precompile.only(choice, self.device.arch))
+        return ops.planning_with(precompile.only(self.device.arch, choice))
 
 
 def compiled(found: Sequence[Class], device: Device, processes: int | None, bar: tqdm[Any]) -> dict[tuple[str, Choice], str]:

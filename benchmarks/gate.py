@@ -1,6 +1,7 @@
 """The correctness gate: no mode's speed is reported unless what it stores and what it attends to are right, on this device, today.
 
-A small problem for each kernel that is timed: rows go through the write door into poisoned pages, queries through the read door.
+Small problems in the heads and blocks of each timed setting, planned as that setting is, since large problems may be planned with tiles
+that no small one takes. Rows go through the write door into poisoned pages, queries through the read door.
 
 **Write**: each stored row decodes to within as much of the original as ``encode``'s does. Rounding ties may fall either way, which
 moves no error; a wrong code or scale, or a row in a wrong slot, does.
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+import precompile
 import problems
-from kvq_core import QuantKVBackend, eager, reference
+from kvq_core import QuantKVBackend, eager, ops, reference
+from kvq_core.offline import Device
+from kvq_core.plans import Choice
 from kvq_core.spec import Attention, Batch, Plane, Scoring
 from rows import brief, release
 from shapes import DTYPE, Read, Setting, Write
@@ -72,6 +76,36 @@ def shapes_of(settings: Sequence[Setting]) -> tuple[Read, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Check:
+    """One mode in one small problem, planned with ``choices``; as the problem itself would be if there are none."""
+
+    backend: QuantKVBackend
+    problem: Read
+    choices: tuple[Choice, ...] = ()
+
+    def run(self, device: torch.device) -> Verdict:
+        if not self.choices:
+            return check(self.backend, self.problem, device)
+        with ops.planning_with(precompile.only("", *self.choices)):
+            verdict = check(self.backend, self.problem, device)
+        plan = "; ".join(
+            f"{choice.kind}: {', '.join(f'{name} {value}' for name, value in asdict(choice).items())}" for choice in self.choices
+        )
+        return replace(verdict, problem=f"{verdict.problem}, planned with {plan}")
+
+
+def checks_of(backends: Sequence[QuantKVBackend], settings: Sequence[Setting], here: Device | None) -> list[Check]:
+    """What must be right before ``settings`` are timed on the GPU ``here``; ``None``: there is none, and nothing to plan."""
+    found = {
+        Check(backend, problem, () if here is None else precompile.choices_of(backend, setting, here)): None
+        for backend in backends
+        for setting in settings
+        for problem in shapes_of([setting])
+    }
+    return list(found)
+
+
 def _class(query_len: int) -> int:
     """Decode, a few rows, or prefill: what kernels are launched differently for."""
     return 0 if query_len == 1 else 1 if query_len <= 16 else 2
@@ -94,13 +128,12 @@ def check(backend: QuantKVBackend, problem: Read, device: torch.device) -> Verdi
     return Verdict(backend.mode, str(problem), error, allowed, fault)
 
 
-def check_all(backends: Sequence[QuantKVBackend], cases: Sequence[Read], device: torch.device) -> Iterator[Verdict]:
-    """A verdict for each mode and problem; random numbers are the same in every run."""
-    for backend in backends:
-        for problem in cases:
-            torch.manual_seed(0)
-            yield check(backend, problem, device)
-            release(device)
+def check_all(checks: Sequence[Check], device: torch.device) -> Iterator[Verdict]:
+    """A verdict for each; random numbers are the same in every run."""
+    for one in checks:
+        torch.manual_seed(0)
+        yield one.run(device)
+        release(device)
 
 
 def _fault(backend: QuantKVBackend, problem: Read, device: torch.device) -> tuple[str, float]:

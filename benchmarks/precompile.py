@@ -20,8 +20,9 @@ import torch  # noqa: E402
 
 import problems  # noqa: E402
 from kvq_core import QuantKVBackend, get_backend, ops  # noqa: E402
+from kvq_core.environment import kernels_of  # noqa: E402
 from kvq_core.offline import Device, compiling_for, planning_for  # noqa: E402
-from kvq_core.plans import Choice, Entry, Table  # noqa: E402
+from kvq_core.plans import KINDS, Choice, Entry, Table, choose  # noqa: E402
 from kvq_core.plans.lookup import Asked, listening  # noqa: E402
 from rows import brief  # noqa: E402
 from shapes import Setting, Write  # noqa: E402
@@ -40,9 +41,9 @@ class Job:
     device: Device
 
 
-def only(choice: Choice, arch: str) -> Table:
-    """A table that has ``choice`` for every problem."""
-    return Table(arch, {choice.kind: (Entry({}, choice),)})
+def only(arch: str, *choices: Choice) -> Table:
+    """A table that has each of ``choices`` for every problem of its kind."""
+    return Table(arch, {choice.kind: (Entry({}, choice),) for choice in choices})
 
 
 def asked(backend: QuantKVBackend, setting: Setting, device: Device) -> list[Asked]:
@@ -51,6 +52,13 @@ def asked(backend: QuantKVBackend, setting: Setting, device: Device) -> list[Ask
     with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as questions:
         _call(backend, setting)
     return questions
+
+
+def choices_of(backend: QuantKVBackend, setting: Setting, device: Device) -> tuple[Choice, ...]:
+    """What ``setting`` is planned with on ``device``, of each kind that is looked up; nothing where the mode brings no such kernel."""
+    if ("write" if isinstance(setting, Write) else "read") not in kernels_of(backend):
+        return ()
+    return tuple(dict.fromkeys(choose(device.arch, KINDS[kind], facts) for kind, facts in asked(backend, setting, device)))
 
 
 def compile_all(jobs: Sequence[Job], processes: int | None = None) -> Iterator[tuple[Job, str]]:
@@ -72,7 +80,7 @@ def _start() -> None:
 def compile_one(job: Job) -> str:
     """Compile the kernels of ``job``; returns why that failed, or ""."""
     try:
-        with ops.planning_with(only(job.choice, job.device.arch)), compiling_for(job.device):
+        with ops.planning_with(only(job.device.arch, job.choice)), compiling_for(job.device):
             for setting in job.settings:
                 _call(get_backend(job.mode), setting)
     except Exception as caught:  # a candidate that does not compile is no candidate

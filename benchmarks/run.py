@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,12 @@ import bench_decode  # noqa: E402
 import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
 import gate  # noqa: E402
+import modes  # noqa: E402
 import report  # noqa: E402
 import shapes  # noqa: E402
-from kvq_core import KVQError, QuantKVBackend, get_backend, list_backends  # noqa: E402
+from kvq_core import KVQError, QuantKVBackend  # noqa: E402
+from kvq_core.environment import installed, nvidia_driver, source_version  # noqa: E402
+from kvq_core.offline import Device  # noqa: E402
 from rows import Row  # noqa: E402
 from timing import Timer  # noqa: E402
 
@@ -54,34 +55,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def backends_of(names: Sequence[str] | None) -> list[QuantKVBackend]:
-    """``none`` first, then the modes named, or all that are installed."""
-    given = [name for part in names or () for name in part.split(",") if name]
-    wanted = given or sorted({entry.mode for entry in list_backends()})
-    found = {backend.mode: backend for backend in map(get_backend, ["none", *wanted])}
-    return list(found.values())
-
-
 def plan_of(options: argparse.Namespace) -> Plan:
     if options.settings:
         return shapes.chosen([name.strip() for name in options.settings.split(",") if name.strip()])
     return shapes.QUICK if options.quick else shapes.DEFAULT
-
-
-def _output(*command: str) -> str:
-    """First line of what a command prints; ``unknown`` if it cannot be run."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return (done.stdout.strip().splitlines() or ["unknown"])[0]
-
-
-def installed(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
@@ -90,12 +67,12 @@ def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
     copied = timer.copy_bandwidth()
     return {
         "gpu": name,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": nvidia_driver() or "unknown",
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "triton": installed("triton"),
-        "flashinfer": installed("flashinfer-python"),
-        "commit": _output("git", "-C", str(checkout.ROOT), "describe", "--always", "--dirty"),
+        "triton": installed("triton") or "not installed",
+        "flashinfer": installed("flashinfer-python") or "not installed",
+        "commit": source_version(checkout.ROOT),
         "copy_bandwidth": copied,
         "hbm": H200_READ if "H200" in name else copied,
         "floor_us": timer.floor(),
@@ -119,10 +96,11 @@ def header(facts: dict[str, Any]) -> str:
 
 def gate_is_green(backends: Sequence[QuantKVBackend], plan: Plan, device: torch.device, bar: tqdm[Any]) -> bool:
     """Check every mode; print each fault and one line in the end."""
-    cases = gate.shapes_of([setting for _, settings in plan for setting in settings])
-    bar.reset(total=len(backends) * len(cases))
+    here = Device.current() if device.type == "cuda" else None
+    checks = gate.checks_of(backends, [setting for _, settings in plan for setting in settings], here)
+    bar.reset(total=len(checks))
     verdicts = []
-    for verdict in gate.check_all(backends, cases, device):
+    for verdict in gate.check_all(checks, device):
         bar.set_description(f"gate, {verdict.mode}")
         bar.update()
         verdicts.append(verdict)
@@ -169,7 +147,7 @@ def show(plan: Plan, facts: dict[str, Any], rows: Sequence[Row], out: Path) -> N
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
-        plan, backends = plan_of(options), backends_of(options.modes)
+        plan, backends = plan_of(options), modes.backends_of(options.modes, "none")
         old = report.load(options.compare) if options.compare else None
     except (ValueError, KVQError) as error:
         print(f"run.py: {error}", file=sys.stderr)

@@ -30,10 +30,11 @@ from tqdm import tqdm  # noqa: E402
 import attention  # noqa: E402
 import bench_write  # noqa: E402
 import gate  # noqa: E402
+import modes  # noqa: E402
 import precompile  # noqa: E402
 import shapes  # noqa: E402
-from kvq_core import KVQError, QuantKVBackend, __version__, get_backend, list_backends, ops  # noqa: E402
-from kvq_core.environment import first_line, installed, kernels_of  # noqa: E402
+from kvq_core import KVQError, QuantKVBackend, ops  # noqa: E402
+from kvq_core.environment import installed, kernels_of, source_version  # noqa: E402
 from kvq_core.errors import ArgumentError  # noqa: E402
 from kvq_core.offline import Device  # noqa: E402
 from kvq_core.plans import KINDS, Choice, Entry, Run, Table, choose  # noqa: E402
@@ -130,7 +131,7 @@ class Bench:
         if known:
             return known
         with self._planned(choice):
-            verdicts = gate.check_all([one.backend], one.gate, self.timer.device)
+            verdicts = gate.check_all([gate.Check(one.backend, problem) for problem in one.gate], self.timer.device)
             return next((verdict.fault for verdict in verdicts if not verdict.green), "")
 
     def measure(self, backend: QuantKVBackend, setting: shapes.Setting, choices: Sequence[Choice]) -> list[float | str]:
@@ -159,7 +160,7 @@ class Bench:
                 return brief(caught)
 
     def _planned(self, choice: Choice) -> Any:
-        return ops.planning_with(precompile.only(choice, self.device.arch))
+        return ops.planning_with(precompile.only(self.device.arch, choice))
 
 
 def compiled(found: Sequence[Class], device: Device, processes: int | None, bar: tqdm[Any]) -> dict[tuple[str, Choice], str]:
@@ -262,18 +263,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def backends_of(names: Sequence[str] | None) -> list[QuantKVBackend]:
-    """The modes named, or all that are installed, each once."""
-    given = [name for part in names or () for name in part.split(",") if name]
-    return list(dict.fromkeys(map(get_backend, given or sorted({entry.mode for entry in list_backends()}))))
-
-
-def version_here() -> str:
-    """The commit of a checkout; of an installed package, which may lie in somebody else's repository, the version."""
-    git = ("git", "-C", str(checkout.ROOT), "describe", "--always", "--dirty")
-    return ((checkout.ROOT / "packages").is_dir() and first_line(*git)) or f"kvq {__version__}"
-
-
 def kinds_of(text: str) -> list[str]:
     kinds = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in kinds if name not in KINDS]
@@ -315,7 +304,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None:
             existing(path, device.arch)
         found = [
-            one for backend in backends_of(options.modes) for kind in kinds for one in classes(backend, kind, device, quick=options.quick)
+            one
+            for backend in modes.backends_of(options.modes)
+            for kind in kinds
+            for one in classes(backend, kind, device, quick=options.quick)
         ]
     except (KVQError, OSError) as error:
         print(f"tune.py: {error}", file=sys.stderr)
@@ -325,7 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = torch.cuda.get_device_name() if gpu else f"no GPU here: listed as for {device.arch} with {device.num_sms} multiprocessors"
         print(f"{where}\n\n" + "\n\n".join(map(listed, found)) + f"\n\n{count} candidates in {len(found)} classes")
         return OK
-    circumstances = Run(torch.cuda.get_device_name(), installed("triton") or "unknown", version_here(), date.today().isoformat())
+    commit = source_version(checkout.ROOT)
+    circumstances = Run(torch.cuda.get_device_name(), installed("triton") or "unknown", commit, date.today().isoformat())
     print(f"{circumstances.gpu} ({device.arch}), triton {circumstances.triton}, {circumstances.commit}: {count} candidates\n", flush=True)
     with torch.no_grad():
         outcomes = list(tune(found, device, options.processes))

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from kvq_core import KVQError, QuantKVBackend, get_backend, list_backends
-from kvq_core.environment import cpu_name, first_line, installed
+from kvq_core.environment import cpu_name, installed, source_version
 from kvq_core.evaluation import Evaluation, ModeResult, Passage, TinySubject, evaluate, read_documents
 from kvq_core.evaluation.tiny_model import Attend, TinyModel, load_model, usable_device
 from nano_engine import WEIGHTS, Engine, Request, encode
@@ -228,7 +228,7 @@ def machine(device: torch.device) -> dict[str, str]:
     facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"}
     facts |= {"python": platform.python_version(), "torch": torch.__version__, "triton": installed("triton") or "not installed"}
     facts |= {name: installed(name) or "in process" for name in sorted({entry.distribution for entry in list_backends()})}
-    return facts | {"commit": first_line("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty") or "unknown"}
+    return facts | {"commit": source_version(Path(__file__).parents[1])}
 
 
 def table(results: list[Result]) -> str:

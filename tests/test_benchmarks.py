@@ -2,7 +2,10 @@
 
 import copy
 import json
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,16 @@ import bench_decode  # noqa: E402
 import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
 import gate  # noqa: E402
+import modes  # noqa: E402
+import precompile  # noqa: E402
 import problems  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 import shapes  # noqa: E402
-from kvq_core import QuantKVBackend, get_backend, list_backends  # noqa: E402
+import tune  # noqa: E402
+from kvq_core import QuantKVBackend, __version__, get_backend, list_backends  # noqa: E402
+from kvq_core.environment import source_version  # noqa: E402
+from kvq_core.plans import Decode, choose, lookup  # noqa: E402
 from rows import COPY, FLASHINFER, Row, brief, measured  # noqa: E402
 from shapes import Read, Write  # noqa: E402
 from timing import LEAST_REPEATS, MOST_REPEATS, repeats_for  # noqa: E402
@@ -166,9 +174,44 @@ CASES = tuple(replace(p, query_heads=4, kv_heads=2, head_size=64) for p in gate.
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gate_is_green_for_what_works(mode: str) -> None:
-    verdicts = list(gate.check_all([get_backend(mode)], CASES, CPU))
+    verdicts = list(gate.check_all([gate.Check(get_backend(mode), problem) for problem in CASES], CPU))
     assert len(verdicts) == len(gate.PROBLEMS)
     assert all(v.green and v.read_error <= v.allowed for v in verdicts), verdicts
+
+
+@pytest.mark.quick
+def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among them the tiles that only much to read is planned with, which none of the gate's own problems reaches."""
+    monkeypatch.setenv(lookup.SWITCH, "")
+    checks = gate.checks_of([get_backend("int4"), get_backend("int2")], [*shapes.HEADLINE, *shapes.PREFILL, *shapes.WRITE], tune.ASSUMED)
+    assert len(checks) == len(set(checks))
+    for mode in ("int4", "int2"):
+        of_mode = [check for check in checks if check.backend is get_backend(mode)]
+        large = precompile.choices_of(get_backend(mode), shapes.HEADLINE[0], tune.ASSUMED)
+        assert {type(choice).kind for choice in large} == {"decode", "merge"}
+        assert {check.problem.seq_lens for check in of_mode if check.choices == large} == {p.seq_lens for p in gate.PROBLEMS[:2]}
+        small = [precompile.choices_of(get_backend(mode), check.problem, tune.ASSUMED) for check in of_mode]
+        assert large[0] not in [choice for choices in small for choice in choices]
+        assert {type(choice).kind for check in of_mode for choice in check.choices} == {"decode", "merge", "prefill", "write"}
+    (plain,) = {check.choices for check in gate.checks_of([get_backend("int4")], shapes.HEADLINE, None)}
+    assert plain == ()
+
+
+def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In force while the mode reads, so that a fault of theirs alone is seen, and said with their names."""
+    backend, wide = get_backend("int4"), Decode(keys=128, warps=1, stages=2, programs_per_sm=8, registers=None, least_share=128)
+
+    def wrong_when_wide(self: Any, **arguments: Any) -> None:
+        read(self, **arguments)
+        if choose("sm_90", Decode, facts) == wide:
+            arguments["out"][-1] = 0
+
+    read = type(backend).unified_attention
+    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 0}
+    monkeypatch.setattr(type(backend), "unified_attention", wrong_when_wide)
+    plain, planned = gate.check_all([gate.Check(backend, CASES[0]), gate.Check(backend, CASES[0], (wide,))], CPU)
+    assert plain.green and planned.fault.startswith("read: relative error")
+    assert "planned with decode: keys 128, warps 1" in planned.problem
 
 
 def lose_a_key(intact: QuantKVBackend, **arguments: Any) -> None:
@@ -205,7 +248,7 @@ def fail(intact: QuantKVBackend, *_: Any, **__: Any) -> None:
 @pytest.mark.parametrize("mode", ["none", "int4_per_token_head", "fp8_per_tensor"])
 @pytest.mark.parametrize("fault", [lose_a_key, half_the_scale, leave_one_out])
 def test_gate_catches_a_broken_read(mode: str, fault: Any) -> None:
-    verdicts = list(gate.check_all([broken(mode, unified_attention=fault)], CASES[:1], CPU))
+    verdicts = list(gate.check_all([gate.Check(broken(mode, unified_attention=fault), CASES[0])], CPU))
     assert [v.fault.startswith("read: relative error") for v in verdicts] == [True]
 
 
@@ -224,7 +267,7 @@ def test_gate_is_red_where_a_kernel_fails() -> None:
 
 def test_a_red_gate_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(run, "backends_of", lambda names: [broken("none", unified_attention=fail)])
+    monkeypatch.setattr(modes, "backends_of", lambda *names: [broken("none", unified_attention=fail)])
     monkeypatch.setattr(run, "measure", fail)
     monkeypatch.setattr(shapes, "QUICK", (("decode", (SMALL,)),))
     assert run.main(["--quick", "--out", str(tmp_path / "out")]) == run.GATE_RED
@@ -351,8 +394,39 @@ def test_wrong_names_are_refused(argv: list[str], said: str, capsys: pytest.Capt
 
 @pytest.mark.quick
 def test_none_is_always_measured() -> None:
-    assert [b.mode for b in run.backends_of(["int4,int8"])] == ["none", "int4_per_token_head", "int8_per_token_head"]
-    assert sorted(b.mode for b in run.backends_of(None)) == MODES
+    assert [b.mode for b in modes.backends_of(["int4,int8"], "none")] == ["none", "int4_per_token_head", "int8_per_token_head"]
+    assert [b.mode for b in modes.backends_of(["int4,none"], "none")] == ["none", "int4_per_token_head"]
+    everything = [b.mode for b in modes.backends_of(None, "none")]
+    assert sorted(everything) == MODES and everything[0] == "none"
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_broken_mode_is_left_out_unless_it_is_asked_for(install: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    install("kvq-int3", "int3", "raise ImportError('no libkvq3.so here')")
+    assert sorted(b.mode for b in modes.backends_of(None, "none")) == MODES
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("broken, left out: mode 'int3' from kvq-int3 1.0") and "ImportError: no libkvq3.so here" in line
+    assert run.main(["--modes", "int3"]) == run.CANNOT_RUN
+    assert "no libkvq3.so here" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_the_commit_is_that_of_kvq_s_own_repository(tmp_path: Path) -> None:
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        done = subprocess.run(["git", "-C", str(tmp_path), *identity, *command], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    if shutil.which("git") is None:
+        pytest.skip("there is no git here")
+    git("init", "--quiet")
+    inside = tmp_path / "site-packages" / "kvq_core"
+    inside.mkdir(parents=True)
+    git("commit", "--quiet", "--allow-empty", "--message", "one")
+    assert source_version(inside) == f"kvq {__version__}"
+    assert source_version(tmp_path) == git("rev-parse", "--short", "HEAD")
+    assert source_version(tmp_path / "nowhere") == f"kvq {__version__}"
 
 
 @pytest.mark.quick

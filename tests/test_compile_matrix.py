@@ -3,6 +3,7 @@
 Each target in a process of its own: this one interprets.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,11 +14,19 @@ from typing import Any
 import pytest
 import triton
 
-from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS
+from kvq_core import get_backend, ops
+from kvq_core.kernels.args import Heads
+from kvq_core.offline import planning_for
+from kvq_core.plans import Decode, Prefill, Table, choose
+from kvq_core.plans.lookup import SWITCH, listening
+from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_tiles
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
+from kvq_core.testing.table_choices import name_of, problems_of
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 KERNELS = {("decode", "write"), ("decode", "attend"), ("decode", "merge_kernel"), ("prefill", "attend")}
+MEASURED = ("sm_90",)
+"""Targets that kvq ships a table of launch plans for: each tile there that can be chosen is built."""
 
 GOLDEN = Path(__file__).parent / "data" / "golden_counts.json"
 MEASURE = ["-m", "kvq_core.testing.compile_matrix", *MODES]
@@ -31,7 +40,7 @@ def test_every_kernel_builds(target: str) -> None:
     built = [json.loads(line) for line in done.stdout.splitlines()]
     for mode in MODES:
         of_mode = [one for one in built if one["mode"] == mode]
-        assert {(one["case"], one["kernel"]) for one in of_mode} == KERNELS
+        assert {(one["case"], one["kernel"]) for one in of_mode} == kernels(mode, target)
         for one in of_mode:
             assert one["target"] == target and one["registers"] > 0 and one["instructions"] > 50, one
             assert one["shared"] <= TARGETS[target].shared_limit, f"cannot be launched: {one}"
@@ -43,6 +52,32 @@ def test_every_kernel_builds(target: str) -> None:
     # Here, since compiling is what takes time.
     if target in CUDA_TARGETS:
         compare_with_golden(target, built)
+
+
+def kernels(mode: str, target: str) -> set[tuple[str, str]]:
+    """The cases and kernels that are built."""
+    tiles = further_tiles(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else ()
+    return KERNELS | {(tile, "attend") for tile in tiles}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By asking the tables for every class of problems of the mode's format, whether or not there is a problem of that class."""
+    monkeypatch.setenv(SWITCH, "")
+    backend, device = get_backend(mode), TARGETS[target].device(target)
+    found = problems_of(backend, device)
+    with ops.planning_with(Table(target, {})), planning_for(device), listening() as asked:
+        next(iter(found.values())).read()
+    fixed = dict(asked)["decode"]
+    every = set()
+    for width in {Heads(2**n, fixed["streams"]).width * fixed["streams"] for n in range(4, 11) if 2**n <= backend.max_head_size}:
+        for lane_bytes in (2, 4) if fixed["streams"] == 1 else (2,):
+            facts = fixed | {"width": width, "lane_bytes": lane_bytes}
+            every.add(name_of(choose(target, Prefill, facts)))
+            for rows, keys in itertools.product((8, 16, 32, 64, 128), (0, *(2**n for n in range(0, 25, 2)))):
+                every.add(name_of(choose(target, Decode, facts | {"rows": rows, "keys_per_sm": keys})))
+    assert found.keys() == every
 
 
 def compare_with_golden(target: str, built: list[dict[str, Any]]) -> None:
@@ -65,7 +100,7 @@ def as_built(golden: GoldenCounts) -> list[dict[str, Any]]:
 
 @pytest.mark.quick
 def test_the_golden_counts_cover_every_kernel() -> None:
-    wanted = {f"{mode} {target} {case} {kernel}" for mode in MODES for target in CUDA_TARGETS for case, kernel in KERNELS}
+    wanted = {f"{mode} {target} {case} {kernel}" for mode in MODES for target in CUDA_TARGETS for case, kernel in kernels(mode, target)}
     assert GoldenCounts.read(GOLDEN).kernels.keys() == wanted
 
 

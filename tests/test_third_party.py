@@ -27,8 +27,8 @@ for folder in ("examples", "benchmarks"):
     sys.path.insert(0, str(ROOT / folder))
 
 import demo  # noqa: E402
+import modes  # noqa: E402
 import nano_engine  # noqa: E402
-import run as benchmarks  # noqa: E402
 from kvq_core import PagedKVCache, get_backend, list_backends, selfcheck  # noqa: E402
 from kvq_core.cli.app import app  # noqa: E402
 
@@ -85,7 +85,7 @@ def test_the_command_line_lists_it() -> None:
 
 def test_the_benchmark_takes_it() -> None:
     for names in (None, [MODE]):
-        assert MODE in [backend.mode for backend in benchmarks.backends_of(names)]
+        assert MODE in [backend.mode for backend in modes.backends_of(names)]
 
 
 def test_the_demo_measures_it(small_weights: Path, tmp_path: Path) -> None:

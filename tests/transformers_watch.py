@@ -1,11 +1,12 @@
 """Checks kvq's attention where it is called, layer by layer: inside a running model, on the very rows that the model hands it.
 
 What a mode stores depends on rounding, so that two models that differ in the seventh digit may store different codes here and there, and
-then differ in the third. Held to the same rows, a layer must agree with dense attention to rounding, in every mode.
+then differ in the third. Held to the same rows, a layer must agree with float64 attention within the suite's derived budget, in every mode.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from kvq_core import QuantKVBackend
+from kvq_core.hadamard import block_of
+from kvq_core.testing import budgets, oracle
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.layers import HANDLE
 from kvq_transformers.masks import padding_of
@@ -31,10 +34,9 @@ class Past:
 
 @dataclass
 class Watch:
-    """Stands in for kvq's attention and notes the largest errors of kvq and of float32 dense attention against float64."""
+    """Stands in for kvq's attention and notes its largest error against float64, as a share of what its arithmetic may lose."""
 
-    kvq: float = 0.0
-    dense: float = 0.0
+    worst: float = 0.0
     calls: int = 0
     past: dict[int, Past] = field(default_factory=dict)
 
@@ -42,14 +44,10 @@ class Watch:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(key, HANDLE)
-        padding = padding_of(attention_mask, query.shape[2])
         out, nothing = kvq_attention(module, query, key, value, attention_mask, **kwargs)
-        past = self._remember(layer, key, value, padding)
-        new = past.real[:, -query.shape[2] :]
-        exact = dense_attention(query.double(), past.keys.double(), past.values.double(), past.real, layer.window, **kwargs)
-        single = dense_attention(query.float(), past.keys, past.values, past.real, layer.window, **kwargs)
-        self.kvq = max(self.kvq, _largest((out - exact)[new]))
-        self.dense = max(self.dense, _largest((single.to(out.dtype) - exact)[new]))
+        past = self._remember(layer, key, value, padding_of(attention_mask, query.shape[2]))
+        for row in range(query.shape[0]):
+            self.worst = max(self.worst, _share(out[row], query[row], past, row, layer, **kwargs))
         self.calls += 1
         return out, nothing
 
@@ -71,35 +69,47 @@ def through_mode(backend: QuantKVBackend, encode: Encode, rows: torch.Tensor) ->
     return backend.decode(codes, scales if given is None else given)
 
 
-def dense_attention(
+def _share(
+    out: torch.Tensor,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    real: torch.Tensor,
-    window: int | None,
+    past: Past,
+    row: int,
+    layer: Any,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
-    """[batch, q columns, heads, size] from dense scores; positions count real tokens, so that padding anywhere takes none."""
-    window = min(filter(None, (window, sliding_window)), default=None)
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    position = real.cumsum(1) - 1
-    p, j = position[:, None, -query.shape[2] :, None], position[:, None, None, :]
-    seen = real[:, None, None, :] & (j <= p)
-    if window is not None:
-        seen = seen & (p - j < window)
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    sinks = scores.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux.to(scores.dtype).view(1, -1, 1, 1)
-    sinks = sinks.expand(scores.shape[0], scores.shape[1], scores.shape[2], 1)
-    weights = torch.cat([scores, sinks], -1).softmax(-1).nan_to_num(0.0)[..., :-1]
-    return (weights @ value).transpose(1, 2)
+) -> float:
+    """The largest error of ``out`` [columns, heads, size] for one row of the batch, over its bound.
+
+    Positions count real tokens, so that padding anywhere takes none.
+    """
+    real = past.real[row]
+    new = real[-query.shape[1] :]
+    if not new.any():
+        return 0.0
+    k, v = (x[row][:, real].transpose(0, 1).double() for x in (past.keys, past.values))
+    window = min(filter(None, (layer.window, sliding_window)), default=None)
+    arguments = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "window_size": (-1 if window is None else window - 1, 0),
+        "sinks": s_aux,
+        "alibi_slopes": None,
+        "qq_bias": None,
+        "mm_prefix_range": None,
+    }
+    exact = oracle.attend(query[:, new].transpose(0, 1), k, v, torch.ones(k.shape[0], dtype=torch.bool), 0, arguments)
+    bound = budgets.read(exact, scaling, softcap or 0.0, 0.0, decoding_error(k.shape[-1], v.shape[-1]))
+    bound = budgets.stored(bound, exact.out, out.dtype, torch.finfo(out.dtype).eps / 2)
+    return float(((out[new].double().transpose(0, 1) - exact.out).abs() / bound).max())
 
 
-def _largest(errors: torch.Tensor) -> float:
-    return float(errors.abs().max()) if errors.numel() else 0.0
+def decoding_error(*head_sizes: int) -> float:
+    """How far two float32 decodings of a row may be apart, relative to its root mean square: here rows one by one, there in pages.
+
+    A rotated row is a transform over blocks of b of levels y. An element is a sum of b of them, which loses at most (log2 b + 4) f sum |y|
+    (:func:`kvq_core.testing.budgets.rotation`), that is (log2 b + 4) f times the norm of its part of the row; both may.
+    """
+    return max(2 * (math.log2(block_of(size)) + 4) * budgets.F32 * math.sqrt(size) for size in head_sizes)

@@ -54,6 +54,16 @@ def first_line(*command: str) -> str | None:
     return next(iter(done.stdout.strip().splitlines()), None)
 
 
+def source_version(root: Path) -> str:
+    """The commit of the repository whose top is ``root``. Otherwise kvq's version: a package may lie in somebody else's repository."""
+    from kvq_core import __version__
+
+    git = ("git", "-C", str(root))
+    top = first_line(*git, "rev-parse", "--show-toplevel")
+    own = top is not None and Path(top).resolve() == root.resolve()
+    return (first_line(*git, "describe", "--always", "--dirty") if own else None) or f"kvq {__version__}"
+
+
 def process_peak_bytes() -> int | None:
     """The most memory this process has had resident; ``None`` where the system does not tell."""
     try:

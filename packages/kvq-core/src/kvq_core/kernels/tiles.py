@@ -236,7 +236,8 @@ def in_ranges(position, first, work, scoring):
         start = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2)
         end = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2 + 1)
         touched = (start < end) & (start < first + work.num_rows) & (end >= first)
-        inside = inside | (touched & (position >= start) & (position <= end))
+        # Not "inside | ...": the interpreter of Triton 3.9 takes a scalar mask, spread over keys, for a vector of int32.
+        inside = tl.where(touched & (position >= start) & (position <= end), True, inside)
     return inside
 
 

@@ -44,14 +44,14 @@ def level_error(backend: object) -> float:
 
 
 def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: float = 0.0) -> torch.Tensor:
-    """The bound [Hq, n, Dv] on |float32 result - exact.out| for kernels whose matrix operands have unit roundoff ``u``."""
+    """The bound [Hq, n, Dv] on |float32 result - exact.out| where matrix operands have unit roundoff ``u``; 0: they are not rounded."""
     deviation = SIGMAS * u / math.sqrt(3) * softmax_scale
     size, num_keys = exact.q.shape[-1], exact.k.shape[1]
     lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
     rest = level_error * ((exact.raw - exact.shift).abs() + SIGMAS * lengths / math.sqrt(size)) + size * F32 * lengths
     rest = rest + size * F32 * exact.shift_terms
     rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
-    from_query = deviation * _largest_spread(exact.q, exact.k)
+    from_query = deviation * _largest_spread(exact.q, exact.k) if u else torch.zeros_like(rest)
 
     p, v = exact.weights, exact.v.abs()
     score = from_query + rest
@@ -66,7 +66,8 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     sink = (1 - p.sum(-1, keepdim=True)).clamp(min=0) * (p.sum(-1, keepdim=True) > 0)
     least = ((p * torch.exp(-score)).sum(-1, keepdim=True) + sink).clamp(min=SMALLEST)
     moved = p * beyond
-    weights = (deviation * _largest_effect(exact, p * slope) + moved @ v + moved.sum(-1, keepdim=True) * exact.out.abs()) / least
+    effect = deviation * _largest_effect(exact, p * slope) if u else 0.0
+    weights = (effect + moved @ v + moved.sum(-1, keepdim=True) * exact.out.abs()) / least
     # Sums run over codes in the mode's own basis, so that what float32 loses there is relative to the whole row.
     rows = p @ exact.v.norm(dim=-1, keepdim=True)
     products = u * (p @ v) + (SIGMAS * math.sqrt(num_keys) + 16) * F32 * rows

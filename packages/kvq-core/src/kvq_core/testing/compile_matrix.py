@@ -2,7 +2,8 @@
 
 Triton compiles for a target that a driver names. :mod:`kvq_core.offline` puts a driver in place that names one and has no device, and
 turns every launch into a compilation, so that a mode's own launchers, plans and argument bundles are what is exercised. Run it in a
-process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled. Plans are those that kvq ships.
+process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled. Plans are those that kvq ships. For a target with
+a table of its own, every tile that is chosen for any problem is built; with ``--every-tile`` for all targets.
 
 ``--golden PATH`` writes what the kernels cost to the file that later ones are compared with (:mod:`kvq_core.testing.golden_counts`).
 """
@@ -17,16 +18,21 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvq_core.environment import kernels_of
 from kvq_core.offline import Device, compiling_for
-from kvq_core.plans.lookup import SWITCH
+from kvq_core.plans.lookup import SHIPPED, SWITCH
 from kvq_core.registry import get_backend
 from kvq_core.testing import machine_code, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.golden_counts import GoldenCounts
+from kvq_core.testing.table_choices import Problem, name_of, problems_of
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
 
 KIB = 1024
 
@@ -79,7 +85,8 @@ CASES = MappingProxyType(
         ),
     }
 )
-"""What is built for each mode: the split decode kernel and its merge, plain, and the kernel for many rows with every option on."""
+"""What is built for each mode: the split decode kernel and its merge, plain, and the kernel for many rows with every option on. Further
+tiles are built plain."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +106,40 @@ class Build:
     hot: machine_code.Hot | None
 
 
-def build(mode: str, target: str) -> list[Build]:
-    """Compile the write and read kernels of ``mode`` for ``target``."""
-    backend = get_backend(mode)
+def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]:
+    """Compile the write and read kernels of ``mode`` for ``target``.
+
+    ``every_tile``: also the read kernel with each of :func:`further_tiles`, its name in place of the case's; ``None``: if kvq ships a table
+    of launch plans for exactly this target.
+    """
+    backend, device = get_backend(mode), TARGETS[target].device(target)
     results = []
-    for case_name, case in CASES.items():
-        made = scene.build(case, backend, torch.device("cpu"))
-        num_rows = sum(case.query_lens)
-        # Without the scene's padding rows, so that a batch of one kind is seen to be one and takes one launch.
-        reading = made.read_arguments() | {"q": made.q[:num_rows]}
-        with compiling_for(TARGETS[target].device(target)) as kernels:
+    for case_name in CASES:
+        problem = _problem(backend, case_name)
+        with compiling_for(device) as kernels:
             if case_name == "decode":
-                made.write()
-            backend.unified_attention(out=made.fresh_out(num_rows)["rows"], **reading)
+                problem.made.write()
+            problem.read()
         results += [_facts(mode, target, case_name, kernel) for kernel in kernels]
+    if (SHIPPED / f"{target}.json").exists() if every_tile is None else every_tile:
+        for tile_name, problem in further_tiles(backend, device).items():
+            with compiling_for(device) as kernels:
+                problem.read()
+            results += [_facts(mode, target, tile_name, kernel) for kernel in kernels if kernel.metadata.name == "attend"]
     return results
+
+
+def further_tiles(backend: QuantKVBackend, device: Device) -> dict[str, Problem]:
+    """Tiles of reads that the tables can choose on ``device`` but do not for :data:`CASES`; none for a mode without a read kernel."""
+    if "read" not in kernels_of(backend):
+        return {}
+    built = {name_of(tile) for name in CASES for tile in _problem(backend, name).tiles(device)}
+    return problems_of(backend, device, built)
+
+
+def _problem(backend: QuantKVBackend, case_name: str) -> Problem:
+    case = CASES[case_name]
+    return Problem(scene.build(case, backend, torch.device("cpu")), max(case.seq_lens))
 
 
 def _facts(mode: str, target: str, case: str, kernel: Any) -> Build:
@@ -125,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="+", metavar="MODE")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
+    parser.add_argument("--every-tile", action="store_true", default=None, help="of the tables, for targets without one of their own too")
     parser.add_argument("--json", action="store_true", help="one line of JSON a kernel")
     parser.add_argument(
         "--golden", type=Path, metavar="PATH", help="write the counts of the CUDA targets to this file, in place of what it has"
@@ -138,7 +165,7 @@ def main() -> None:
     for target in options.target or (CUDA_TARGETS if options.golden else TARGETS):
         for mode in options.modes:
             try:
-                of_mode = build(mode, target)
+                of_mode = build(mode, target, options.every_tile)
             except Exception:
                 failures += 1
                 print(f"{mode} for {target}:\n{traceback.format_exc()}", file=sys.stderr)

@@ -1,0 +1,91 @@
+"""Every tile that kvq's own tables can choose for a mode's reads on a GPU, each with a problem that it is chosen for.
+
+A mode's facts and its heads narrow the tables down; what is left is found by asking, for few and many query rows, little and much to
+read, and heads of every width that a table tells apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvq_core import ops
+from kvq_core.errors import ArgumentError
+from kvq_core.offline import Device, planning_for
+from kvq_core.plans import KINDS, Choice, Table, choose
+from kvq_core.plans.lookup import listening
+from kvq_core.testing import scene
+from kvq_core.testing.cases import Case
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+    from kvq_core.testing.scene import Scene
+
+HEAD_SIZES: Final = (128, 64, 256, 512, 576)
+"""One of each padded width that a table tells apart, the most usual first."""
+QUERY_LENS: Final = (1, 4, 16, 64)
+"""With groups of four heads: decode tiles of 8, 16 and 64 rows, and prefill."""
+LONGEST: Final = (2048, 1 << 24)
+"""What a call says of its longest sequence: little to read, and more than any table asks for."""
+COMPILED: Final = ("rows", "keys", "warps", "stages", "registers")
+"""Fields of a choice that a kernel is compiled for."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A read of ``made``, whose longest sequence is said to have ``longest`` keys. Its rows are of one kind: it takes one launch."""
+
+    made: Scene
+    longest: int
+
+    def read(self) -> None:
+        num_rows = sum(self.made.case.query_lens)
+        # Without the scene's padding rows, so that a batch of one kind is seen to be one.
+        arguments = self.made.read_arguments() | {"q": self.made.q[:num_rows], "max_seqlen_k": self.longest}
+        self.made.backend.unified_attention(out=self.made.fresh_out(num_rows)["rows"], **arguments)
+
+    def tiles(self, device: Device) -> list[Choice]:
+        """What its reads are planned with on ``device``, merges aside."""
+        # A table without entries: what was planned before is asked for again.
+        with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as asked:
+            self.read()
+        return [choose(device.arch, KINDS[kind], facts) for kind, facts in asked if kind != "merge"]
+
+
+def name_of(tile: Choice) -> str:
+    """``decode-keys128-warps1-stages2``: the kind, and what a kernel is compiled for."""
+    fields = asdict(tile)
+    return "-".join([tile.kind, *(f"{name}{fields[name]}" for name in COMPILED if fields.get(name) is not None)])
+
+
+def problems_of(backend: QuantKVBackend, device: Device, known: Container[str] = ()) -> dict[str, Problem]:
+    """A problem for each decode or prefill tile that the tables can choose for ``backend`` on ``device``, by the tile's name.
+
+    The first that is found; none for the names in ``known``.
+    """
+    found: dict[str, Problem] = {}
+    for problem in _tried(backend):
+        for tile in problem.tiles(device):
+            if name_of(tile) not in known:
+                found.setdefault(name_of(tile), problem)
+    return found
+
+
+def _tried(backend: QuantKVBackend) -> Iterator[Problem]:
+    dtypes = [torch.bfloat16]
+    if backend.cache_dtype(torch.float32) != backend.cache_dtype(torch.bfloat16):
+        dtypes.append(torch.float32)
+    for dtype in dtypes:
+        for head_size in HEAD_SIZES:
+            try:
+                backend.check_head_size(head_size, "head_size")
+            except ArgumentError:
+                continue
+            for query_len in QUERY_LENS:
+                lengths: dict[str, Any] = {"query_lens": (query_len,) * 4, "seq_lens": (query_len + 9,) * 4}
+                case = Case(**lengths, head_size=head_size, queries_per_kv=4, dtype=dtype)
+                made = scene.build(case, backend, torch.device("cpu"))
+                yield from (Problem(made, longest) for longest in LONGEST)

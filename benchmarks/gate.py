@@ -57,23 +57,18 @@ class Verdict:
 
 
 def shapes_of(settings: Sequence[Setting]) -> tuple[Read, ...]:
-    """:data:`PROBLEMS` in the heads and blocks of ``settings``, each where there are settings of its class of query lengths.
+    """:data:`PROBLEMS` in the heads, blocks, layout and options of ``settings``: for each setting those of its class of query lengths.
 
     Where rows are only written, decode reads them back.
     """
-    kinds = {(s.query_heads, s.kv_heads, s.head_size, s.block_size, _class(s.query_len)) for s in settings if isinstance(s, Read)}
-    served = {kind[1:4] for kind in kinds}
-    kinds |= {
-        (4 * s.kv_heads, s.kv_heads, s.head_size, s.block_size, 0)
+    reads = [s for s in settings if isinstance(s, Read)]
+    served = {(s.kv_heads, s.head_size, s.block_size) for s in reads}
+    reads += [
+        Read(s.name, (1,), 1, 4 * s.kv_heads, s.kv_heads, s.head_size, s.block_size)
         for s in settings
         if isinstance(s, Write) and (s.kv_heads, s.head_size, s.block_size) not in served
-    }
-    return tuple(
-        replace(problem, query_heads=q, kv_heads=kv, head_size=d, block_size=p)
-        for q, kv, d, p, length in sorted(kinds)
-        for problem in PROBLEMS
-        if _class(problem.query_len) == length
-    )
+    ]
+    return tuple({p.like(s): None for s in reads for p in PROBLEMS if _class(p.query_len) == _class(s.query_len)})
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ def check_all(checks: Sequence[Check], device: torch.device) -> Iterator[Verdict
 
 
 def _fault(backend: QuantKVBackend, problem: Read, device: torch.device) -> tuple[str, float]:
-    caches = problems.allocate(backend, sum(problem.blocks), problem.block_size, problem.kv_heads, problem.head_size, device)
+    caches = problems.pages(backend, problem, device)
     table = problems.block_table(problem, device)
     slots = torch.cat([_slots(table[i], n, problem.block_size) for i, n in enumerate(problem.seq_lens)])
     key, value = (torch.randn(slots.shape[0], problem.kv_heads, problem.head_size, device=device).to(DTYPE) for _ in range(2))
@@ -150,7 +145,9 @@ def _fault(backend: QuantKVBackend, problem: Read, device: torch.device) -> tupl
     backend.unified_attention(**arguments)
     planes = (Plane(caches.key, caches.k_scale, problem.head_size), Plane(caches.value, caches.v_scale, problem.head_size))
     batch = Batch(arguments["cu_seqlens_q"], arguments["seqused_k"], table, problem.query_len, max(problem.seq_lens))
-    attention = Attention(arguments["q"], arguments["out"], *planes, batch, Scoring(arguments["softmax_scale"]))
+    options = {name: arguments[name] for name in ("softmax_scale", "softcap", "sinks", "alibi_slopes")}
+    scoring = Scoring(**options, window_left=arguments["window_size"][0])
+    attention = Attention(arguments["q"], arguments["out"], *planes, batch, scoring)
     exact = reference.attention(attention, lambda plane, blocks: eager.gather(backend, plane, blocks), torch.float64)
     out = arguments["out"].double().unflatten(0, (problem.num_seqs, -1))
     exact = exact.unflatten(0, (problem.num_seqs, -1))

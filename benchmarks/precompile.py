@@ -93,5 +93,5 @@ def _call(backend: QuantKVBackend, setting: Setting) -> None:
     if isinstance(setting, Write):
         backend.reshape_and_cache(**problems.write(backend, setting, META))
         return
-    caches = problems.allocate(backend, sum(setting.blocks), setting.block_size, setting.kv_heads, setting.head_size, META)
+    caches = problems.pages(backend, setting, META)
     backend.unified_attention(**problems.attention_arguments(setting, caches, problems.block_table(setting, META)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvq_core import QuantKVBackend
+from kvq_core.layout import Geometry, buffers_of, cell_size, layer_views
 from shapes import DTYPE, Read, Write
 
 # Rows that are really encoded; the pages hold random draws of them. Far more than any kernel could profit from.
@@ -19,7 +20,7 @@ _STEP = 1 << 20
 
 @dataclass
 class Caches:
-    """Head-major pages [num_blocks, block_size, kv_heads, packed], as the doors take them."""
+    """Pages [num_blocks, block_size, kv_heads, packed], as the doors take them."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -31,40 +32,42 @@ class Caches:
         return {"k_scale_cache": self.k_scale, "v_scale_cache": self.v_scale}
 
 
-def allocate(backend: QuantKVBackend, num_blocks: int, block_size: int, kv_heads: int, head_size: int, device: torch.device) -> Caches:
-    """Pages full of 0xFF bytes, scales full of NaN (a scale of the whole tensor: usable)."""
-    dtype = backend.cache_dtype(DTYPE)
-    width = backend.packed_head_size(head_size) * dtype.itemsize
-
-    def plane() -> torch.Tensor:
-        return torch.full((num_blocks, kv_heads, block_size, width), 255, dtype=torch.uint8, device=device).view(dtype).transpose(1, 2)
-
-    k_scale, v_scale = backend.allocate_scale_caches(num_blocks, block_size, kv_heads, device)
-    for scale in (k_scale, v_scale):
-        if scale is not None:
-            scale.fill_(torch.nan)
+def allocate(
+    backend: QuantKVBackend,
+    num_blocks: int,
+    block_size: int,
+    kv_heads: int,
+    head_size: int,
+    device: torch.device,
+    layout: str = "head_major",
+) -> Caches:
+    """Pages full of 0xFF bytes, which makes NaN of scales (a scale of the whole tensor: usable)."""
+    geometry = Geometry(num_blocks, block_size, kv_heads, head_size, head_size, 1, DTYPE, layout)
+    stored = buffers_of(backend, geometry)
+    shapes = {name: geometry.buffer_shape(cell_size(fields)) for name, fields in stored.items()}
+    buffers = {name: torch.full(shape, 255, dtype=torch.uint8, device=device) for name, shape in shapes.items()}
+    views = layer_views(geometry, buffers, stored, 0)
+    k_scale, v_scale = views.k_scale_cache, views.v_scale_cache
     if backend.reads_scales and not backend.needs_scale_caches:
         k_scale, v_scale = (torch.full((1,), PER_TENSOR_RANGE / 448, device=device) for _ in range(2))
-    return Caches(plane(), plane(), k_scale, v_scale)
+    return Caches(views.key_cache, views.value_cache, k_scale, v_scale)
 
 
 def fill(backend: QuantKVBackend, caches: Caches, head_size: int) -> None:
     """Draw every slot of ``caches`` from a pool of encoded standard normal rows."""
     for codes, scale in ((caches.key, caches.k_scale), (caches.value, caches.v_scale)):
-        # The physical order: [block, head, slot].
-        pages = codes.transpose(1, 2).view(torch.uint8).flatten(0, 2)
-        rows = torch.randn(min(POOL, pages.shape[0]), head_size, device=codes.device, dtype=torch.float32).to(DTYPE)
+        pages = codes.view(torch.uint8)
+        slots = codes.shape[:3].numel()
+        rows = torch.randn(min(POOL, slots), head_size, device=codes.device, dtype=torch.float32).to(DTYPE)
         pool, pool_scales = backend.encode(rows, scale=None if backend.needs_scale_caches else scale)
         pool = pool.view(torch.uint8).contiguous()
-        heads_slots = codes.shape[2] * codes.shape[1]
-        blocks = max(_STEP // heads_slots, 1)
+        blocks = max(_STEP * codes.shape[0] // slots, 1)
         for first in range(0, codes.shape[0], blocks):
-            last = min(first + blocks, codes.shape[0])
-            draw = torch.randint(0, rows.shape[0], ((last - first) * heads_slots,), device=codes.device)
-            pages[first * heads_slots : last * heads_slots] = pool[draw]
+            part = pages[first : first + blocks]
+            draw = torch.randint(0, rows.shape[0], part.shape[:3], device=codes.device)
+            part.copy_(pool[draw])
             if backend.needs_scale_caches and scale is not None and pool_scales is not None:
-                part = scale[first:last].transpose(1, 2)
-                part.copy_(pool_scales[draw].view(part.shape))
+                scale[first : first + blocks].copy_(pool_scales[draw])
 
 
 def block_table(setting: Read, device: torch.device) -> torch.Tensor:
@@ -76,6 +79,16 @@ def block_table(setting: Read, device: torch.device) -> torch.Tensor:
     for row, owned in zip(table, shuffled.split(setting.blocks), strict=True):
         row[: owned.shape[0]] = owned
     return table
+
+
+def pages(backend: QuantKVBackend, setting: Read, device: torch.device) -> Caches:
+    """Poisoned pages for ``setting``."""
+    return allocate(backend, sum(setting.blocks), setting.block_size, setting.kv_heads, setting.head_size, device, setting.layout)
+
+
+def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """[heads] float32: 2^(-8 i / heads) for head i from 1 on, as in the paper (Press et al., 2021)."""
+    return torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device, dtype=torch.float32) / heads)
 
 
 def attention_arguments(setting: Read, caches: Caches, table: torch.Tensor) -> dict[str, Any]:
@@ -92,11 +105,11 @@ def attention_arguments(setting: Read, caches: Caches, table: torch.Tensor) -> d
         "seqused_k": torch.tensor(setting.seq_lens, device=device, dtype=torch.int32),
         "max_seqlen_k": max(setting.seq_lens),
         "softmax_scale": setting.head_size**-0.5,
-        "window_size": (-1, -1),
+        "window_size": (-1, -1) if setting.window is None else (setting.window - 1, 0),
         "block_table": table,
-        "softcap": 0.0,
-        "sinks": None,
-        "alibi_slopes": None,
+        "softcap": setting.softcap,
+        "sinks": torch.randn(setting.query_heads, device=device) if setting.sinks else None,
+        "alibi_slopes": alibi_slopes(setting.query_heads, device) if setting.alibi else None,
         "use_alibi_sqrt": False,
         "qq_bias": None,
         "output_scale": None,
@@ -107,7 +120,7 @@ def attention_arguments(setting: Read, caches: Caches, table: torch.Tensor) -> d
 
 def read(backend: QuantKVBackend, setting: Read, device: torch.device) -> dict[str, Any]:
     """Arguments of ``unified_attention`` for ``setting``, over pages full of random rows."""
-    caches = allocate(backend, sum(setting.blocks), setting.block_size, setting.kv_heads, setting.head_size, device)
+    caches = pages(backend, setting, device)
     fill(backend, caches, setting.head_size)
     return attention_arguments(setting, caches, block_table(setting, device))
 

@@ -55,22 +55,28 @@ def _number(value: float | None, form: str) -> str:
 
 def table(op: str, everything: Sequence[Line]) -> str:
     """The table of one operation, setting by setting; an error stands after its row's setting."""
-    head = ["setting", "mode", "us", "% HBM", "TFLOP/s", "x none", "x copy" if op == "write" else "x FlashInfer", "host us"]
+    peer = "x copy" if op == "write" else "x FlashInfer"
+    columns = {"us": "us", "hbm": "% HBM", "tflops": "TFLOP/s", "none": "x none", "peer": peer, "host": "host us", "temporary": "temp. MiB"}
+    for name in {"decode": ("tflops",), "prefill": (), "write": ("tflops", "temporary")}[op]:
+        del columns[name]
     mine = [line for line in everything if line.row.op == op]
     body = []
     for line in mine:
         r = line.row
         if r.error:
-            body.append([r.setting, r.mode, "error", *[""] * 5])
+            body.append([r.setting, r.mode, "error", *[""] * (len(columns) - 1)])
             continue
-        share = _number(None if line.hbm is None else 100 * line.hbm, ".0f")
-        eager = " (eager)" if r.method == "eager" else ""
-        ratios = [_number(line.x_none, ".2f"), _number(line.x_peer, ".2f")]
-        body.append(
-            [r.setting, r.mode, f"{_number(r.us, '.1f')}{eager}", share, _number(line.tflops, ".0f"), *ratios, _number(r.host_us, ".0f")]
-        )
-    if op != "prefill":
-        head, body = [h for i, h in enumerate(head) if i != 4], [[c for i, c in enumerate(b) if i != 4] for b in body]
+        cells = {
+            "us": _number(r.us, ".1f") + (" (eager)" if r.method == "eager" else ""),
+            "hbm": _number(None if line.hbm is None else 100 * line.hbm, ".0f"),
+            "tflops": _number(line.tflops, ".0f"),
+            "none": _number(line.x_none, ".2f"),
+            "peer": _number(line.x_peer, ".2f"),
+            "host": _number(r.host_us, ".0f"),
+            "temporary": _number(None if r.temporary is None else r.temporary / 2**20, ".1f"),
+        }
+        body.append([r.setting, r.mode, *(cells[name] for name in columns)])
+    head = ["setting", "mode", *columns.values()]
     text = tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "left", *["right"] * (len(head) - 2)))
     errors = [f"  {line.row.setting}, {line.row.mode}: {line.row.error}" for line in mine if line.row.error]
     return "\n".join([text, *(["", f"errors in {op}:", *errors] if errors else [])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,8 @@ PEERS = (FLASHINFER, COPY)
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``bytes`` must cross the memory bus once, ``flops`` be done (0: none counted). ``error``: why there is no time."""
+    """One measurement. ``bytes`` must cross the memory bus once, ``flops`` be done (0: none counted). ``temporary``: bytes that a first
+    call takes and that are neither arguments nor results. ``error``: why there is no time."""
 
     op: str
     mode: str
@@ -27,6 +28,7 @@ class Row:
     host_us: float | None = None
     bytes: int = 0
     flops: int = 0
+    temporary: int | None = None
     repeats: int = 0
     method: str = ""
     error: str = ""
@@ -38,14 +40,16 @@ def measured(timer: Timer, row: Row, build: Callable[[], Call], *, allow_eager: 
     call: Call | None = None
     try:
         call = build()
+        temporary = timer.temporary(call)
         timing = timer.measure(call, row.bytes, allow_eager=allow_eager)
-        return Row(row.op, row.mode, row.setting, timing.device_us, timing.host_us, row.bytes, row.flops, timing.repeats, timing.method)
+        known = replace(row, repeats=timing.repeats, method=timing.method, temporary=temporary)
+        return replace(known, us=timing.device_us, host_us=timing.host_us)
     except Exception as caught:  # out of memory, a kernel that does not compile: the other rows still count
         error = brief(caught)
     finally:
         call = None
         release(timer.device)
-    return Row(row.op, row.mode, row.setting, bytes=row.bytes, flops=row.flops, error=error)
+    return replace(row, error=error)
 
 
 def brief(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,10 @@ def row_bytes(backend: QuantKVBackend, head_size: int) -> int:
 
 @dataclass(frozen=True)
 class Read:
-    """Attention of ``query_len`` new tokens of each sequence over its ``seq_lens`` keys (the new ones included), causal."""
+    """Attention of ``query_len`` new tokens of each sequence over its ``seq_lens`` keys (the new ones included), causal.
+
+    ``window``: keys that a row sees, its own included. ``layout``: of the pages, one of :data:`kvq_core.layout.LAYOUTS`.
+    """
 
     name: str
     seq_lens: tuple[int, ...]
@@ -31,6 +34,11 @@ class Read:
     kv_heads: int = 8
     head_size: int = 128
     block_size: int = 16
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    layout: str = "head_major"
 
     def __post_init__(self) -> None:
         if not self.seq_lens or min(self.seq_lens) < self.query_len or self.query_heads % self.kv_heads:
@@ -46,20 +54,49 @@ class Read:
         return tuple(-(-n // self.block_size) for n in self.seq_lens)
 
     def bytes(self, backend: QuantKVBackend) -> int:
-        """Packed bytes of K and V that must be read once: codes and scales."""
-        return 2 * sum(self.seq_lens) * self.kv_heads * row_bytes(backend, self.head_size)
+        """Packed bytes of K and V that must be read once: codes and scales of all keys that some row sees."""
+        return 2 * sum(self._reach(n) for n in self.seq_lens) * self.kv_heads * row_bytes(backend, self.head_size)
 
     @property
     def flops(self) -> int:
-        """Operations of the two products, over the keys that causality leaves."""
+        """Operations of the two products, over the keys that causality and the window leave."""
         pairs = sum(self.query_len * (n - self.query_len) + self.query_len * (self.query_len + 1) // 2 for n in self.seq_lens)
+        if self.window is not None:
+            pairs = sum(min(position + 1, self.window) for n in self.seq_lens for position in range(n - self.query_len, n))
         return 4 * self.query_heads * self.head_size * pairs
+
+    @property
+    def plain(self) -> bool:
+        """Whether only causality decides what a row sees, and with what weight."""
+        return not self.options
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of attention that are on, in words."""
+        on = (
+            f"a window of {self.window}" * (self.window is not None),
+            "softcap" * bool(self.softcap),
+            "sinks" * self.sinks,
+            "ALiBi" * self.alibi,
+        )
+        return tuple(filter(None, on))
+
+    def like(self, other: Read) -> Read:
+        """This one in the heads, blocks, layout and options of ``other``; of a window, one that hides keys here."""
+        fields = ("query_heads", "kv_heads", "head_size", "block_size", "softcap", "sinks", "alibi", "layout")
+        window = None if other.window is None else min(other.window, max(max(self.seq_lens) // 3, 1))
+        return replace(self, window=window, **{name: getattr(other, name) for name in fields})
+
+    def _reach(self, length: int) -> int:
+        """Keys of a sequence that some row sees."""
+        return length if self.window is None else min(length, self.window + self.query_len - 1)
 
     def __str__(self) -> str:
         low, high = min(self.seq_lens), max(self.seq_lens)
         keys = f"{high}" if low == high else f"{low}..{high}"
         heads = f"{self.query_heads}/{self.kv_heads} heads of {self.head_size}"
-        return f"{self.name}: {self.num_seqs} x {self.query_len} queries over {keys} keys, {heads}, blocks of {self.block_size}"
+        text = f"{self.name}: {self.num_seqs} x {self.query_len} queries over {keys} keys, {heads}, blocks of {self.block_size}"
+        return ", ".join((text, *(f"{self.layout} pages" for _ in [0] if self.layout != "head_major"), *self.options))
 
 
 @dataclass(frozen=True)
@@ -115,8 +152,19 @@ MORE = (
     *(Read(f"A-d{d}", (8192,) * 64, head_size=d) for d in (64, 96, 192, 256)),
     *(Read(f"A-g{g}", (8192,) * 64, query_heads=8 * g) for g in (1, 7, 16)),
     *(Read(f"A-p{p}", (8192,) * 64, block_size=p) for p in (32, 64, 128)),
+    # A window that hides nothing: what it costs to have one.
+    Read("A-window", (8192,) * 64, window=8192),
+    Read("A-softcap", (8192,) * 64, softcap=30.0),
+    Read("A-sinks", (8192,) * 64, sinks=True),
+    Read("A-alibi", (8192,) * 64, alibi=True),
+    # The same keys in both: 1024 of 131072, and all of 1024.
+    Read("B-window-1024", (131072,), window=1024),
+    Read("b1-1024", (1024,)),
+    Read("A-token-major", (8192,) * 64, layout="token_major"),
+    Read("A-cells", (8192,) * 64, layout="interleaved"),
 )
-"""Decode settings that only ``--settings`` asks for: more query rows, other head sizes, groups and blocks."""
+"""Decode settings that only ``--settings`` asks for (``more``: all of them): more query rows, other head sizes, groups and blocks, options
+of attention, layouts."""
 
 DEFAULT = (("decode", DECODE), ("prefill", PREFILL), ("write", WRITE))
 QUICK = (("decode", HEADLINE),)
@@ -125,7 +173,7 @@ QUICK = (("decode", HEADLINE),)
 def chosen(names: list[str]) -> tuple[tuple[str, tuple[Setting, ...]], ...]:
     """The settings of these names (or of an operation's name: all its default ones) by operation; ``ValueError`` for others."""
     everything: tuple[tuple[str, tuple[Setting, ...]], ...] = (("decode", DECODE + MORE), ("prefill", PREFILL), ("write", WRITE))
-    defaults: dict[str, tuple[Setting, ...]] = dict(DEFAULT)
+    defaults: dict[str, tuple[Setting, ...]] = {**dict(DEFAULT), "more": MORE}
     wanted = {n for name in names for n in ([s.name for s in defaults[name]] if name in defaults else [name])}
     known = {s.name for _, settings in everything for s in settings}
     if not wanted or not wanted <= known:

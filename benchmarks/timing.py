@@ -73,6 +73,16 @@ class Timer:
         repeats = repeats_for(once)
         return Timing(self._median(run, repeats, flush=not cold), host, repeats, method)
 
+    def temporary(self, call: Call) -> int:
+        """Bytes that ``call`` takes from the allocator on a stream that has not run it before: its workspace, and what it returns."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            call()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
     def host(self, call: Call) -> float:
         """Median microseconds that an eager call keeps the host, the device being free to lag behind."""
         torch.cuda.synchronize(self.device)

@@ -108,7 +108,7 @@ def test_settings_are_chosen_by_name() -> None:
     names = [s.name for settings in (shapes.DECODE, shapes.PREFILL, shapes.WRITE, shapes.MORE) for s in settings]
     assert len(names) == len(set(names))
     for bad in (["A", "nosuch"], []):
-        with pytest.raises(ValueError, match="known: decode, prefill, write, A"):
+        with pytest.raises(ValueError, match="known: decode, prefill, write, more, A"):
             shapes.chosen(bad)
     for wrong in ({"seq_lens": ()}, {"seq_lens": (3,), "query_len": 4}, {"seq_lens": (3,), "query_heads": 9}):
         with pytest.raises(ValueError, match="not a setting"):
@@ -155,6 +155,45 @@ def test_problems_go_through_the_doors(mode: str, monkeypatch: pytest.MonkeyPatc
     rows = backend.decode(arguments["key_cache"][block, offset], stored)
     error = (rows - arguments["key"].float()).norm() / arguments["key"].float().norm()
     assert float(error) < 0.5
+
+
+@pytest.mark.quick
+def test_a_window_bounds_bytes_and_operations() -> None:
+    """Those of the last keys alone; one that hides nothing changes neither."""
+    backend, sizes = get_backend("int4"), {"query_heads": 4, "kv_heads": 2, "head_size": 64}
+    windowed, short = Read("", (50, 3), window=7, **sizes), Read("", (7, 3), **sizes)
+    assert (windowed.bytes(backend), windowed.flops) == (short.bytes(backend), short.flops)
+    rows, wide = Read("", (50,), query_len=5, **sizes), Read("", (50,), query_len=5, window=50, **sizes)
+    assert (rows.bytes(backend), rows.flops) == (wide.bytes(backend), wide.flops)
+    by_name = {s.name: s for s in shapes.MORE if isinstance(s, Read)}
+    assert by_name["B-window-1024"].bytes(backend) == by_name["b1-1024"].bytes(backend)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": 20},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": True},
+    "token_major": {"layout": "token_major"},
+    "interleaved": {"layout": "interleaved"},
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "int4", "fp8_per_tensor"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_and_layouts_reach_the_door_and_the_gate(mode: str, options: dict[str, Any]) -> None:
+    """Each changes the result as it should (the gate's reference is told of it), a layout changes it not at all."""
+    backend, setting = get_backend(mode), replace(SMALL, **options)
+    assert str(setting) != str(SMALL) and setting.plain == ("layout" in options)
+    problems_, (plain, *_) = gate.shapes_of([setting]), gate.shapes_of([SMALL])
+    assert [p.options for p in problems_] == [p.like(setting).options for p in gate.PROBLEMS[:2]]
+    assert all(verdict.green for verdict in gate.check_all([gate.Check(backend, p) for p in problems_], CPU))
+    outs = []
+    for one in (plain, problems_[0]):
+        torch.manual_seed(0)
+        outs.append(problems.read(backend, one, CPU))
+        backend.unified_attention(**outs[-1])
+    assert torch.equal(outs[0]["out"], outs[1]["out"]) == ("layout" in options)
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------------
@@ -355,6 +394,9 @@ class FakeTimer:
     """Calls once, on the CPU."""
 
     device = CPU
+
+    def temporary(self, call: Any) -> int:
+        return 3 << 20
 
     def measure(self, call: Any, working_set: int, *, allow_eager: bool = False) -> Any:
         from timing import Timing

@@ -5,9 +5,8 @@ import triton.language as tl
 
 from kvq_core.hadamard import sign_bits
 from kvq_core.kernels.args import Format
-from kvq_core.kernels.packing import to_streams
-from kvq_core.kernels.rotation import rotate
-from kvq_core.kernels.rounding import floor_bits, floor_float
+from kvq_core.kernels.rotation import rotated_pairs, stream
+from kvq_core.kernels.rounding import reciprocal
 from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
@@ -33,43 +32,68 @@ def launch_write(rows: NewRows) -> Launched:
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
-        write_plane(key, keys, rows, K_HEADS, C)
+        for turn in tl.range(C.turns, num_stages=1):
+            rows = new_rows(slot_mapping, num_tokens, num_slots, turn, C)
+            write_plane(key, keys, rows, K_HEADS, C)
     else:
-        write_plane(value, values, rows, V_HEADS, C)
+        for turn in tl.range(C.turns, num_stages=1):
+            rows = new_rows(slot_mapping, num_tokens, num_slots, turn, C)
+            write_plane(value, values, rows, V_HEADS, C)
 
 
 @triton.jit
 def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
-    x = to_streams(load_rows(source, rows, HEADS, C), C.rows, HEADS.width, 4)
     SIGNS: tl.constexpr = C.format.signs
-    y = rotate(x, HEADS, SIGNS, C.upcast_dots)
-    low = y[0]
-    high = y[0]
-    for s in tl.static_range(1, 4):
-        low = tl.minimum(low, y[s])
-        high = tl.maximum(high, y[s])
+    pairs = rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, SIGNS, C)
+    # The larger of a + b and a - b is a + |b|: additions have twice the rate of comparisons.
+    low = tl.minimum(pairs[0] - tl.abs(pairs[1]), pairs[2] - tl.abs(pairs[3]))
+    high = tl.maximum(pairs[0] + tl.abs(pairs[1]), pairs[2] + tl.abs(pairs[3]))
     # Padding lanes are 0, and 0 is in the range.
     low = tl.minimum(tl.min(low, 1), 0.0)
     high = tl.maximum(tl.max(high, 1), 0.0)
     step = tl.maximum((high - low) * STEP, MIN_SCALE)
-    inverse = 1.0 / step
+    inverse = reciprocal(step, C.use_asm)
     zero = tl.minimum(tl.maximum(tl.floor((low + CLIP * (high - low)) * -inverse + 0.5), 0.0), 15.0)
-    lanes = tl.zeros_like(y[0]).to(tl.int32)
-    length = tl.zeros_like(y[0])
-    shadow = tl.zeros_like(y[0])
+    if C.use_asm:
+        # Of sums of floats, which have twice the rate of shifts, the last mantissa bits are the lane: offsets and zero points make codes.
+        lanes = (zero * (4369.0 / 16) + 524288.0)[:, None] + tl.zeros_like(pairs[0])
+    else:
+        lanes = tl.zeros_like(pairs[0]).to(tl.int32)
+    length = tl.zeros_like(pairs[0])
+    shadow = tl.zeros_like(pairs[0])
     for s in tl.static_range(4):
-        # Clamped below 16 first: flooring needs it, and gives the same code.
-        level = tl.minimum(tl.maximum(y[s] * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)
-        bits = floor_bits(level, C.use_asm)
-        # Only the low 16 bits of each are its own, so that a sum packs them.
-        lanes += bits << (4 * s)
-        length += y[s] * y[s]
-        shadow += y[s] * floor_float(bits, zero, C.use_asm)
-    store_lanes(plane, rows, lanes.to(tl.uint16), HEADS, C)
+        y = stream(pairs, s)
+        if C.use_asm:
+            offset = sixteenths(y, inverse, zero)
+            lanes += offset * (1 << (4 * s))
+        else:
+            # Clamped below 16 first: flooring gives the same code.
+            code = tl.floor(tl.minimum(tl.maximum(y * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)).to(tl.int32)
+            offset = code.to(tl.float32) - zero[:, None]
+            lanes += code << (4 * s)
+        length += y * y
+        shadow += y * offset
+    bits = lanes.to(tl.int32, bitcast=True)
+    store_lanes(plane, rows, bits.to(tl.uint16), HEADS, C)
+    UNIT: tl.constexpr = 16.0 if C.use_asm else 1.0
     length = tl.sum(length, 1)
     # What is NaN passes both tests.
-    scale = tl.where((length < SMALLEST_LENGTH) | (length == float("inf")), step, length / tl.sum(shadow, 1))
+    scale = tl.where((length < SMALLEST_LENGTH) | (length == float("inf")), step, length / (tl.sum(shadow, 1) * UNIT))
     word = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
     store_scales(plane, rows, word.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def sixteenths(y, inverse, zero):
+    """Codes less the zero point, over 16. A saturating multiply-add clamps to [0, 1] for nothing, NaN to 0; 2^19 plus that, rounded down,
+    has whole sixteenths."""
+    code = tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3; min.f32 $0, $0, 0f3F780000; add.rz.f32 $0, $0, 0f49000000;",
+        "=&f,f,f,f",
+        [y, (inverse * 0.0625)[:, None], ((zero + 0.5) * 0.0625)[:, None]],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return code - (zero * 0.0625 + 524288.0)[:, None]

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kvq_core.kernels.args import Format
 from kvq_core.kernels.packing import to_streams
-from kvq_core.kernels.rounding import floor_bits, to_fp8_bits
+from kvq_core.kernels.rounding import e4m3_pair, floor_bits, reciprocal, to_float, widest
 from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
@@ -16,7 +16,6 @@ from kvq_int8fp8.codec import MIN_SCALE as _MIN_SCALE
 MIN_SCALE = tl.constexpr(_MIN_SCALE)
 PER_INT8_MAX = tl.constexpr(1.0 / INT8_MAX)
 PER_E4M3_MAX = tl.constexpr(1.0 / E4M3_MAX)
-INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 def format_of(is_int8: bool, per_tensor: bool) -> Format:
@@ -33,7 +32,7 @@ def launch_write(rows: NewRows, *, is_int8: bool, per_tensor: bool) -> Launched:
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
+    rows = new_rows(slot_mapping, num_tokens, num_slots, 0, C)
     if tl.program_id(1) == 0:
         write_plane(key, keys, rows, K_HEADS, C)
     else:
@@ -42,23 +41,22 @@ def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.c
 
 @triton.jit
 def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
-    x = load_rows(source, rows, HEADS, C).to(tl.float32)
+    low, high = to_streams(to_float(load_rows(source, rows, HEADS, C), C.use_asm), C.rows, HEADS.width, 2)
     if C.format.variant == "fp8_per_tensor":
         inverse = 1.0 / tl.load(plane.scales)
-        code = to_fp8_bits(x * inverse, 3, 7, 448.0).to(tl.int32)
+        lanes = e4m3_pair(low * inverse, high * inverse, C.fp8_hardware)
     else:
-        # As integers, magnitudes are in the order of the numbers, and NaN is above infinity.
-        peak_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        peak = peak_bits.to(tl.float32, bitcast=True)
+        peak = tl.reduce(widest(tl.abs(low), tl.abs(high)), 1, widest)
         if C.format.variant == "int8":
             scale = tl.maximum(peak * PER_INT8_MAX, MIN_SCALE)
-            code = int8_bits(x * (1.0 / scale)[:, None], C.use_asm)
+            inverse = reciprocal(scale, C.use_asm)[:, None]
+            lanes = (int8_bits(low * inverse, C.use_asm) | int8_bits(high * inverse, C.use_asm) << 8).to(tl.uint16)
         else:
             scale = tl.maximum(peak * PER_E4M3_MAX, MIN_SCALE)
-            code = to_fp8_bits(x * (1.0 / scale)[:, None], 3, 7, 448.0).to(tl.int32)
-        store_scales(plane, rows, tl.where(peak_bits > INFINITY_BITS, float("nan"), scale))
-    low, high = to_streams(code, C.rows, HEADS.width, 2)
-    store_lanes(plane, rows, (low | high << 8).to(tl.uint16), HEADS, C)
+            inverse = reciprocal(scale, C.use_asm)[:, None]
+            lanes = e4m3_pair(low * inverse, high * inverse, C.fp8_hardware)
+        store_scales(plane, rows, tl.where(peak != peak, float("nan"), scale))
+    store_lanes(plane, rows, lanes, HEADS, C, 4)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.dots import dot_signs
+from kvq_core.kernels.packing import to_streams
 
 
 @triton.jit
@@ -32,8 +33,9 @@ def sign_word(SIGNS: tl.constexpr, WORD: tl.constexpr, like):
 
 
 @triton.jit
-def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr):
-    """D x, where x holds these channels (its shape, or one that broadcasts): a flipped sign bit, exact in every dtype."""
+def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr = False):
+    """D x, where x holds these channels (its shape, or one that broadcasts): a flipped sign bit, exact in every dtype. ASM: 16-bit ones
+    two at a time."""
     channel = channel % BLOCK
     bit = tl.zeros_like(channel)
     for word in tl.static_range((BLOCK + 31) // 32):
@@ -42,6 +44,9 @@ def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr):
     if x.dtype == tl.float32:
         flip = (1 - bit) << 31
         y = (x.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+    elif ASM:
+        flip = tl.broadcast_to(((1 - bit) << 15).to(tl.uint16), x.shape)
+        y = tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, flip], dtype=x.dtype, is_pure=True, pack=2)
     else:
         flip = ((1 - bit) << 15).to(tl.uint16)
         y = (x.to(tl.uint16, bitcast=True) ^ flip).to(x.dtype, bitcast=True)
@@ -57,7 +62,19 @@ def stream_channels(STREAM: tl.constexpr, HEADS: tl.constexpr):
 @triton.jit
 def butterfly(streams, STREAMS: tl.constexpr):
     """H over the stream index, by adding and subtracting whole streams."""
-    if STREAMS == 1:
+    result = streams
+    if STREAMS > 1:
+        pairs = butterfly_pairs(streams, STREAMS)
+        result = ()
+        for i in tl.static_range(STREAMS // 2):
+            result = result + (pairs[2 * i] + pairs[2 * i + 1], pairs[2 * i] - pairs[2 * i + 1])
+    return result
+
+
+@triton.jit
+def butterfly_pairs(streams, STREAMS: tl.constexpr):
+    """All of the butterfly but its last step: pairs (a, b), one after the other, whose sums and differences are the result."""
+    if STREAMS == 2:
         result = streams
     else:
         low = ()
@@ -65,7 +82,7 @@ def butterfly(streams, STREAMS: tl.constexpr):
         for i in tl.static_range(STREAMS // 2):
             low = low + (streams[i] + streams[i + STREAMS // 2],)
             high = high + (streams[i] - streams[i + STREAMS // 2],)
-        result = butterfly(low, STREAMS // 2) + butterfly(high, STREAMS // 2)
+        result = butterfly_pairs(low, STREAMS // 2) + butterfly_pairs(high, STREAMS // 2)
     return result
 
 
@@ -82,6 +99,52 @@ def rotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.constex
             x = apply_signs(x, stream_channels(s, HEADS), SIGNS, HEADS.block)
         mixed = mixed + (dot_signs(x, matrix, UPCAST),)
     return butterfly(mixed, STREAMS)
+
+
+@triton.jit
+def rotated_pairs(x, HEADS: tl.constexpr, SIGNS: tl.constexpr, C: tl.constexpr):
+    """What :func:`rotate` gives for rows [AT_ONCE, STREAMS * WIDTH] in channel order, a step early: pairs (a, b), one after the other,
+    where streams 2 i and 2 i + 1 are a + b and a - b."""
+    STREAMS: tl.constexpr = HEADS.streams
+    WIDTH: tl.constexpr = HEADS.width
+    ROWS: tl.constexpr = C.at_once
+    matrix = lane_matrix(WIDTH, HEADS.block_lanes)
+    if SIGNS is not None:
+        x = apply_signs(x, tl.arange(0, STREAMS * WIDTH)[None, :], SIGNS, HEADS.block, C.use_asm)
+    if 1 < ROWS and ROWS < 16:
+        # Streams one above the other fill the tensor cores' operand, of 16 rows at least.
+        stacked = tl.reshape(tl.permute(tl.reshape(x, [ROWS, WIDTH, STREAMS]), (2, 0, 1)), [STREAMS * ROWS, WIDTH])
+        pairs = unstacked_pairs(dot_signs(stacked, matrix, C.upcast_dots), STREAMS, ROWS, WIDTH)
+    else:
+        streams = to_streams(x, ROWS, WIDTH, STREAMS)
+        mixed = ()
+        for s in tl.static_range(STREAMS):
+            mixed = mixed + (dot_signs(streams[s], matrix, C.upcast_dots),)
+        pairs = butterfly_pairs(mixed, STREAMS)
+    return pairs
+
+
+@triton.jit
+def stream(pairs, s: tl.constexpr):
+    """Stream s of :func:`rotated_pairs`."""
+    if s % 2 == 0:
+        y = pairs[s] + pairs[s + 1]
+    else:
+        y = pairs[s - 1] - pairs[s]
+    return y
+
+
+@triton.jit
+def unstacked_pairs(stacked, STREAMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """:func:`butterfly_pairs` of streams one above the other, [STREAMS * ROWS, WIDTH]."""
+    halves = tl.reshape(stacked, [2, STREAMS // 2 * ROWS, WIDTH])
+    low, high = tl.split(tl.permute(halves, (1, 2, 0)))
+    if STREAMS == 2:
+        pairs = (low, high)
+    else:
+        HALF: tl.constexpr = STREAMS // 2
+        pairs = unstacked_pairs(low + high, HALF, ROWS, WIDTH) + unstacked_pairs(low - high, HALF, ROWS, WIDTH)
+    return pairs
 
 
 @triton.jit

@@ -19,14 +19,25 @@ def floor_bits(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def floor_float(bits, zero, ASM: tl.constexpr):
-    """What :func:`floor_bits` found, as a float32, less ``zero``, whole [ROWS] float32 below 2^16."""
+def reciprocal(x, ASM: tl.constexpr):
+    """1 / x for 2^-126 <= x <= 2^126, infinity and NaN: Triton's quotient (two units in the last place), without its care for other x."""
     if ASM:
-        # The bits are those of floor + 2^23, which one subtraction takes off, exactly.
-        value = bits.to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, None]
+        result = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        value = bits.to(tl.float32) - zero[:, None]
-    return value
+        result = 1.0 / x
+    return result
+
+
+@triton.jit
+def to_float(x, ASM: tl.constexpr):
+    """x as float32. Two bfloat16 of a register are one instruction each, which the compiler does not find."""
+    if ASM and x.dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -58,3 +69,25 @@ def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.const
     code = tl.where(size < 2.0 ** (1 - BIAS), subnormal, normal)
     code = tl.where(x == x, code, 0x7F)
     return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def widest(a, b):
+    """The larger, or NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def e4m3_pair(low, high, HARDWARE: tl.constexpr):
+    """float32 pairs -> uint16, the bytes of :func:`to_fp8_bits`, ``low`` in the low one. HARDWARE (sm_89 and later) does it at once.
+
+    Its NaN has no sign, but no arithmetic on such hardware leaves one with a sign, either.
+    """
+    if HARDWARE:
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.uint16, is_pure=True, pack=1
+        )
+    else:
+        below = to_fp8_bits(low, 3, 7, 448.0).to(tl.int32)
+        pair = (below | to_fp8_bits(high, 3, 7, 448.0).to(tl.int32) << 8).to(tl.uint16)
+    return pair

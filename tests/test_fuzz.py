@@ -1,5 +1,6 @@
 """The fuzzer draws the same scenarios every time, of every kind, and its command says what fails and what died."""
 
+import json
 import os
 import subprocess
 import sys
@@ -103,15 +104,23 @@ class TestBroken(BackendTests):
 
 
 def test_failures_and_deaths_are_told(tmp_path: Path) -> None:
-    """Number 0 fails, 1 passes, 2 takes its process along, so that 3 is not run; the second task gets a new process."""
-    suite = tmp_path / "broken.py"
+    """Number 0 fails, 1 passes, 2 takes its process along; a new one goes on with 3, and takes the second task."""
+    suite, kept = tmp_path / "broken.py", tmp_path / "kept.json"
     suite.write_text(BROKEN)
     command = ["-m", "kvq_core.testing.fuzz", "--device", "cpu", "--modes", "int8", "--count", "6", "--workers", "1", "--seed", "3"]
-    done = subprocess.run([sys.executable, *command, "--suite", str(suite)], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, *command, "--suite", str(suite), "--json", str(kept)], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.returncode == 1, done.stderr
     assert "FAILED int8_per_token_head:0: AssertionError: the very first" in done.stdout + done.stderr
     again = f"--device cpu --suite {suite} --seed 3 --only int8_per_token_head:"
-    for number in (2, 3):
-        assert f"FAILED int8_per_token_head:{number}: not run: its process ended with status 7" in done.stdout + done.stderr
-        assert f"{again}{number}" in done.stdout + done.stderr
-    assert "6 scenarios (int8_per_token_head 4), seed 3, interpret: 3 failures" in done.stdout
+    assert "FAILED int8_per_token_head:2: not run: its process ended with status 7" in done.stdout + done.stderr
+    assert f"{again}0" in done.stdout + done.stderr and f"{again}2" in done.stdout + done.stderr
+    assert "6 scenarios (int8_per_token_head 5), seed 3, interpret: 2 failures, " in done.stdout
+    told = json.loads(kept.read_text())
+    assert told["done"] == {"int8_per_token_head": 5} and list(told["failures"]) == ["int8_per_token_head:0", "int8_per_token_head:2"]
+
+
+def test_the_time_may_be_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--modes", "int8", "--count", "4", "--workers", "1", "--minutes", "0"]) == 1
+    assert "4 scenarios (int8_per_token_head 0), seed 0, interpret: 0 failures, 4 not run in 0 minutes" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvq_core import get_backend
-from kvq_core.testing import scenarios
+from kvq_core.testing import fuzz, scenarios
 from kvq_core.testing.cases import LAYOUTS, ROWS
 from kvq_core.testing.fuzz import main, parse, tasks_of
 from kvq_core.testing.places import Place
@@ -119,6 +119,32 @@ def test_failures_and_deaths_are_told(tmp_path: Path) -> None:
     assert "6 scenarios (int8_per_token_head 5), seed 3, interpret: 2 failures, " in done.stdout
     told = json.loads(kept.read_text())
     assert told["done"] == {"int8_per_token_head": 5} and list(told["failures"]) == ["int8_per_token_head:0", "int8_per_token_head:2"]
+
+
+HANGING = """
+import time
+from kvq_core.testing import BackendTests
+
+class TestHanging(BackendTests):
+    mode = "int8_per_token_head"
+
+    def assert_scenario(self, backend, place, scenario):
+        if scenario == self.scenario(backend, place, 3, 1):
+            time.sleep(1000)
+"""
+
+
+def test_a_scenario_that_hangs_costs_only_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = tmp_path / "hanging.py"
+    suite.write_text(HANGING)
+    monkeypatch.setattr(fuzz, "SILENCE", 15)
+    command = ["--device", "cpu", "--modes", "int8", "--count", "3", "--workers", "1", "--seed", "3", "--suite", str(suite)]
+    assert main(command) == 1
+    printed = capsys.readouterr()
+    assert "FAILED int8_per_token_head:1: not run: no word for minutes" in printed.out + printed.err
+    assert "3 scenarios (int8_per_token_head 2), seed 3, interpret: 1 failures, " in printed.out
 
 
 def test_the_time_may_be_up(capsys: pytest.CaptureFixture[str]) -> None:

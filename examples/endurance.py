@@ -6,20 +6,28 @@ Requests of random lengths arrive in bursts, some are cancelled, some fork (and 
 are preempted again and again. Then: every block is free, neither device nor host memory has grown since the first tenth, and a random
 sample, computed again one request at a time, has the same tokens. For that kvq is batch-invariant, and so is the model: each step has the
 same number of rows, and each row a matrix product of its own. A request computed alone takes the steps that it took in company, since a
-prompt in other pieces is another input. Exit status 1 says that one of it is not true.
+prompt in other pieces is another input.
+
+A mode that fails costs the others nothing: each gets a line when it is done, with the command that runs a faulty one alone, and ``--json``
+a file that grows with them. After ``--minutes`` no more requests arrive; fewer than were asked for is a fault like any other. Exit status
+1 says that there was one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import math
 import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -51,29 +59,44 @@ class Plan:
     long: int
     device: str
     seed: int
+    minutes: float = math.inf
+
+    @property
+    def command(self) -> str:
+        """What serves the same requests again."""
+        sizes = ("requests", "sample", "num_blocks", "block_size", "chunk", "long", "seed", "device")
+        options = (f"--{name.replace('_', '-')} {getattr(self, name)}" for name in sizes)
+        return f"python examples/endurance.py --modes {self.mode} {' '.join(options)}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it. ``different``: requests of the sample whose tokens alone were not those in company."""
+    """What came of it. ``asked`` and ``added``: requests. ``different``: requests of the sample whose tokens alone were not those in
+    company. ``error``: what ended the run, if it did not end by itself."""
 
     mode: str
-    finished: int
-    cancelled: int
-    forks: int
-    preemptions: int
-    tokens: int
-    steps: int
-    leaked_blocks: int
-    device_growth: int
-    host_growth: int
-    compared: int
-    different: int
-    seconds: float
+    asked: int = 0
+    added: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    forks: int = 0
+    preemptions: int = 0
+    tokens: int = 0
+    steps: int = 0
+    leaked_blocks: int = 0
+    device_growth: int = 0
+    host_growth: int = 0
+    compared: int = 0
+    different: int = 0
+    seconds: float = 0.0
+    error: str = ""
 
     @property
     def problems(self) -> list[str]:
+        if self.error:
+            return [f"{self.mode}: {self.error}"]
         limits = {
+            "requests had not arrived when the time was up": (self.asked - self.added, 0),
             "blocks leaked": (self.leaked_blocks, 0),
             "bytes of device memory gained": (self.device_growth, DEVICE_GROWTH),
             "bytes of host memory gained": (self.host_growth, HOST_GROWTH),
@@ -172,6 +195,7 @@ def endure(plan: Plan, progress: Callable[[int], object]) -> Outcome:
     company = engine(plan.num_blocks)
     everything = range(plan.num_blocks)
     sampled = set(drawn.sample(range(plan.requests), min(plan.sample, plan.requests)))
+    asked = plan.requests
     kept: list[Traced] = []
     added = finished = cancelled = forks = tokens = steps = 0
     least: tuple[int, int] | None = None
@@ -186,14 +210,16 @@ def endure(plan: Plan, progress: Callable[[int], object]) -> Outcome:
         progress(1)
 
     with batch_invariant():
-        while added < plan.requests or company.running or company.waiting:
-            if added < plan.requests and len(company.waiting) < 8 and drawn.random() < 0.6:
-                for _ in range(min(drawn.randint(1, 24), plan.requests - added)):
+        while added < asked or company.running or company.waiting:
+            if time.perf_counter() - begin > 60 * plan.minutes:
+                asked = added
+            if added < asked and len(company.waiting) < 8 and drawn.random() < 0.6:
+                for _ in range(min(drawn.randint(1, 24), asked - added)):
                     request = new_request()
                     company.add(request)
                     keep(request)
             running = [request for request in company.running if isinstance(request, Traced)]
-            if added < plan.requests and running and drawn.random() < 0.2:
+            if added < asked and running and drawn.random() < 0.2:
                 parent = drawn.choice(running)
                 keep(company.fork_traced(parent, drawn.randint(1, 24), drawn.choice((0.0, 1.0)), drawn.randrange(2**31)))
                 forks += 1
@@ -225,6 +251,8 @@ def endure(plan: Plan, progress: Callable[[int], object]) -> Outcome:
             leaked += alone.num_blocks - len(set(alone.free))
     return Outcome(
         plan.mode,
+        plan.requests,
+        added,
         finished,
         cancelled,
         forks,
@@ -248,11 +276,37 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 def watched(plan: Plan, position: int) -> Outcome:
-    with tqdm(total=plan.requests, desc=plan.mode, position=position, leave=False, unit="request") as bar:
-        return endure(plan, bar.update)
+    """The outcome of ``plan``, whatever happens, with a bar: on a terminal a moving one, elsewhere a line now and then."""
+    pace = 0.1 if sys.stderr.isatty() else 20.0
+    with tqdm(total=plan.requests, desc=plan.mode, position=position, leave=False, unit="request", mininterval=pace) as bar:
+        try:
+            return endure(plan, bar.update)
+        except Exception as caught:  # the other modes go on
+            trace = "".join(traceback.format_exception(caught)[-3:])
+            return Outcome(plan.mode, plan.requests, error=f"{type(caught).__name__}: {caught}\n{trace}")
 
 
-def plans(argv: list[str] | None) -> tuple[list[Plan], int]:
+def served(asked: list[Plan], jobs: int) -> Iterator[Outcome]:
+    """The outcomes, as they come; that of a mode whose process died, too."""
+    if jobs == 1:
+        yield from map(partial(watched, position=0), asked)
+        return
+    # A pool of its own for each: a process that dies takes its pool along.
+    context = multiprocessing.get_context("spawn")
+    with ThreadPoolExecutor(jobs) as threads:
+
+        def alone(plan: Plan, position: int) -> Outcome:
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                try:
+                    return pool.submit(watched, plan, position).result()
+                except BrokenProcessPool as caught:
+                    return Outcome(plan.mode, plan.requests, error=f"its process died: {caught}")
+
+        for done in as_completed([threads.submit(alone, plan, position) for position, plan in enumerate(asked)]):
+            yield done.result()
+
+
+def plans(argv: list[str] | None) -> tuple[list[Plan], argparse.Namespace]:
     installed = list(dict.fromkeys(entry.mode for entry in list_backends()))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000, help="for each mode")
@@ -264,6 +318,8 @@ def plans(argv: list[str] | None) -> tuple[list[Plan], int]:
     parser.add_argument("--long", type=int, default=4, help="requests of each thousand with prompts of 2200 to 2600 tokens")
     parser.add_argument("--jobs", type=int, default=1, help="modes served at once, a process each")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no more requests arrive")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="a file for the outcomes, one by one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args(argv)
     try:
@@ -277,16 +333,22 @@ def plans(argv: list[str] | None) -> tuple[list[Plan], int]:
         modes = installed if a.modes == ["all"] else [get_backend(mode).mode for mode in a.modes]
     except (ValueError, LookupError) as problem:
         parser.error(str(problem))
-    return [Plan(mode, a.requests, a.sample, a.num_blocks, a.block_size, a.chunk, a.long, a.device, a.seed) for mode in modes], a.jobs
+    sizes = (a.requests, a.sample, a.num_blocks, a.block_size, a.chunk, a.long)
+    return [Plan(mode, *sizes, a.device, a.seed, a.minutes) for mode in modes], a
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked, jobs = plans(argv)
-    if jobs == 1:
-        outcomes = list(map(partial(watched, position=0), asked))
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            outcomes = list(pool.map(watched, asked, range(len(asked))))
+    asked, options = plans(argv)
+    commands = {plan.mode: plan.command for plan in asked}
+    outcomes: list[Outcome] = []
+    for outcome in served(asked, options.jobs):
+        outcomes.append(outcome)
+        said = "".join(f"\n  {problem}" for problem in outcome.problems)
+        again = f"\n  again: {commands[outcome.mode]}" if said else ""
+        print(f"{outcome.mode}: {outcome.added} requests in {outcome.seconds:.0f} s: {said or 'as it must be'}{again}", flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n", encoding="utf-8")
+    outcomes.sort(key=lambda one: list(commands).index(one.mode))
     columns = {
         "mode": [o.mode for o in outcomes],
         "finished": [o.finished for o in outcomes],

@@ -17,7 +17,7 @@ import triton
 from kvq_core import get_backend, ops
 from kvq_core.kernels.args import Heads
 from kvq_core.offline import planning_for
-from kvq_core.plans import Decode, Prefill, Table, choose
+from kvq_core.plans import Decode, Prefill, Table, choose, lookup
 from kvq_core.plans.lookup import SWITCH, listening
 from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_tiles
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
@@ -30,6 +30,12 @@ MEASURED = ("sm_90",)
 
 GOLDEN = Path(__file__).parent / "data" / "golden_counts.json"
 MEASURE = ["-m", "kvq_core.testing.compile_matrix", *MODES]
+
+
+@pytest.fixture(autouse=True)
+def plans_are_kvq_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "")
+    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -62,9 +68,8 @@ def kernels(mode: str, target: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) -> None:
     """By asking the tables for every class of problems of the mode's format, whether or not there is a problem of that class."""
-    monkeypatch.setenv(SWITCH, "")
     backend, device = get_backend(mode), TARGETS[target].device(target)
     found = problems_of(backend, device)
     with ops.planning_with(Table(target, {})), planning_for(device), listening() as asked:

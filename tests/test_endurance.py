@@ -3,6 +3,7 @@
 On the CPU these take the torch path: kernels have suites of their own.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,36 @@ def test_the_command(jobs: str, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert endurance.main([*options, "--modes", "none", "int4"]) == 0
     printed = capsys.readouterr().out
     assert "int4_per_token_head" in printed and "4 of 4" in printed and "every block free" in printed
+
+
+def test_a_mode_that_fails_costs_the_others_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is told with what failed and how to have it again, and the file has both."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    write = nano_engine.Engine.execute
+
+    def failing(engine: nano_engine.Engine, work: Any) -> Any:
+        if engine.backend.mode == "none" and engine.stats.steps > 3:
+            raise RuntimeError("the device is gone")
+        return write(engine, work)
+
+    monkeypatch.setattr(nano_engine.Engine, "execute", failing)
+    options = ["--requests", "12", "--sample", "4", "--num-blocks", "24", "--long", "0", "--chunk", "64", "--device", "cpu"]
+    assert endurance.main([*options, "--modes", "none", "int4", "--json", str(tmp_path / "outcomes.json")]) == 1
+    printed = capsys.readouterr().out
+    assert "none: RuntimeError: the device is gone" in printed and "4 of 4" in printed
+    assert (
+        f"again: python examples/endurance.py --modes none {' '.join(options[:6])} --block-size 16 --chunk 64 --long 0 --seed 0" in printed
+    )
+    kept = {one["mode"]: one for one in json.loads((tmp_path / "outcomes.json").read_text())}
+    assert "the device is gone" in kept["none"]["error"] and kept["int4_per_token_head"]["added"] == 12
+
+
+def test_the_time_may_be_up(eager: None) -> None:
+    seen = endured("int8_per_token_head", requests=100_000, minutes=0.01)
+    assert 0 < seen.added < 100_000 and seen.finished + seen.cancelled == seen.added and seen.leaked_blocks == seen.different == 0
+    assert seen.problems == [f"int8_per_token_head: {100_000 - seen.added} requests had not arrived when the time was up"]
 
 
 @pytest.mark.quick

@@ -1,5 +1,6 @@
 """The fuzzer draws the same scenarios every time, of every kind, and its command says what fails and what died."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvq_core import get_backend
-from kvq_core.testing import scenarios
+from kvq_core.testing import fuzz, scenarios
 from kvq_core.testing.cases import LAYOUTS, ROWS
 from kvq_core.testing.fuzz import main, parse, tasks_of
 from kvq_core.testing.places import Place
@@ -103,15 +104,49 @@ class TestBroken(BackendTests):
 
 
 def test_failures_and_deaths_are_told(tmp_path: Path) -> None:
-    """Number 0 fails, 1 passes, 2 takes its process along, so that 3 is not run; the second task gets a new process."""
-    suite = tmp_path / "broken.py"
+    """Number 0 fails, 1 passes, 2 takes its process along; a new one goes on with 3, and takes the second task."""
+    suite, kept = tmp_path / "broken.py", tmp_path / "kept.json"
     suite.write_text(BROKEN)
     command = ["-m", "kvq_core.testing.fuzz", "--device", "cpu", "--modes", "int8", "--count", "6", "--workers", "1", "--seed", "3"]
-    done = subprocess.run([sys.executable, *command, "--suite", str(suite)], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, *command, "--suite", str(suite), "--json", str(kept)], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.returncode == 1, done.stderr
     assert "FAILED int8_per_token_head:0: AssertionError: the very first" in done.stdout + done.stderr
     again = f"--device cpu --suite {suite} --seed 3 --only int8_per_token_head:"
-    for number in (2, 3):
-        assert f"FAILED int8_per_token_head:{number}: not run: its process ended with status 7" in done.stdout + done.stderr
-        assert f"{again}{number}" in done.stdout + done.stderr
-    assert "6 scenarios (int8_per_token_head 4), seed 3, interpret: 3 failures" in done.stdout
+    assert "FAILED int8_per_token_head:2: not run: its process ended with status 7" in done.stdout + done.stderr
+    assert f"{again}0" in done.stdout + done.stderr and f"{again}2" in done.stdout + done.stderr
+    assert "6 scenarios (int8_per_token_head 5), seed 3, interpret: 2 failures, " in done.stdout
+    told = json.loads(kept.read_text())
+    assert told["done"] == {"int8_per_token_head": 5} and list(told["failures"]) == ["int8_per_token_head:0", "int8_per_token_head:2"]
+
+
+HANGING = """
+import time
+from kvq_core.testing import BackendTests
+
+class TestHanging(BackendTests):
+    mode = "int8_per_token_head"
+
+    def assert_scenario(self, backend, place, scenario):
+        if scenario == self.scenario(backend, place, 3, 1):
+            time.sleep(1000)
+"""
+
+
+def test_a_scenario_that_hangs_costs_only_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = tmp_path / "hanging.py"
+    suite.write_text(HANGING)
+    monkeypatch.setattr(fuzz, "SILENCE", 15)
+    command = ["--device", "cpu", "--modes", "int8", "--count", "3", "--workers", "1", "--seed", "3", "--suite", str(suite)]
+    assert main(command) == 1
+    printed = capsys.readouterr()
+    assert "FAILED int8_per_token_head:1: not run: no word for minutes" in printed.out + printed.err
+    assert "3 scenarios (int8_per_token_head 2), seed 3, interpret: 1 failures, " in printed.out
+
+
+def test_the_time_may_be_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--modes", "int8", "--count", "4", "--workers", "1", "--minutes", "0"]) == 1
+    assert "4 scenarios (int8_per_token_head 0), seed 0, interpret: 0 failures, 4 not run in 0 minutes" in capsys.readouterr().out

@@ -2,9 +2,10 @@
 
 Each scenario is one write and one read, drawn from the seed, the mode and a number, and held to ``encode`` and to float64 attention
 (:mod:`kvq_core.testing.fuzz_tests` says to what exactly). ``--device cpu`` runs the kernels in Triton's interpreter. Scenarios that share
-compiled kernels run one after another, in ``--workers`` processes. A failure is printed with the scenario and the command that runs it
-alone; any failure, and any scenario that could not be run, makes the exit status 1. Scenarios repeat themselves within a version of
-hypothesis.
+compiled kernels run one after another, in ``--workers`` processes; one that dies or hangs takes one scenario along, the rest of its share
+goes to another. A failure is printed with the scenario and the command that runs it alone; any failure, and any scenario that could not be
+run (``--minutes`` limits the time), makes the exit status 1. ``--json`` keeps the counts and the failures in a file as they come.
+Scenarios repeat themselves within a version of hypothesis.
 
 ``--suite FILE`` names a file with :class:`~kvq_core.testing.BackendTests` subclasses, whose own error bounds then hold for their modes
 (this repository: ``tests/test_backends.py``); a mode without one is held to the defaults.
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import math
 import multiprocessing
 import os
 import queue
@@ -30,8 +33,8 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from kvq_core.testing.suite import BackendTests
 
-SILENCE = 600
-"""Seconds without a word from any worker after which they are taken to hang."""
+SILENCE = 240
+"""Seconds without a word from a worker after which it is taken to hang."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,16 @@ def alive(place: Any) -> bool:
 
 
 class Workers:
-    """Processes that take tasks. One that dies, or loses the GPU to an illegal access, is replaced; what it had not done is counted."""
+    """Processes that take tasks. One that dies, hangs, or loses the GPU to an illegal access is replaced, and what it had not done but
+    for the scenario it was at is a task again. ``file``: where the counts and failures are kept."""
 
-    def __init__(self, run: Run, tasks: list[Task], count: int) -> None:
-        self.run = run
+    def __init__(self, run: Run, tasks: list[Task], count: int, file: Path | None = None) -> None:
+        self.run, self.file = run, file
         self.context = multiprocessing.get_context("spawn")
         self.tasks, self.reports = self.context.Queue(), self.context.Queue()
         self.processes: dict[int, Any] = {}
-        self.open: dict[int, tuple[Task, set[int]]] = {}
+        self.open: dict[int, tuple[Task, list[int]]] = {}
+        self.heard: dict[int, float] = {}
         self.begun = 0
         self.failures: dict[str, str] = {}
         self.done: Counter[str] = Counter()
@@ -162,51 +167,66 @@ class Workers:
         process = self.context.Process(target=work, args=(self.run, self.begun, self.tasks, self.reports), daemon=True)
         process.start()
         self.processes[self.begun] = process
+        self.heard[self.begun] = time.monotonic()
         self.begun += 1
 
-    def watch(self, bar: Any) -> None:
-        """Collect reports until every task is done or lost."""
-        heard = time.monotonic()
-        while self.waiting or self.open:
+    def watch(self, bar: Any, minutes: float = math.inf) -> None:
+        """Collect reports until every task is done or lost, or the time is up."""
+        end = time.monotonic() + 60 * minutes
+        while (self.waiting or self.open) and time.monotonic() < end:
             try:
                 self.hear(self.reports.get(timeout=1), bar)
-                heard = time.monotonic()
             except queue.Empty:
-                silent = time.monotonic() - heard > SILENCE
                 for worker, process in list(self.processes.items()):
-                    if silent or process.exitcode is not None:
-                        process.kill()
-                        self.bury(worker, "no word for minutes" if silent else f"its process ended with status {process.exitcode}", bar)
-                heard = time.monotonic() if silent else heard
+                    if process.exitcode is not None:
+                        self.bury(worker, f"its process ended with status {process.exitcode}", bar)
+            for worker in [worker for worker, heard in self.heard.items() if time.monotonic() - heard > SILENCE]:
+                if worker in self.open:
+                    self.processes[worker].kill()
+                    self.bury(worker, "no word for minutes", bar)
         for process in self.processes.values():
             process.kill()
+        self.keep()
 
     def hear(self, report: Report, bar: Any) -> None:
+        if report.worker not in self.processes:
+            return  # from beyond the grave: its scenarios are others' now
+        self.heard[report.worker] = time.monotonic()
         if report.number is None:
             self.waiting -= 1
-            self.open[report.worker] = (report.task, set(report.task.numbers))
+            self.open[report.worker] = (report.task, list(report.task.numbers))
             return
         left = self.open[report.worker][1]
-        left.discard(report.number)
+        left.remove(report.number)
         self.done[report.task.mode] += 1
         if report.failure:
             self.fail(report.task.mode, report.number, report.failure, bar)
         bar.update()
         if report.last:
-            self.bury(report.worker, "the GPU refused its process after a failure", bar)
+            self.bury(report.worker, "", bar)
         elif not left:
             del self.open[report.worker]
 
     def bury(self, worker: int, why: str, bar: Any) -> None:
-        """Forget a worker; the scenarios it leaves behind failed, and another worker takes its place."""
-        del self.processes[worker]
-        task, left = self.open.pop(worker, (None, set()))
-        for number in sorted(left):
-            assert task is not None
-            self.fail(task.mode, number, f"not run: {why}", bar)
+        """Forget a worker, and have another take its place. ``why`` it could not finish the scenario it was at; empty: it did."""
+        del self.processes[worker], self.heard[worker]
+        task, left = self.open.pop(worker, (None, []))
+        if task is None and why:
+            raise SystemExit(f"a worker was of no use: {why}")
+        if why and task is not None and left:
+            self.fail(task.mode, left.pop(0), f"not run: {why}", bar)
             bar.update()
+        if task is not None and left:
+            self.tasks.put(Task(task.mode, tuple(left)))
+            self.waiting += 1
         if self.waiting:
             self.start()
+
+    def keep(self) -> None:
+        """Write the file."""
+        if self.file is not None:
+            content = {"seed": self.run.seed, "place": self.run.place, "done": dict(self.done), "failures": self.failures}
+            self.file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def fail(self, mode: str, number: int, failure: str, bar: Any) -> None:
         name = f"{mode}:{number}"
@@ -215,6 +235,7 @@ class Workers:
         device = "cuda" if self.run.place == "gpu" else "cpu"
         again = f"python -m kvq_core.testing.fuzz --device {device}{suites} --seed {self.run.seed} --only {name}"
         bar.write(f"FAILED {name}: {failure}\n  again: {again}")
+        self.keep()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -226,6 +247,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one for each core)")
     parser.add_argument("--suite", action="append", default=[], metavar="FILE", help="test classes whose error bounds hold")
     parser.add_argument("--only", nargs="+", default=[], metavar="MODE:NUMBER", help="these scenarios alone")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then, and say what was not run")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="a file for the counts and the failures")
     parser.add_argument("--shrink", action="store_true", help="look for the smallest scenario of the same kernels that fails, too")
     chosen = parser.parse_args(argv)
     if chosen.count < 1 or chosen.workers < 1:
@@ -268,13 +291,17 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(place.name, chosen.seed, tuple(chosen.suite), chosen.shrink)
     tasks = tasks_of(chosen, modes, place.same_kernels if gpu else 4)
     total, started = sum(len(task.numbers) for task in tasks), time.monotonic()
-    with tqdm(total=total, unit=" scenarios", smoothing=0) as bar:
-        workers = Workers(run, tasks, chosen.workers)
-        workers.watch(bar)
+    # Where there is no terminal, a line now and then.
+    pace = 0.1 if sys.stderr.isatty() else 15.0
+    with tqdm(total=total, unit=" scenarios", smoothing=0, mininterval=pace) as bar:
+        workers = Workers(run, tasks, chosen.workers, chosen.json)
+        workers.watch(bar, chosen.minutes)
     by_mode = ", ".join(f"{mode} {workers.done[mode]}" for mode in modes)
     seconds = time.monotonic() - started
-    print(f"{total} scenarios ({by_mode}), seed {chosen.seed}, {place.name}: {len(workers.failures)} failures, {seconds:.0f} s")
-    return 1 if workers.failures else 0
+    told = workers.done.total() + sum(failure.startswith("not run") for failure in workers.failures.values())
+    late = f", {total - told} not run in {chosen.minutes:g} minutes" if told < total else ""
+    print(f"{total} scenarios ({by_mode}), seed {chosen.seed}, {place.name}: {len(workers.failures)} failures{late}, {seconds:.0f} s")
+    return 1 if workers.failures or late else 0
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -50,6 +50,7 @@ class Outcome:
     launches: dict[str, int]
     errors: dict[str, int]
     trouble: str = ""
+    seconds: float = 0.0
 
     @property
     def clean(self) -> bool:
@@ -102,27 +103,40 @@ def run_slice(tool: str, mode: str, sanitizer: str) -> Outcome:
         command = [sanitizer, *options, *command]
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "KVQ_DEBUG")}
     environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    begin = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, timeout=_LIMIT)
     except subprocess.TimeoutExpired:
-        return Outcome(tool, mode, {}, {}, f"not done after {_LIMIT} s")
-    return judge(tool, mode, done.returncode, done.stdout + done.stderr)
+        return Outcome(tool, mode, {}, {}, f"not done after {_LIMIT} s", _LIMIT)
+    return replace(judge(tool, mode, done.returncode, done.stdout + done.stderr), seconds=time.monotonic() - begin)
 
 
 def outcomes(tools: list[str], modes: list[str], sanitizer: str, jobs: int) -> Iterator[Outcome]:
-    """First every mode without a tool, then, for those that ran, every tool."""
-    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(modes) * (1 + len(tools)), unit=" slices") as bar:
+    """First every mode without a tool, then, for those that ran, every tool. A line for each when it is done."""
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(modes) * (1 + len(tools)), unit=" slices", disable=None) as bar:
+
+        def told(pending: list[Future[Outcome]]) -> Iterator[Outcome]:
+            for done in as_completed(pending):
+                bar.update()
+                bar.write(in_words(done.result()))
+                sys.stdout.flush()
+                yield done.result()
+
         able = []
-        for done in as_completed([pool.submit(run_slice, "", mode, sanitizer) for mode in modes]):
-            bar.update()
-            outcome = done.result()
+        for outcome in told([pool.submit(run_slice, "", mode, sanitizer) for mode in modes]):
             if outcome.trouble:
                 yield outcome
             else:
                 able.append(outcome.mode)
-        for done in as_completed([pool.submit(run_slice, tool, mode, sanitizer) for mode in able for tool in tools]):
-            bar.update()
-            yield done.result()
+        yield from told([pool.submit(run_slice, tool, mode, sanitizer) for mode in able for tool in tools])
+
+
+def in_words(one: Outcome) -> str:
+    """An outcome in a line, and what runs it alone if it is not clean."""
+    again = f"; again: python -m kvq_core.testing.sanitize {one.mode}" + (f" --tool {one.tool}" if one.tool else "")
+    launches, errors = sum(one.launches.values()), sum(one.errors.values())
+    verdict = "not judged" if one.trouble else f"{launches} launches, {errors} errors"
+    return f"{one.tool or 'without a tool'}, {one.mode}: {verdict}, {one.seconds:.0f} s{'' if one.clean else again}"
 
 
 def table(judged: list[Outcome]) -> str:
@@ -142,6 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("modes", nargs="*", metavar="MODE", help="default: all that are installed")
     parser.add_argument("--tool", choices=(*TOOLS, "all"), default="all")
     parser.add_argument("--jobs", type=int, default=6, metavar="N", help="slices at a time (default: 6)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="a file for the outcomes, one by one")
     chosen = parser.parse_args(argv)
     import torch
 
@@ -158,7 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     modes = list(dict.fromkeys(get_backend(name).mode for name in chosen.modes or [found.mode for found in list_backends()]))
     tools = list(TOOLS) if chosen.tool == "all" else [chosen.tool]
-    judged = list(outcomes(tools, modes, sanitizer, max(1, chosen.jobs)))
+    judged: list[Outcome] = []
+    for outcome in outcomes(tools, modes, sanitizer, max(1, chosen.jobs)):
+        judged.append(outcome)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps([asdict(one) for one in judged], indent=1) + "\n", encoding="utf-8")
     print(table(judged))
     for one in judged:
         if one.trouble:

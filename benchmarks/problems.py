@@ -43,7 +43,7 @@ def allocate(backend: QuantKVBackend, num_blocks: int, block_size: int, kv_heads
     for scale in (k_scale, v_scale):
         if scale is not None:
             scale.fill_(torch.nan)
-    if backend.reads_scales and not backend.needs_scale_caches:
+    if backend.takes_scales:
         k_scale, v_scale = (torch.full((1,), PER_TENSOR_RANGE / 448, device=device) for _ in range(2))
     return Caches(plane(), plane(), k_scale, v_scale)
 

@@ -48,7 +48,7 @@ def allocate(
     buffers = {name: torch.full(shape, 255, dtype=torch.uint8, device=device) for name, shape in shapes.items()}
     views = layer_views(geometry, buffers, stored, 0)
     k_scale, v_scale = views.k_scale_cache, views.v_scale_cache
-    if backend.reads_scales and not backend.needs_scale_caches:
+    if backend.takes_scales:
         k_scale, v_scale = (torch.full((1,), PER_TENSOR_RANGE / 448, device=device) for _ in range(2))
     return Caches(views.key_cache, views.value_cache, k_scale, v_scale)
 

@@ -1,25 +1,26 @@
 """kvq's formats beside others, on the bundled tiny model: ``python docs/accuracy_compare.py`` (with optimum-quanto and hqq installed).
 
 Writes the figures to ``_data/compare.json`` and the table between the marks ``compare`` of ``accuracy.md``. What is not installed is left
-out, and said. Every format reads the same documents chunk by chunk, each difference is paired with ``none``.
+out, and said. Every format reads the same documents chunk by chunk, each difference is paired with ``none``. ``--from-data``
+measures nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
 from kvq_core import QuantKVBackend, get_backend
 from kvq_core.calibration import FIRST_PREFILL, Smoothings
-from kvq_core.evaluation import ModeResult, Passage, Session, TinySubject, evaluate, read_documents
+from kvq_core.evaluation import Document, ModeResult, Passage, Session, TinySubject, evaluate, read_documents
 from kvq_core.evaluation.tiny_model import TinyModel, load_model
 from kvq_core.evaluation.tiny_subject import bundled
 from kvq_core.hadamard import block_hadamard, block_of, single_rht
@@ -27,9 +28,23 @@ from kvq_core.none import NoneBackend
 
 HERE = Path(__file__).parent
 DATA, PAGE = HERE / "_data" / "compare.json", HERE / "accuracy.md"
-DOCUMENTS, LENGTH, CHUNK, BATCH = 12, 1024, 128, 6
-RESIDUAL = 128
+BEGIN, END = "<!-- compare -->\n", "<!-- /compare -->"
+HEAD_SIZE: Final = 64
+"""Of the tiny model: what a scale is spread over."""
+RESIDUAL: Final = 128
+"""Newest tokens that Hugging Face's caches keep as they are."""
+MEASURED: Final = ("difference", "kl", "top1")
 Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is read."""
+
+    documents: int = 12
+    length: int = 1024
+    chunk: int = 128
+    batch: int = 6
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,8 @@ class Format:
 
 class Through(NoneBackend):
     """Rows as ``keep`` gives them back, kept in float32: a format's error without its bytes."""
+
+    mode = "compared"
 
     def __init__(self, keep: Rows) -> None:
         self.keep = keep
@@ -91,6 +108,8 @@ def groups_of_32(bits: int) -> Rows:
 
 class HuggingFace(NoneBackend):
     """A ``QuantizedLayer`` of transformers for each layer of each passage, in place of pages."""
+
+    mode = "compared"
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -158,54 +177,59 @@ class Formats(TinySubject):
         return super().open(backend, passages, calibration)
 
 
-SIZE = 64
-FORMATS = (
-    *(Format(f"kvq int8{', ' + s if s else ''}", 8 + 32 / SIZE, lambda: get_backend("int8"), s) for s in ("", "mean")),
-    Format("int4, range and step as vLLM writes them", 4 + 32 / SIZE, lambda: Through(min_max_int4)),
-    *(
-        Format(f"kvq int4{', ' + s if s else ''}", 4 + 32 / SIZE, lambda: get_backend("int4"), s)
-        for s in ("", FIRST_PREFILL, "mean", "balanced")
-    ),
-    Format("groups of 32, float16 scale, 4 bits", 4.5, lambda: Through(groups_of_32(4))),
-    *(
-        Format(f"Hugging Face {kind}, 4 bits{', newest tokens exact' if not every else ''}", 5.0, hugging_face(kind, 4, every))
+def kvq(bits: int, *smoothings: str) -> list[Format]:
+    """kvq's mode of so many bits, with keys as they are, and smoothed in each of these ways."""
+    mode = f"int{bits}"
+    names = {"": f"kvq {mode}"} | {kind: f"kvq {mode}, {kind}" for kind in smoothings}
+    return [Format(name, bits + 32 / HEAD_SIZE, lambda: get_backend(mode), kind) for kind, name in names.items()]
+
+
+def formats_of(bits: int, usual: str, rows: Rows) -> list[Format]:
+    """All formats of so many bits; ``usual``, which is ``rows``, has the bytes of kvq's and the usual choice of codes and scales."""
+    huggingface = [
+        Format(f"Hugging Face {kind}, {bits} bits{'' if every else ', newest tokens exact'}", bits + 1, hugging_face(kind, bits, every))
         for kind in ("quanto", "hqq")
         for every in (True, False)
-    ),
-    Format("int2, scale of the norm", 2 + 32 / SIZE, lambda: Through(norm_int2)),
-    *(
-        Format(f"kvq int2{', ' + s if s else ''}", 2 + 32 / SIZE, lambda: get_backend("int2"), s)
-        for s in ("", FIRST_PREFILL, "mean", "balanced")
-    ),
-    Format("groups of 32, float16 scale, 2 bits", 2.5, lambda: Through(groups_of_32(2))),
-    *(
-        Format(f"Hugging Face {kind}, 2 bits{', newest tokens exact' if not every else ''}", 3.0, hugging_face(kind, 2, every))
-        for kind in ("quanto", "hqq")
-        for every in (True, False)
-    ),
+    ]
+    return [
+        Format(usual, bits + 32 / HEAD_SIZE, lambda: Through(rows)),
+        *kvq(bits, FIRST_PREFILL, "mean", "balanced"),
+        Format(f"groups of 32, float16 scale, {bits} bits", bits + 16 / 32, lambda: Through(groups_of_32(bits))),
+        *huggingface,
+    ]
+
+
+FORMATS: Final = (
+    *kvq(8, "mean"),
+    *formats_of(4, "int4, range and step as vLLM writes them", min_max_int4),
+    *formats_of(2, "int2, scale of the norm", norm_int2),
 )
 
 
-def measure() -> tuple[list[tuple[Format, ModeResult]], dict[str, str]]:
-    """The result of every format that is there, and why the others are not."""
-    model = load_model(bundled("model.safetensors"))
+def measure(
+    model: TinyModel, documents: Sequence[Document], sizes: Sizes, formats: Sequence[Format] = FORMATS
+) -> tuple[list[tuple[Format, ModeResult]], dict[str, str]]:
+    """The result of every format that is there, and why the others are not. The last document calibrates and is not scored."""
     subject = Formats(model)
-    documents = read_documents(bundled("heldout.txt"))
-    *passages, calibration = (subject.passages([d], LENGTH)[0] for d in [*documents[:DOCUMENTS], documents[-1]])
+    texts = [*documents[: sizes.documents], documents[-1]]
+    *passages, calibration = (subject.passages([document], sizes.length)[0] for document in texts)
+    smoothings: dict[str, Smoothings] = {
+        "": None,
+        FIRST_PREFILL: FIRST_PREFILL,
+        "mean": subject.calibrate(calibration),
+        "balanced": subject.calibrate(calibration, balanced=True),
+    }
     found: list[tuple[Format, ModeResult]] = []
     missing: dict[str, str] = {}
-    for line in FORMATS:
-        kinds = {"mean": False, "balanced": True}
-        smoothing: Smoothings = subject.calibrate(calibration, balanced=kinds[line.smoothing]) if line.smoothing in kinds else None
+    for line in formats:
         try:
             backend = line.make()
         except (ImportError, ValueError) as problem:
             missing[line.name] = str(problem)
             continue
-        if isinstance(backend, NoneBackend):
-            type(backend).mode = "compared"
-        subject.smoothings = {backend.mode: smoothing or line.smoothing or None}
-        done = evaluate(subject, [get_backend("none"), backend], passages, calibration=calibration, chunk=CHUNK, batch=BATCH)
+        subject.smoothings = {backend.mode: smoothings[line.smoothing]}
+        backends = [get_backend("none"), backend]
+        done = evaluate(subject, backends, passages, calibration=calibration, chunk=sizes.chunk, batch=sizes.batch)
         if done.failures:
             missing[line.name] = str(next(iter(done.failures.values())))
             continue
@@ -217,7 +241,7 @@ def measure() -> tuple[list[tuple[Format, ModeResult]], dict[str, str]]:
 def table(content: dict[str, Any]) -> str:
     lines = ["| format | bits per element | bits per byte above `none` | KL, nats | top-1 agrees |", "|---|---|---|---|---|"]
     for line in content["formats"]:
-        difference, kl, top1 = (line[name] for name in ("difference", "kl", "top1"))
+        difference, kl, top1 = (line[name] for name in MEASURED)
         lines.append(
             f"| {line['name']} | {line['bits']:.2f} | {difference['mean']:+.4f} ± {difference['error']:.4f} "
             f"| {kl['mean']:.5f} ± {kl['error']:.5f} | {100 * top1['mean']:.1f} % |"
@@ -226,21 +250,22 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    if "--from-data" not in sys.argv:
-        found, missing = measure()
-        rows = [
-            {"name": line.name, "bits": line.bits, **{name: asdict(getattr(result, name)) for name in ("difference", "kl", "top1")}}
-            for line, result in found
-        ]
-        content = {"documents": DOCUMENTS, "length": LENGTH, "chunk": CHUNK, "formats": rows, "missing": missing}
-        DATA.write_text(json.dumps(content, indent=1) + "\n")
-    content = json.loads(DATA.read_text())
-    assert not any(math.isnan(line["difference"]["error"]) for line in content["formats"])
-    page = PAGE.read_text()
-    before, _, rest = page.partition("<!-- compare -->\n")
-    after = rest.partition("<!-- /compare -->")[2]
-    PAGE.write_text(f"{before}<!-- compare -->\n{table(content)}\n<!-- /compare -->{after}")
+def content_of(found: Sequence[tuple[Format, ModeResult]], missing: dict[str, str], sizes: Sizes) -> dict[str, Any]:
+    """What ``_data/compare.json`` holds."""
+    rows = [{"name": line.name, "bits": line.bits, **{name: asdict(getattr(result, name)) for name in MEASURED}} for line, result in found]
+    return asdict(sizes) | {"formats": rows, "missing": missing}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from-data", action="store_true", help="write the table from _data/compare.json, and measure nothing")
+    if not parser.parse_args(argv).from_data:
+        sizes = Sizes()
+        found, missing = measure(load_model(bundled("model.safetensors")), read_documents(bundled("heldout.txt")), sizes)
+        DATA.write_text(json.dumps(content_of(found, missing, sizes), indent=1) + "\n", encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    written = table(json.loads(DATA.read_text(encoding="utf-8")))
+    PAGE.write_text(f"{before}{BEGIN}{written}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

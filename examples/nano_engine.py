@@ -149,7 +149,7 @@ class Engine:
         config, backend = self.model.config, self.backend
         shape = (self.num_blocks, self.block_size, config.num_kv_heads, backend.packed_head_size(config.head_size))
         given = None
-        if backend.reads_scales and not backend.needs_scale_caches:
+        if backend.takes_scales:
             if not calibration:
                 raise ValueError(f"calibration: got nothing, need some text: mode {backend.mode} takes its scales from the caller")
             given = given_scales(self.model, calibration)

@@ -98,7 +98,7 @@ class Runner:
         random.Random(0).shuffle(self.free)
         self.sequences: dict[int, Sequence] = {}
         self.pages = self._pages()
-        given = backend.reads_scales and not backend.needs_scale_caches
+        given = backend.takes_scales
         scales = [torch.tensor([6 / 448 * gain], device=place.device) for gain in (1.0, 1.25)] if given else [None, None]
         if backend.needs_scale_caches:
             scales = [self.pages["k_scale_cache"], self.pages["v_scale_cache"]]

@@ -79,6 +79,39 @@ def test_the_command_line_takes_a_folder(folder: Path, tmp_path: Path) -> None:
     assert [line["mode"] for line in json.loads(done.stdout)["results"]] == ["none", "int4_per_token_head"]
 
 
+@pytest.mark.parametrize("kind", ["mean", "balanced", "first_prefill"])
+def test_keys_are_smoothed_on_the_command_line(kind: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--modes", "int2,fp8_per_tensor", "--length", "60"]
+    told = [
+        json.loads(CliRunner().invoke(app, ["eval", *given, "--device", "cpu", "--json", *more]).stdout)
+        for more in ([], ["--smoothing", kind])
+    ]
+    assert told[1]["smoothing"] == kind and not told[1]["failures"]
+    plain, smoothed = ({line["mode"]: line["kl"] for line in one["results"]} for one in told)
+    assert smoothed["int2_per_token_head"] != plain["int2_per_token_head"]
+    assert smoothed["none"] == plain["none"] == 0
+
+
+@pytest.mark.parametrize("balanced", [None, False, True])
+def test_modes_that_take_scales_are_given_them(balanced: bool | None, subject: HuggingFaceSubject) -> None:
+    passage, *others = subject.passages([Document("a", TEXT.encode())], 60)
+    subject.smoothing = None if balanced is None else subject.calibrate(passage, balanced=balanced)
+    try:
+        sessions = [subject.open(get_backend("fp8_per_tensor"), [other], passage) for other in others[:2]]
+        found = subject.kvq.calibrate(subject.model, torch.tensor([passage.tokens]), smoothing=subject.smoothing)
+        for session, other in zip(sessions, others, strict=False):
+            session.feed([other.tokens])
+            for layer in session.cache.layers:
+                scales = layer.pages.caches
+                assert (float(scales.k_scale_cache), float(scales.v_scale_cache)) == (
+                    found.k_scale[layer.index],
+                    found.v_scale[layer.index],
+                )
+    finally:
+        subject.smoothing = None
+
+
 def test_folders_without_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):

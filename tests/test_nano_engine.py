@@ -192,7 +192,7 @@ def test_every_installed_mode_decodes_out_of_its_own_pages(model: TinyModel, mod
     assert any(cache.key.view(torch.uint8).any() for cache in engine.caches)
 
 
-def test_given_scales_map_the_largest_value_to_the_largest_code(model: TinyModel) -> None:
+def test_given_scales_map_the_largest_value_to_half_the_largest_code(model: TinyModel) -> None:
     tokens = encode("some text to measure")
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -203,7 +203,7 @@ def test_given_scales_map_the_largest_value_to_the_largest_code(model: TinyModel
     model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
     for scales, rows in zip(nano_engine.given_scales(model, tokens), seen, strict=True):
         for scale, x in zip(scales, rows, strict=True):
-            assert scale.shape == (1,) and float(scale) * 448 == pytest.approx(float(x.abs().max()), rel=1e-4)
+            assert scale.shape == (1,) and float(scale) * 224 == pytest.approx(float(x.abs().max()), rel=1e-4)
 
 
 @pytest.mark.quick

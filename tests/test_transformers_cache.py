@@ -17,6 +17,7 @@ from transformers_families import COMMON, eager_twin, exact_twin, make_config, m
 from kvq_core import ArgumentError, KVQError, UnknownModeError, get_backend
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, enable
+from kvq_transformers.attention import kvq_attention
 from kvq_transformers.rows import RowTable, piece_length
 
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
@@ -126,6 +127,25 @@ def test_copies_are_independent(family: str, capacity: dict[str, Any]) -> None:
         return [first, forward(IDS[:, 30:33], cache=twin), forward(IDS[:, 24:25]), forward(IDS[:, 33:34], cache=twin)]
 
     held_to_eager(story, family, **capacity)
+
+
+@pytest.mark.parametrize(("columns", "capacity"), [(40, {}), (40, {"max_cache_len": 80}), (1100, {"max_cache_len": 1200})])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_fewer_queries_than_keys_are_the_last(family: str, columns: int, capacity: dict[str, Any]) -> None:
+    """As when another cache hands over all of its keys; behind a window a long prompt is written in pieces, some without a query."""
+    model = make_model(family)
+    generator = torch.Generator().manual_seed(0)
+    size, mask = model.config.head_dim, torch.ones(2, 1, 1, columns, dtype=torch.bool)
+    mask[1, ..., :5] = False
+    query = torch.randn(2, 4, columns, size, generator=generator)
+    rows = [torch.randn(2, 2, columns, size, generator=generator) for _ in range(2)]
+    found = []
+    for count in (columns, 3):
+        cache = KVQCache(model.config, "none", **capacity)
+        key, value = cache.update(*rows, 0)
+        found.append(kvq_attention(model.model.layers[0].self_attn, query[:, :, -count:], key, value, mask)[0])
+    assert found[1].shape == (2, 3, 4, size)
+    torch.testing.assert_close(found[1], found[0][:, -3:], rtol=1e-5, atol=1e-6)
 
 
 def test_a_copy_shares_the_mode_and_nothing_else() -> None:

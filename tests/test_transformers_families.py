@@ -71,8 +71,8 @@ def test_one_scale_that_is_a_64th_off_would_be_seen(family: str, watch: Watch, m
     """What is remembered of the prompt has one row of one head stretched, as if kvq had stored another scale for it."""
 
     def stretched(half: str) -> Callable[..., torch.Tensor]:
-        def through(backend: QuantKVBackend, encode: Encode, rows: torch.Tensor) -> torch.Tensor:
-            stored = through_mode(backend, encode, rows)
+        def through(backend: QuantKVBackend, encode: Encode, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
+            stored = through_mode(backend, encode, rows, scale)
             if rows.shape[2] == STEPS[0] and encode == {"key": backend.encode, "value": backend.encode_value}[half]:
                 stored[0, 1, 12] *= 1 + 2.0**-6
             return stored

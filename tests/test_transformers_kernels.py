@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from transformers import DynamicCache
 from transformers_families import eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
 
-from kvq_transformers import KVQCache
+from kvq_core.testing import places
+from kvq_transformers import KVQCache, calibrate
 
 
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "fixed"])
@@ -25,3 +26,17 @@ def test_padding_rows_at_negative_positions(capacity: dict[str, Any], interprete
     found = logits_in_steps(model, inputs, KVQCache(model.config, "none", **capacity), steps)
     mask = inputs["attention_mask"]
     assert worst(found, exact, mask) <= 2 * worst(eager, exact, mask)
+
+
+def test_the_kernels_take_scales_and_balanced_keys(interpreted: torch.device) -> None:
+    model, inputs = make_model("Llama", num_hidden_layers=1), prompts(2, 20, (0, 6))
+    found = vars(calibrate(model, **inputs, smoothing="balanced"))
+    for mode, options in (("fp8_per_tensor", found), ("int4", {"smoothing": found["smoothing"]})):
+        kernels = logits_in_steps(model, inputs, KVQCache(model.config, mode, **options), [17, 1, 2])
+        with pytest.MonkeyPatch.context() as patch:
+            places.enter("eager", patch)
+            plain = logits_in_steps(model, inputs, KVQCache(model.config, mode, **options), [17, 1, 2])
+        exact = logits_in_steps(model, inputs, KVQCache(model.config, "none"), [17, 1, 2])
+        real = inputs["attention_mask"].bool()
+        # Sums in another order put a value here and there into the next code, whose cost is part of what the mode loses anyway.
+        assert (kernels - plain)[real].norm() < 0.2 * (plain - exact)[real].norm()

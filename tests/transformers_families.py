@@ -112,7 +112,7 @@ def fake_quantized_cache(config: Any, modes: dict[int, str]) -> DynamicCache:
 
 def _through(backend: Any, update: Any) -> Any:
     def quantize(rows: torch.Tensor, encode: Any) -> torch.Tensor:
-        given = torch.ones(1) if backend.reads_scales and not backend.needs_scale_caches else None
+        given = torch.ones(1) if backend.takes_scales else None
         codes, scales = encode(rows if rows.dtype != torch.float64 else rows.float(), scale=given)
         return backend.decode(codes, given if given is not None else scales).to(rows.dtype)
 

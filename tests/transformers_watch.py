@@ -25,7 +25,10 @@ Encode = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass
 class Past:
-    """What one layer was given so far, after its mode's ``encode`` and ``decode``: [batch, heads, columns, size], and which are real."""
+    """What one layer was given so far, after its mode's ``encode`` and ``decode``: [batch, heads, columns, size], and which are real.
+
+    ``keys`` are float64: those of smoothed rows do not fit less.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -53,8 +56,10 @@ class Watch:
 
     def _remember(self, layer: Any, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None) -> Past:
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool) if padding is None else padding
-        backend = layer.backend
-        new = Past(through_mode(backend, backend.encode, key), through_mode(backend, backend.encode_value, value), real)
+        backend, given = layer.backend, layer.given
+        smooth, back = smoothing_of(layer)
+        keys = back(through_mode(backend, backend.encode, smooth(key), given.k_scale))
+        new = Past(keys, through_mode(backend, backend.encode_value, value, given.v_scale), real)
         old = self.past.get(layer.index)
         if old is not None:
             new = Past(*(torch.cat(pair, -2) for pair in ((old.keys, new.keys), (old.values, new.values))), torch.cat([old.real, real], 1))
@@ -62,9 +67,18 @@ class Watch:
         return new
 
 
-def through_mode(backend: QuantKVBackend, encode: Encode, rows: torch.Tensor) -> torch.Tensor:
-    """Float32 rows as ``backend`` gives them back, encoded as K or as V."""
-    given = torch.ones(1) if backend.reads_scales and not backend.needs_scale_caches else None
+def smoothing_of(layer: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """What a layer does to keys [batch, heads, columns, size] before they are stored, and how to undo it."""
+    if layer.pages.smoothing is None:
+        return lambda rows: rows, lambda rows: rows.double()
+    mean = layer.pages.smoothing.mean[:, None]
+    factor = torch.ones_like(mean) if layer.pages.smoothing.balance is None else layer.pages.smoothing.balance[:, None]
+    return lambda rows: (rows - mean) * (1 / factor), lambda rows: rows.double() * factor + mean
+
+
+def through_mode(backend: QuantKVBackend, encode: Encode, rows: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Float32 rows as ``backend`` gives them back, encoded as K or as V; ``scale``: of modes that take one."""
+    given = torch.tensor([scale or 1.0]) if backend.takes_scales else None
     codes, scales = encode(rows, scale=given)
     return backend.decode(codes, scales if given is None else given)
 

@@ -59,6 +59,11 @@ class QuantKVBackend(ABC):
     reads_scales: ClassVar[bool] = True
     """Whether the doors need ``k_scale_cache`` and ``v_scale_cache`` at all (``fp8_per_tensor``: given, read, never written)."""
 
+    @property
+    def takes_scales(self) -> bool:
+        """Whether the caller gives the scales: one float32 for all keys of a layer, one for all its values."""
+        return self.reads_scales and not self.needs_scale_caches
+
     # -- layout ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -202,7 +202,7 @@ class _Ops:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
         with self._lock:
             if backend.mode not in self._bound:
-                given = backend.reads_scales and not backend.needs_scale_caches
+                given = backend.takes_scales
                 schemas = {"write": _WRITE_SCHEMA_GIVEN_SCALES if given else _WRITE_SCHEMA, "read": _READ_SCHEMA}
                 for verb in _VERBS:
                     self._define(backend.mode, verb, schemas[verb.name])

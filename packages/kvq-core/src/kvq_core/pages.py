@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -13,6 +12,7 @@ from kvq_core import layout
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import Geometry
+from kvq_core.scales import checked_scale, is_scale
 from kvq_core.step import to_device
 
 Scale = float | torch.Tensor
@@ -23,7 +23,7 @@ def contents(backend: QuantKVBackend, geometry: Geometry) -> dict[str, tuple[tor
     """Dtype and shape of every tensor of :class:`Pages`, by name; :class:`ArgumentError` if ``backend`` cannot hold ``geometry``."""
     cells = layout.buffers_of(backend, geometry)
     found = {name: (torch.uint8, geometry.buffer_shape(layout.cell_size(cell))) for name, cell in cells.items()}
-    scales = _PLANES if _takes_scales(backend) else ()
+    scales = _PLANES if backend.takes_scales else ()
     return found | {name: (torch.float32, (geometry.num_layers,)) for name in scales}
 
 
@@ -55,7 +55,7 @@ class Pages:
         self._buffers = {name: self.tensors[name] for name in cells}
         self.device = next(iter(self._buffers.values())).device
         self.layers = [layout.layer_views(geometry, self._buffers, cells, layer) for layer in range(geometry.num_layers)]
-        if _takes_scales(backend):
+        if backend.takes_scales:
             for name, scale in scales.items():
                 self.tensors[name].copy_(scale)
                 rows = self.tensors[name].unsqueeze(1)
@@ -86,28 +86,13 @@ def _usable(device: torch.device | str) -> torch.device:
     return found
 
 
-def _takes_scales(backend: QuantKVBackend) -> bool:
-    return backend.reads_scales and not backend.needs_scale_caches
-
-
 def _per_layer(name: str, given: Scale | Sequence[Scale] | None, num_layers: int, backend: QuantKVBackend) -> torch.Tensor:
     """``given`` as [num_layers] float32 on the CPU. Its values are checked, for which it may wait for the device, once."""
-    if given is not None and not _takes_scales(backend):
+    if given is not None and not backend.takes_scales:
         raise ArgumentError(name, "a scale", f"None: mode {backend.mode} takes no scale from the caller")
     one = 1.0 if given is None else given
-    per_layer: list[object] = [one] * num_layers if _is_one(one) else list(one) if isinstance(one, Iterable) else [one]
+    per_layer: list[object] = [one] * num_layers if is_scale(one) else list(one) if isinstance(one, Iterable) else [one]
     if len(per_layer) != num_layers:
         raise ArgumentError(name, f"{len(per_layer)} scales", f"one, or one for each of {num_layers} layers")
-    values = torch.empty(num_layers, dtype=torch.float32, device="cpu")
-    for layer, scale in enumerate(per_layer):
-        if not _is_one(scale):
-            raise ArgumentError(name, f"{scale!r} for layer {layer}", "a number or a one-element tensor")
-        values[layer] = float(scale)  # type: ignore[arg-type]
-        # Checked as float32, where a tiny scale may have become 0.
-        if not (math.isfinite(values[layer]) and values[layer] > 0):
-            raise ArgumentError(name, f"{scale} for layer {layer}", "a positive, finite float32")
-    return values
-
-
-def _is_one(scale: object) -> bool:
-    return scale.numel() == 1 if isinstance(scale, torch.Tensor) else isinstance(scale, int | float)
+    values = [checked_scale(name, layer, scale) for layer, scale in enumerate(per_layer)]
+    return torch.tensor(values, dtype=torch.float32, device="cpu")

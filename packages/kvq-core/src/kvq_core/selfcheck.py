@@ -48,7 +48,7 @@ def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens
     device = torch.device(device)
     generator = torch.Generator().manual_seed(0)
     q, key, value = (torch.randn(tokens, heads, HEAD_SIZE, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2))
-    given = 6 / 448 if backend.reads_scales and not backend.needs_scale_caches else None  # of the whole tensor; rows stay within 6
+    given = 6 / 448 if backend.takes_scales else None  # of the whole tensor; rows stay within 6
     cache = PagedKVCache(backend, num_blocks=4, num_kv_heads=2, head_size=HEAD_SIZE, device=device, k_scale=given, v_scale=given)
     step = cache.append({cache.allocate_sequence(): tokens})
     cache.write(0, key, value, step)

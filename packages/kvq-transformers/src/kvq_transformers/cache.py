@@ -11,14 +11,14 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing, Smoothings
+from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedLayer
+from kvq_transformers.given import Scales, layers_given
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
 from kvq_transformers.rows import RowTable, row_indices
-from kvq_transformers.storage import LayerSmoothing
 from kvq_transformers.support import check_head_sizes, decoder_config
 
 
@@ -42,6 +42,8 @@ class KVQCache(Cache):
         block_size: tokens a block, a multiple of 8.
         smoothing: a :class:`~kvq_core.calibration.ModelSmoothing` with this model's attention layers, or ``"first_prefill"``: each layer
             takes the mean of the first prompt's keys off all that it stores. Scores stay what they are.
+        k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
+            :func:`kvq_transformers.calibrate` finds, or the scales that a checkpoint brings.
 
     Raises:
         ArgumentError: the model's attention cannot run over these pages, or an argument does not fit; the message says why.
@@ -58,6 +60,8 @@ class KVQCache(Cache):
         max_cache_len: int | None = None,
         block_size: int = 16,
         smoothing: Smoothings = None,
+        k_scale: Scales = None,
+        v_scale: Scales = None,
     ) -> None:
         text = decoder_config(config)
         for name, value, step in (("max_cache_len", max_cache_len, 1), ("block_size", block_size, 8)):
@@ -74,13 +78,13 @@ class KVQCache(Cache):
             raise ArgumentError("config", f"{text.model_type}, whose layers keep no K and V", "a model with attention layers")
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
-        smoothings = _layer_smoothings(smoothing, list(windows))
+        given = layers_given(smoothing, k_scale, v_scale, backends)
         tables = {window: RowTable(block_size, window) for window in set(windows.values())}
         for index, window in windows.items():
             layers[index] = (
-                GrowingLayer(backends[index], index, tables[window], smoothings[index])
+                GrowingLayer(backends[index], index, tables[window], given[index])
                 if max_cache_len is None
-                else FixedLayer(backends[index], index, window, max_cache_len, block_size, smoothings[index])
+                else FixedLayer(backends[index], index, window, max_cache_len, block_size, given[index])
             )
         super().__init__(layers=layers)
         self._tables = [] if max_cache_len is not None else list(tables.values())
@@ -210,14 +214,6 @@ class KVQCache(Cache):
     @property
     def _num_rows(self) -> int:
         return max(0, max(layer.batch_size for layer in self._pages_layers))
-
-
-def _layer_smoothings(given: Smoothings, layers: list[int]) -> dict[int, LayerSmoothing]:
-    if isinstance(given, ModelSmoothing):
-        return dict(zip(layers, given.for_layers(layers), strict=True))
-    if given not in (None, FIRST_PREFILL):
-        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
-    return dict.fromkeys(layers, given)
 
 
 def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int | None:

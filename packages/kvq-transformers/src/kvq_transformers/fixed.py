@@ -13,9 +13,10 @@ import torch
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import Geometry
+from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.layers import KVQLayer
 from kvq_transformers.rows import piece_length, token_rows
-from kvq_transformers.storage import Batch, LayerPages, LayerSmoothing, Scoring
+from kvq_transformers.storage import Batch, LayerPages, Scoring
 
 
 class FixedLayer(KVQLayer):
@@ -33,9 +34,9 @@ class FixedLayer(KVQLayer):
         window: int | None,
         max_cache_len: int,
         block_size: int,
-        smoothing: LayerSmoothing = None,
+        given: LayerGiven = NOTHING,
     ) -> None:
-        super().__init__(backend, index, window, smoothing)
+        super().__init__(backend, index, window, given)
         self.max_cache_len, self.block_size = max_cache_len, block_size
         self.num_logical = -(-max_cache_len // block_size)
         self.ring = self.num_logical
@@ -50,7 +51,7 @@ class FixedLayer(KVQLayer):
         geometry = Geometry(
             num_blocks=self.batch_size * self.ring, block_size=size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes
         )
-        self.pages = LayerPages(self.backend, geometry, self.device, self.smoothing)
+        self.pages = LayerPages(self.backend, geometry, self.device, self.given)
         self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
         self.columns = torch.zeros((), dtype=torch.int64, device=self.device)
         rows = torch.arange(self.batch_size, device=self.device)[:, None] * self.ring
@@ -78,23 +79,24 @@ class FixedLayer(KVQLayer):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
         columns = key.shape[2]
-        if query.shape[2] != columns:
-            raise ArgumentError("query", f"{query.shape[2]} columns", f"the {columns} of key in a cache with max_cache_len")
+        # Fewer queries than keys are those of the last columns, as when another cache hands over all of its keys.
+        skipped = columns - query.shape[2]
         if mask is not None and columns > 1 and not torch.compiler.is_compiling():
             self._check_padding(mask)
         self.columns.add_(columns)
         parts = []
         for first in range(0, columns, self.piece):
-            part = slice(first, min(first + self.piece, columns))
+            last = min(first + self.piece, columns)
+            part, rows = slice(first, last), slice(max(first - skipped, 0), max(last - skipped, 0))
             parts.append(
-                self._attend_piece(query[:, :, part], key[:, :, part], value[:, :, part], None if mask is None else mask[:, part], scoring)
+                self._attend_piece(query[:, :, rows], key[:, :, part], value[:, :, part], None if mask is None else mask[:, part], scoring)
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _attend_piece(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
-        batch_size, num_heads, columns, _ = query.shape
+        (batch_size, num_heads, num_queries, _), columns = query.shape, key.shape[2]
         count: torch.Tensor | int = columns if mask is None else mask.sum(1, dtype=torch.int32)
         plain = torch.arange(columns, device=self.device).expand(batch_size, -1)
         rank = plain if mask is None or columns == 1 else mask.cumsum(1) - 1
@@ -106,11 +108,12 @@ class FixedLayer(KVQLayer):
             slots = torch.where(mask, slots, -1)
         self.lengths.add_(count)
         self.pages.write(token_rows(key), token_rows(value), slots.flatten())
-        starts = torch.arange(0, batch_size * columns + 1, columns, dtype=torch.int32, device=self.device)
-        out = query.new_empty(batch_size * columns, num_heads, value.shape[-1])
-        batch = Batch(starts, self.lengths, self.block_table, columns, self.max_cache_len)
-        self.pages.attend(token_rows(query), out, batch, scoring)
-        return out.view(batch_size, columns, num_heads, -1)
+        out = query.new_empty(batch_size * num_queries, num_heads, value.shape[-1])
+        if num_queries:
+            starts = torch.arange(0, batch_size * num_queries + 1, num_queries, dtype=torch.int32, device=self.device)
+            batch = Batch(starts, self.lengths, self.block_table, num_queries, self.max_cache_len)
+            self.pages.attend(token_rows(query), out, batch, scoring)
+        return out.view(batch_size, num_queries, num_heads, value.shape[-1])
 
     def _check_padding(self, mask: torch.Tensor) -> None:
         if (mask[:, :-1] & ~mask[:, 1:]).any():

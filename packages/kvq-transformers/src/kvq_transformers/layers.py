@@ -17,21 +17,22 @@ from transformers.cache_utils import CacheLayerMixin
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.layout import Geometry
+from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.rows import Piece, RowTable, token_rows
-from kvq_transformers.storage import Batch, LayerPages, LayerSmoothing, Scoring
+from kvq_transformers.storage import Batch, LayerPages, Scoring
 
 HANDLE = "_kvq_layer"
 
 
 class KVQLayer(CacheLayerMixin):
-    """K and V of one layer in the pages of ``backend``; ``window`` is its sliding window, ``smoothing`` that of its keys, if any."""
+    """K and V of one layer in the pages of ``backend``; ``window`` is its sliding window, ``given`` what rows are stored with besides."""
 
     is_croppable = True
     pages: LayerPages
 
-    def __init__(self, backend: QuantKVBackend, index: int, window: int | None, smoothing: LayerSmoothing) -> None:
+    def __init__(self, backend: QuantKVBackend, index: int, window: int | None, given: LayerGiven) -> None:
         super().__init__()
-        self.backend, self.index, self.window, self.smoothing = backend, index, window, smoothing
+        self.backend, self.index, self.window, self.given = backend, index, window, given
         self.is_sliding = window is not None
         self.batch_size = -1
         # Set between update() and attend(): a model that does not hand the keys on would otherwise lose them unnoticed.
@@ -115,8 +116,8 @@ class GrowingLayer(KVQLayer):
 
     is_compileable = False
 
-    def __init__(self, backend: QuantKVBackend, index: int, table: RowTable, smoothing: LayerSmoothing = None) -> None:
-        super().__init__(backend, index, table.window, smoothing)
+    def __init__(self, backend: QuantKVBackend, index: int, table: RowTable, given: LayerGiven = NOTHING) -> None:
+        super().__init__(backend, index, table.window, given)
         self.table = table
         self.columns = 0
 
@@ -124,7 +125,7 @@ class GrowingLayer(KVQLayer):
         self.table.start(self.batch_size)
         size = self.table.block_size
         self._geometry = Geometry(num_blocks=1, block_size=size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes)
-        self.pages = LayerPages(self.backend, self._geometry, self.device, self.smoothing)
+        self.pages = LayerPages(self.backend, self._geometry, self.device, self.given)
 
     def get_seq_length(self) -> int:
         return self.columns

@@ -12,8 +12,7 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
 from kvq_core.layout import Geometry
 from kvq_core.pages import Pages
-
-LayerSmoothing = KeySmoothing | str | None
+from kvq_transformers.given import NOTHING, LayerGiven
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,14 @@ class Batch:
 class LayerPages:
     """K and V of one layer in ``num_blocks`` blocks, as ``backend`` stores them. Knows nothing about who holds which block.
 
-    ``smoothing``: of its keys; ``FIRST_PREFILL``: their mean in the first write, from then on and for good.
+    ``given.smoothing``: of its keys; ``FIRST_PREFILL``: their mean in the first write, from then on and for good.
     """
 
-    def __init__(self, backend: QuantKVBackend, geometry: Geometry, device: torch.device, smoothing: LayerSmoothing = None) -> None:
-        self.backend, self.geometry, self.device = backend, geometry, device
-        self._pages = Pages(backend, geometry, device, None, None)
-        self.caches = self._pages.layers[0]
+    def __init__(self, backend: QuantKVBackend, geometry: Geometry, device: torch.device, given: LayerGiven = NOTHING) -> None:
+        self.backend, self.device = backend, device
+        self._scales = given.k_scale, given.v_scale
+        self._allocate(geometry)
+        smoothing = given.smoothing
         self.waits = smoothing == FIRST_PREFILL if isinstance(smoothing, str) else False
         if self.waits:
             # What is found is put here, so that compiled code finds it at the same address.
@@ -64,7 +64,7 @@ class LayerPages:
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
         # A backend is one shared instance: a copy of it would be another mode to the registered ops.
         twin = copy(self)
-        twin._allocate(self.geometry.num_blocks)
+        twin._allocate(self.geometry)
         twin._take(self._pages, slice(None))
         if self.smoothing is not None:
             twin.smoothing = replace(self.smoothing, mean=self.smoothing.mean.clone())
@@ -87,7 +87,7 @@ class LayerPages:
         """Make room for ``num_blocks`` blocks; those there are keep their numbers and bytes."""
         if num_blocks > self.num_blocks:
             old = self._pages
-            self._allocate(num_blocks)
+            self._allocate(replace(self.geometry, num_blocks=num_blocks))
             self._take(old, slice(old.layers[0].key_cache.shape[0]))
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
@@ -146,9 +146,9 @@ class LayerPages:
             smoothing=self.smoothing,
         )
 
-    def _allocate(self, num_blocks: int) -> None:
-        self.geometry = replace(self.geometry, num_blocks=num_blocks)
-        self._pages = Pages(self.backend, self.geometry, self.device, None, None)
+    def _allocate(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self._pages = Pages(self.backend, geometry, self.device, *self._scales)
         self.caches = self._pages.layers[0]
 
     def _take(self, old: Pages, blocks: slice) -> None:

@@ -12,13 +12,23 @@ from kvq_core.calibration import Smoothings
 from kvq_core.errors import ArgumentError
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
+from kvq_transformers.given import Scales
 from kvq_transformers.modes import Modes
 from kvq_transformers.support import decoder_config
 
 M = TypeVar("M", bound=PreTrainedModel)
 
 
-def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, block_size: int = 16, smoothing: Smoothings = None) -> M:
+def enable(
+    model: M,
+    mode: Modes = "int4",
+    *,
+    max_cache_len: int | None = None,
+    block_size: int = 16,
+    smoothing: Smoothings = None,
+    k_scale: Scales = None,
+    v_scale: Scales = None,
+) -> M:
     """From now on ``model.generate(...)`` keeps K and V in a new :class:`KVQCache` each time. Returns ``model``.
 
     Calls that bring ``past_key_values``, ask for a ``cache_implementation`` or say ``use_cache=False`` are left alone. Enabling again
@@ -26,7 +36,7 @@ def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, 
 
     Args:
         model: a decoder with ``generate``.
-        mode, max_cache_len, block_size, smoothing: as for :class:`KVQCache`.
+        mode, max_cache_len, block_size, smoothing, k_scale, v_scale: as for :class:`KVQCache`.
 
     Raises:
         ArgumentError: the model's attention cannot run over kvq's pages, or an argument does not fit; the model is left as it was.
@@ -36,7 +46,8 @@ def enable(model: M, mode: Modes = "int4", *, max_cache_len: int | None = None, 
         raise ArgumentError("model", type(model).__name__, "a transformers model with generate()")
     text = decoder_config(model.config)
     was_on = text._attn_implementation == NAME
-    make = functools.partial(KVQCache, mode=mode, max_cache_len=max_cache_len, block_size=block_size, smoothing=smoothing)
+    options: dict[str, Any] = {"max_cache_len": max_cache_len, "block_size": block_size, "smoothing": smoothing}
+    make = functools.partial(KVQCache, mode=mode, k_scale=k_scale, v_scale=v_scale, **options)
     make(model.config)  # refuses here rather than at the first generate
     if not _follows(model, text):
         if not was_on:

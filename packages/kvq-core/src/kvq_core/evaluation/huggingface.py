@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing, Smoothings
+from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.capacity import model_shape
 from kvq_core.capacity.plan import layer_bytes
 from kvq_core.errors import ArgumentError, KVQError
@@ -43,7 +43,7 @@ def load(name: str, device: torch.device) -> HuggingFaceSubject:
     except (OSError, ValueError, KeyError) as problem:
         why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         raise ArgumentError("model", f"{name!r}: {why}", "a folder with a model and its tokenizer, or an id on the hub") from problem
-    return HuggingFaceSubject(name, model.to(device).eval().requires_grad_(False), tokenizer, kvq_transformers.KVQCache)
+    return HuggingFaceSubject(name, model.to(device).eval().requires_grad_(False), tokenizer, kvq_transformers)
 
 
 class HuggingFaceSession:
@@ -62,9 +62,10 @@ class HuggingFaceSession:
 class HuggingFaceSubject:
     """See :class:`~kvq_core.evaluation.subject.Subject`. One passage at a time; it opens with the tokenizer's first token, if any."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, make_cache: Any) -> None:
-        self.name, self.model, self.tokenizer, self.make_cache = Path(name).name, model, tokenizer, make_cache
+    def __init__(self, name: str, model: Any, tokenizer: Any, kvq_transformers: Any) -> None:
+        self.name, self.model, self.tokenizer, self.kvq = Path(name).name, model, tokenizer, kvq_transformers
         self.smoothing: Smoothings = None
+        self._scales: tuple[Passage, Smoothings, dict[str, Any]] | None = None
         self.device: torch.device = model.device
 
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
@@ -82,21 +83,24 @@ class HuggingFaceSubject:
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> HuggingFaceSession:
         if len(passages) != 1:
             raise ArgumentError("batch", len(passages), "1: Hugging Face models read one passage at a time here")
-        return HuggingFaceSession(self.model, self.make_cache(self.model.config, mode=backend, smoothing=self.smoothing))
+        scales = self._scales_from(calibration) if backend.takes_scales else {}
+        return HuggingFaceSession(self.model, self.kvq.KVQCache(self.model.config, mode=backend, smoothing=self.smoothing, **scales))
 
-    @torch.inference_mode()
     def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
-        """The smoothing of the model's layers from a passage that is not scored. Means only.
-
-        Raises:
-            ArgumentError: ``balanced``, which needs the queries, or more layers than have keys of their own.
-        """
-        if balanced:
-            raise ArgumentError("smoothing", "balanced", "mean or first_prefill: a Hugging Face model's queries are not recorded")
-        cache = self.make_cache(self.model.config, mode="none", smoothing=FIRST_PREFILL)
-        HuggingFaceSession(self.model, cache).feed([passage.tokens])
-        found: ModelSmoothing = cache.smoothing
+        """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""
+        found: ModelSmoothing = self._calibrated(passage, "balanced" if balanced else "mean").smoothing
         return found
+
+    def _scales_from(self, passage: Passage) -> dict[str, Any]:
+        """For modes that take scales, of keys smoothed as they will be; the text is read once."""
+        if self._scales is None or self._scales[:2] != (passage, self.smoothing):
+            known = self.smoothing if isinstance(self.smoothing, ModelSmoothing) else None
+            found = self._calibrated(passage, known)
+            self._scales = passage, self.smoothing, {"k_scale": found.k_scale, "v_scale": found.v_scale}
+        return self._scales[2]
+
+    def _calibrated(self, passage: Passage, smoothing: Smoothings) -> Any:
+        return self.kvq.calibrate(self.model, torch.tensor([passage.tokens], device=self.device), smoothing=smoothing)
 
     def bytes_per_token(self, backend: QuantKVBackend) -> int:
         shape = model_shape(self.model.config.to_dict())

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError
+from kvq_core.scales import TensorRange
 
 SEPARATOR = 0
 """The byte that opens every document. Source text never holds it."""
@@ -114,14 +116,15 @@ def dense_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(-3, -2)
 
 
-def given_scales(model: TinyModel, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer, the K and V scale of a mode that wants one for the whole tensor: absmax over a short text, over fp8's largest value."""
+def given_scales(model: TinyModel, tokens: list[int], smoothing: Smoothings = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, the K and V scale of a mode that wants one for the whole tensor, from a short text; of keys smoothed as given."""
     scales: list[tuple[torch.Tensor, torch.Tensor]] = []
-    largest = torch.finfo(torch.float8_e4m3fn).max
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k_scale, v_scale = ((x.float().abs().amax() / largest).clamp(min=1e-6).reshape(1) for x in (k, v))
-        scales.append((k_scale, v_scale))
+        key, value = TensorRange(), TensorRange()
+        for seen, rows in ((key, k), (value, v)):
+            seen.add(rows.flatten(0, -3))
+        scales.append((key.scale(smoothing[layer] if isinstance(smoothing, ModelSmoothing) else None), value.scale()))
         return dense_attention(layer, q, k, v)
 
     device = model.embed.weight.device

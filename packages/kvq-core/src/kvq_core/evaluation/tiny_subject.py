@@ -94,8 +94,8 @@ class TinySubject:
         c = self.model.config
         k_scales: list[torch.Tensor] | None = None
         v_scales: list[torch.Tensor] | None = None
-        if backend.reads_scales and not backend.needs_scale_caches:
-            k_scales, v_scales = map(list, zip(*given_scales(self.model, list(calibration.tokens)), strict=True))
+        if backend.takes_scales:
+            k_scales, v_scales = map(list, zip(*given_scales(self.model, list(calibration.tokens), self.smoothing), strict=True))
         cache = PagedKVCache(
             backend,
             num_blocks=sum(-(-len(p.tokens) // _BLOCK_SIZE) for p in passages),

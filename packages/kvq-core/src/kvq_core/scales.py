@@ -1,0 +1,70 @@
+"""One scale for a whole tensor: what the caller of a mode such as ``fp8_per_tensor`` gives for a layer's keys, and for its values."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from kvq_core.calibration import KeySmoothing
+from kvq_core.errors import ArgumentError
+
+LARGEST_CODE: Final = torch.finfo(torch.float8_e4m3fn).max / 2
+"""What the largest value seen is stored as: half of e4m3's largest, for a text to come that has larger ones. A floating-point code loses
+nothing by it."""
+_SMALLEST: Final = 1e-6
+
+
+def is_scale(given: object) -> bool:
+    """Whether ``given`` is a number or a one-element tensor."""
+    return given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, int | float)
+
+
+def checked_scale(argument: str, layer: int, scale: object) -> float:
+    """``scale`` of ``layer``, a number or a one-element tensor, as a float. Waits for the device of a tensor.
+
+    Raises:
+        ArgumentError: it is nothing of that kind, or not positive and finite in float32.
+    """
+    if not is_scale(scale):
+        raise ArgumentError(argument, f"{scale!r} for layer {layer}", "a number or a one-element tensor")
+    # Checked as float32, where a tiny scale may have become 0.
+    value = float(torch.tensor(float(scale), dtype=torch.float32, device="cpu"))  # type: ignore[arg-type]
+    if not (math.isfinite(value) and value > 0):
+        raise ArgumentError(argument, f"{scale} for layer {layer}", "a positive, finite float32")
+    return value
+
+
+class TensorRange:
+    """The least and the largest value of each channel over rows of keys or values, as they come: from any number of :meth:`add`."""
+
+    def __init__(self) -> None:
+        self._low: torch.Tensor | None = None
+        self._high: torch.Tensor | None = None
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Count rows [num_tokens, num_kv_heads, head_size]; none is no error."""
+        if rows.dim() != 3 or not rows.is_floating_point():
+            raise ArgumentError("rows", f"shape {tuple(rows.shape)}, {rows.dtype}", "[num_tokens, num_kv_heads, head_size] floats")
+        if not len(rows):
+            return
+        low, high = rows.detach().float().aminmax(dim=0)
+        self._low = low if self._low is None else torch.minimum(low, self._low)
+        self._high = high if self._high is None else torch.maximum(high, self._high)
+
+    def scale(self, smoothing: KeySmoothing | None = None) -> torch.Tensor:
+        """[1] float32: the largest absolute value over :data:`LARGEST_CODE`; with ``smoothing``, that of the rows as they are stored.
+
+        Raises:
+            ArgumentError: there were no rows, or ``smoothing`` is for other heads.
+        """
+        if self._low is None or self._high is None:
+            raise ArgumentError("rows", "none so far", "rows to take a scale from")
+        low, high = self._low, self._high
+        if smoothing is not None:
+            smoothing.check(*low.shape)
+            low, high = low - smoothing.mean, high - smoothing.mean
+            if smoothing.inverse is not None:
+                low, high = low * smoothing.inverse, high * smoothing.inverse
+        return (torch.maximum(-low, high).amax() / LARGEST_CODE).clamp(min=_SMALLEST).reshape(1)

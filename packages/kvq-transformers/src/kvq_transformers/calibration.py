@@ -1,0 +1,126 @@
+"""``calibrate``: from a text to the key smoothing of a model's layers, and to the scales that ``fp8_per_tensor`` wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from kvq_core.calibration import KeyStatistics, ModelSmoothing
+from kvq_core.errors import ArgumentError
+from kvq_core.scales import TensorRange
+from kvq_transformers.attention import NAME, switch_off
+from kvq_transformers.cache import KVQCache
+from kvq_transformers.layers import GrowingLayer
+from kvq_transformers.rows import token_rows
+from kvq_transformers.storage import Scoring
+from kvq_transformers.support import decoder_config
+
+KINDS: Final = ("mean", "balanced")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What :func:`calibrate` found, as :class:`KVQCache` and :func:`enable` take it.
+
+    ``smoothing``: of the keys, if it was asked for. ``k_scale``, ``v_scale``: by layer, of keys smoothed with just that, for layers in a
+    mode that takes scales.
+    """
+
+    smoothing: ModelSmoothing | None
+    k_scale: dict[int, float]
+    v_scale: dict[int, float]
+
+
+class _CountingLayer(GrowingLayer):
+    """Pages whose rows, and the queries that meet them, are counted on their way in."""
+
+    def __init__(self, layer: GrowingLayer) -> None:
+        super().__init__(layer.backend, layer.index, layer.table)
+        self.statistics, self.key_range, self.value_range = KeyStatistics(), TensorRange(), TensorRange()
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        q, k, v = (token_rows(x) if mask is None else token_rows(x)[mask.flatten()] for x in (query, key, value))
+        self.statistics.add(k, q)
+        self.key_range.add(k)
+        self.value_range.add(v)
+        return super()._attend(query, key, value, mask, scoring)
+
+
+@torch.no_grad()
+def calibrate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    smoothing: ModelSmoothing | str | None = "mean",
+    chunk: int = 512,
+) -> Calibration:
+    """Read a text through ``model``, unquantized, and find what its keys and values are stored with best.
+
+    A few thousand tokens of the kind that will be served are enough; none of them should be part of an evaluation.
+
+    Args:
+        model: a decoder that a :class:`KVQCache` can serve. It keeps the attention implementation that it has.
+        input_ids: [batch_size, num_tokens]; attention_mask: the same shape, 0 where there is padding, which does not count.
+        smoothing: ``"mean"`` takes each head's mean key off; ``"balanced"`` divides the channels by factors as well; ``None``: neither. One
+            that is there already is kept, and scales are found for it.
+        chunk: tokens of each row that are read at once.
+
+    Raises:
+        ArgumentError: no text, an unknown ``smoothing``, or a model that kvq cannot serve.
+    """
+    if isinstance(smoothing, str) and smoothing not in KINDS:
+        raise ArgumentError("smoothing", repr(smoothing), f"{' or '.join(map(repr, KINDS))}, a ModelSmoothing, or None")
+    if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
+        raise ArgumentError("input_ids", f"shape {tuple(input_ids.shape)}, {input_ids.dtype}", "[batch_size, num_tokens] token ids")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ArgumentError("attention_mask", f"shape {tuple(attention_mask.shape)}", f"{tuple(input_ids.shape)}, as input_ids")
+    if chunk < 1:
+        raise ArgumentError("chunk", chunk, "a positive integer")
+    with _counting(model) as (cache, layers):
+        for first in range(0, input_ids.shape[1], chunk):
+            _read(model, cache, input_ids, attention_mask, slice(first, first + chunk))
+    if isinstance(smoothing, str):
+        balanced = smoothing == "balanced"
+        smoothing = ModelSmoothing({layer.index: layer.statistics.smoothing(balanced=balanced) for layer in layers})
+    smoothed = (
+        dict.fromkeys(layers) if smoothing is None else dict(zip(layers, smoothing.for_layers([x.index for x in layers]), strict=True))
+    )
+    return Calibration(
+        smoothing,
+        {layer.index: float(layer.key_range.scale(one)) for layer, one in smoothed.items()},
+        {layer.index: float(layer.value_range.scale()) for layer in layers},
+    )
+
+
+@contextmanager
+def _counting(model: PreTrainedModel) -> Iterator[tuple[KVQCache, list[_CountingLayer]]]:
+    """An unquantized cache of counting layers; afterwards the model has the attention implementation that it had."""
+    text = decoder_config(model.config)
+    was_on = text._attn_implementation == NAME
+    cache = KVQCache(model.config, "none")
+    layers = []
+    for place, layer in enumerate(cache.layers):
+        if isinstance(layer, GrowingLayer):
+            layers.append(_CountingLayer(layer))
+            cache.layers[place] = layers[-1]
+    try:
+        yield cache, layers
+    finally:
+        if not was_on:
+            switch_off(text)
+
+
+def _read(model: Any, cache: KVQCache, ids: torch.Tensor, mask: torch.Tensor | None, part: slice) -> None:
+    given: dict[str, torch.Tensor] = {}
+    if mask is not None:
+        # Padding takes no position: rotated keys are those that the tokens would have without it.
+        given = {"attention_mask": mask[:, : part.stop], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, part]}
+    model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)

@@ -1,0 +1,68 @@
+"""What a layer's rows are stored with besides its mode: the smoothing of its keys, and the scales of modes that the caller gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvq_core.backend import QuantKVBackend
+from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.errors import ArgumentError
+from kvq_core.scales import checked_scale
+
+LayerSmoothing = KeySmoothing | str | None
+Scale = float | torch.Tensor
+Scales = Scale | Mapping[int, Scale] | None
+"""One scale for all layers whose mode takes one, or each layer's by its number; ``None``: 1."""
+
+
+@dataclass(frozen=True)
+class LayerGiven:
+    """One layer's; ``None``: keys as they are, a scale of 1."""
+
+    smoothing: LayerSmoothing = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+
+
+NOTHING = LayerGiven()
+
+
+def layers_given(smoothing: Smoothings, k_scale: Scales, v_scale: Scales, backends: Mapping[int, QuantKVBackend]) -> dict[int, LayerGiven]:
+    """What each layer of ``backends``, all that keep K and V, is given.
+
+    Raises:
+        ArgumentError: a smoothing or scales that are missing for a layer, for layers that are not there, or of the wrong kind.
+    """
+    smoothings = _smoothings(smoothing, list(backends))
+    keys, values = (_scales(name, given, backends) for name, given in (("k_scale", k_scale), ("v_scale", v_scale)))
+    return {index: LayerGiven(smoothings[index], keys.get(index), values.get(index)) for index in backends}
+
+
+def _smoothings(given: Smoothings, layers: list[int]) -> dict[int, LayerSmoothing]:
+    if isinstance(given, ModelSmoothing):
+        return dict(zip(layers, given.for_layers(layers), strict=True))
+    if given not in (None, FIRST_PREFILL):
+        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
+    return dict.fromkeys(layers, given)
+
+
+def _scales(argument: str, given: Scales, backends: Mapping[int, QuantKVBackend]) -> dict[int, float]:
+    """The scale of each layer whose mode takes one. A mapping may name the other layers, too."""
+    if given is None:
+        return {}
+    takers = [layer for layer, backend in backends.items() if backend.takes_scales]
+    if not takers:
+        modes = ", ".join(sorted({backend.mode for backend in backends.values()}))
+        raise ArgumentError(argument, "a scale", f"None: no layer's mode takes one from the caller ({modes})")
+    if not isinstance(given, Mapping):
+        return {layer: checked_scale(argument, layer, given) for layer in takers}
+    unknown = [layer for layer in given if layer not in backends]
+    if unknown:
+        raise ArgumentError(argument, f"one for layers {unknown}", f"numbers of layers that keep K and V: {list(backends)}")
+    missing = [layer for layer in takers if layer not in given]
+    if missing:
+        raise ArgumentError(argument, f"none for layers {missing}", f"one for each of {takers}: kvq_transformers.calibrate finds them")
+    return {layer: checked_scale(argument, layer, given[layer]) for layer in takers}

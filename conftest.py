@@ -30,7 +30,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give the GPU's tests their timeout, or leave them out where there is none; asked for by name they are skipped, and say why."""
+    """Give the GPU's tests their timeout, or leave them out where there is none; asked for by name they are skipped, and say why.
+
+    The whole compile matrix is left out, too, where nobody asks for it."""
+    if "matrix" not in config.option.markexpr:
+        whole = [item for item in items if item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=whole)
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     for item in gpu:
         item.add_marker(pytest.mark.timeout(GPU_TIMEOUT))

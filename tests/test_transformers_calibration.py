@@ -25,7 +25,6 @@ from kvq_transformers.attention import register
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 64}}
 MODES = ["none", "int8", "fp8", "fp8_per_tensor", "int4", "int2"]
 STEPS = [19, 9, 1, 1, 3]
-"""As in ``test_transformers_families``."""
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from kvq_core.testing.interpreter import hasten
+
 if TYPE_CHECKING:
     from kvq_core.testing.suite import BackendTests
 
@@ -87,6 +89,7 @@ def settle(place: str) -> None:
     """Make this process's kernels run at ``place``; before anything imports triton."""
     if place == "interpret":
         os.environ["TRITON_INTERPRET"] = "1"
+        hasten()
     else:
         os.environ.pop("TRITON_INTERPRET", None)
     os.environ.pop("KVQ_DEBUG", None)

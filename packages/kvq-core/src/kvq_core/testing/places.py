@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvq_core.testing.interpreter import hasten
+
 NAMES = ("eager", "interpret", "gpu")
 
 
@@ -61,6 +63,7 @@ def choose_interpreter() -> None:
         import triton
 
         triton.knobs.runtime.interpret = True
+        hasten()
 
 
 def params(*names: str) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kvq_core import plans, schedule
+from kvq_core import schedule
 from kvq_core.environment import architecture
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
@@ -96,7 +96,6 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
         block_size=rows.keys.block_size,
         num_kv_heads=num_kv_heads,
         rows=tile.rows,
-        at_once=rows_at_once(form, tile),
         use_asm=device.use_asm,
         fp8_hardware=device.fp8_hardware,
         upcast_dots=interpreting(),
@@ -115,11 +114,6 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
         num_warps=tile.warps,
     )
     return launched
-
-
-def rows_at_once(form: args.Format, tile: plans.Write) -> int:
-    """Rows that a program of a write holds at once: a rotation, which has much to make ready, is made ready once for many rows."""
-    return min(tile.rows, 16 * tile.warps) if form.rotated else tile.rows
 
 
 def launch_attention(kernel: Any, attention: Attention, form: args.Format) -> Launched:

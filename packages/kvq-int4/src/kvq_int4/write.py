@@ -32,14 +32,11 @@ def launch_write(rows: NewRows) -> Launched:
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
+    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
-        for turn in tl.range(C.turns, num_stages=1):
-            rows = new_rows(slot_mapping, num_tokens, num_slots, turn, C)
-            write_plane(key, keys, rows, K_HEADS, C)
+        write_plane(key, keys, rows, K_HEADS, C)
     else:
-        for turn in tl.range(C.turns, num_stages=1):
-            rows = new_rows(slot_mapping, num_tokens, num_slots, turn, C)
-            write_plane(value, values, rows, V_HEADS, C)
+        write_plane(value, values, rows, V_HEADS, C)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ def launch_write(rows: NewRows, *, is_int8: bool, per_tensor: bool) -> Launched:
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    rows = new_rows(slot_mapping, num_tokens, num_slots, 0, C)
+    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
         write_plane(key, keys, rows, K_HEADS, C)
     else:

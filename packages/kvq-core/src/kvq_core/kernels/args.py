@@ -285,14 +285,9 @@ class WriteConfig:
     block_size: int
     num_kv_heads: int
     rows: int
-    at_once: int  # of these
     use_asm: bool
     fp8_hardware: bool  # it converts to e4m3
     upcast_dots: bool
-
-    @property
-    def turns(self) -> int:
-        return self.rows // self.at_once
 
     @property
     def key_heads(self) -> Heads:

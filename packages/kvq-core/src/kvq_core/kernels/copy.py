@@ -10,7 +10,7 @@ from kvq_core.kernels.slots import load_rows, new_rows, store_lanes
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    rows = new_rows(slot_mapping, num_tokens, num_slots, 0, C)
+    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
         store_lanes(keys, rows, load_rows(key, rows, K_HEADS, C), K_HEADS, C)
     else:

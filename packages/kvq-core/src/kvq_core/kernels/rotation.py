@@ -103,11 +103,11 @@ def rotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.constex
 
 @triton.jit
 def rotated_pairs(x, HEADS: tl.constexpr, SIGNS: tl.constexpr, C: tl.constexpr):
-    """What :func:`rotate` gives for rows [AT_ONCE, STREAMS * WIDTH] in channel order, a step early: pairs (a, b), one after the other,
+    """What :func:`rotate` gives for rows [ROWS, STREAMS * WIDTH] in channel order, a step early: pairs (a, b), one after the other,
     where streams 2 i and 2 i + 1 are a + b and a - b."""
     STREAMS: tl.constexpr = HEADS.streams
     WIDTH: tl.constexpr = HEADS.width
-    ROWS: tl.constexpr = C.at_once
+    ROWS: tl.constexpr = C.rows
     matrix = lane_matrix(WIDTH, HEADS.block_lanes)
     if SIGNS is not None:
         x = apply_signs(x, tl.arange(0, STREAMS * WIDTH)[None, :], SIGNS, HEADS.block, C.use_asm)

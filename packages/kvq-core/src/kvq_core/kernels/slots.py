@@ -1,4 +1,4 @@
-"""New K/V rows on their way into slots. A program of a write kernel takes ``rows`` consecutive (token, head) pairs, ``at_once`` a turn."""
+"""New K/V rows on their way into slots. A program of a write kernel takes ``rows`` consecutive (token, head) pairs."""
 
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ class NewRows(NamedTuple):
 
 
 @triton.jit
-def new_rows(slot_mapping, num_tokens, num_slots, turn, C: tl.constexpr):
-    """The program's rows of a turn and where they go."""
-    index = tl.program_id(0).to(tl.int64) * C.rows + turn * C.at_once + tl.arange(0, C.at_once)
+def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    """The program's rows and where they go."""
+    index = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)
     token = index // C.num_kv_heads
     exists = token < num_tokens
     slot = tl.load(slot_mapping + token, mask=exists, other=-1)

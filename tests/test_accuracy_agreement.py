@@ -84,6 +84,23 @@ def test_runs_of_different_things_are_not_compared(plain: agreement.Content) -> 
         agreement.agreements(plain, plain | {"modes": plain["modes"][:2]})
 
 
+@pytest.mark.quick
+def test_the_command_writes_a_file_and_judges_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against the page's figures, which it leaves alone."""
+    committed = report.DATA.read_text(encoding="utf-8")
+    other = json.loads(committed)
+    monkeypatch.setattr(report, "measured", lambda device: other)
+    out = tmp_path / "results" / "gpu.json"
+    assert report.main(["--device", "cpu", "--out", str(out)]) == 0
+    assert json.loads(out.read_text(encoding="utf-8")) == other and report.DATA.read_text(encoding="utf-8") == committed
+    other["modes"][1]["whole"]["difference"]["mean"] += 1
+    assert report.main(["--device", "cpu", "--out", str(out)]) == 1
+    same, off = (part.splitlines()[5] for part in capsys.readouterr().out.split("*CPU*")[1:])
+    assert "0.0 standard errors" in same and "difference, all bytes" in off
+
+
 @pytest.mark.gpu
 def test_a_gpu_agrees_with_plain_torch(plain: agreement.Content, small_model: TinyModel) -> None:
     """Of three documents standard errors say little. The kernels' share is held against what a mode loses, or int8 where it is ``none``."""

@@ -42,6 +42,14 @@ class Stretch:
 
 
 @dataclass(frozen=True)
+class Smoothed:
+    """Bits per byte of whole documents with keys smoothed: ``kind`` as ``kvq eval --smoothing`` takes it, empty for keys as they are."""
+
+    kind: str
+    whole: Stretch
+
+
+@dataclass(frozen=True)
 class LayerLoss:
     """One layer: signal to noise of what its pages hold, in dB, and the relative error (rms) of attention's output over them."""
 
@@ -93,7 +101,12 @@ def by_position(found: torch.Tensor, exact: torch.Tensor, ends: Sequence[int]) -
 
 def mean(over_documents: torch.Tensor) -> Estimate:
     """Of one figure a document."""
-    return Estimate.ratio(over_documents.tolist(), [1.0] * len(over_documents))
+    return mean_of(over_documents.tolist())
+
+
+def mean_of(figures: Sequence[float]) -> Estimate:
+    """Of figures that count alike, with the standard error over them."""
+    return Estimate.ratio(figures, [1.0] * len(figures))
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------------------

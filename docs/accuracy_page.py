@@ -13,14 +13,16 @@ from typing import Any, Final
 from matplotlib import pyplot as plt
 from tabulate import tabulate
 
+import accuracy_agreement as agreement
 import plots
 from accuracy_measure import HINT, LETTERS
 
 DOCS: Final = Path(__file__).parent
-DATA: Final = DOCS / "_data" / "accuracy.json"
 PAGE: Final = DOCS / "accuracy.md"
 BEGIN: Final = "<!-- report: docs/accuracy_report.py writes what follows -->"
 END: Final = "<!-- /report -->"
+AGREEMENT_BEGIN: Final = "<!-- agreement: docs/accuracy_report.py writes what follows -->"
+AGREEMENT_END: Final = "<!-- /agreement -->"
 COLORS: Final = ("#8a8a8a", "#5b8fd0", "#d98f3f", "#4fa37a", "#c9605f", "#9778c4", "#c9a227", "#3fa7b5")
 """Of ``none`` and the other modes, on light ground and on dark."""
 UNSEEN: Final = 4.70
@@ -35,12 +37,18 @@ def figure_key(content: Content) -> str:
     return hashlib.sha256(json.dumps(content["modes"], sort_keys=True).encode()).hexdigest()
 
 
-def write(content: Content) -> None:
-    """The page's generated part, and the plots in both themes."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + generated(content) + END + rest.partition(END)[2], encoding="utf-8")
+def write(content: Content, gpu: Content | None) -> None:
+    """The page's generated parts, and the plots in both themes. ``gpu``: the figures of a GPU, if there are some."""
+    text = between(PAGE.read_text(encoding="utf-8"), BEGIN, generated(content), END)
+    PAGE.write_text(between(text, AGREEMENT_BEGIN, agreed(content, gpu), AGREEMENT_END), encoding="utf-8")
     for name, draw in (("position", draw_positions), ("layers", draw_layers), ("needles", draw_needles)):
         plots.write(f"accuracy-{name}", figure_key(content), partial(draw, content["modes"]))
+
+
+def between(text: str, begin: str, new: str, end: str) -> str:
+    """``text`` with ``new`` in the place of what stands between ``begin`` and ``end``."""
+    before, _, rest = text.partition(begin)
+    return before + begin + "\n" + new + end + rest.partition(end)[2]
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------------------
@@ -53,6 +61,7 @@ def generated(content: Content) -> str:
     ends, layers = sizes["ends"], range(len(lossy[0]["layers"]))
     stretches = [f"{s['first']:,} to {s['last']:,}" for s in modes[0]["stretches"]]
     by_bytes = [f"{distance:,}" for distance in sizes["distances"]]
+    kinds = [s["kind"] or "as they are" for s in modes[0]["smoothed"]]
     numbered = [f"layer {i}" for i in layers]
     return f"""\
 Measured {facts["date"]} at commit `{facts["commit"]}` on {facts["device"]} (torch {facts["torch"]}), by
@@ -65,6 +74,13 @@ Measured {facts["date"]} at commit `{facts["commit"]}` on {facts["device"]} (tor
 {table(["bytes", *stretches, "all"], modes, lambda m: [difference(m, x, "bits", ".4f") for x in (*m["stretches"], m["whole"])])}
 
 {image("position", "Bits per byte above none by position in the document, a panel for each mode, with standard errors")}
+
+### By smoothing of the keys
+
+The first {sizes["smoothed"]} of these documents. `none`: bits per byte, which smoothing must not change. The others: how many more.
+*first_prefill* takes the mean of the first {sizes["chunk"]} bytes; *mean* and *balanced* were found on a document that is not scored.
+
+{table(["bytes", *kinds], modes, lambda m: [difference(m, x["whole"], "bits", ".4f") for x in m["smoothed"]])}
 
 ### By layer
 
@@ -99,6 +115,13 @@ Letters that were the likeliest byte, in %:
 
 {image("needles", "Bits a letter of the needle's name, and letters that were the likeliest byte, by distance and mode")}
 """
+
+
+def agreed(content: Content, gpu: Content | None) -> str:
+    """The table of CPU and GPU."""
+    if gpu is None:
+        return "No GPU's figures are kept with these: measure them on yours.\n"
+    return agreement.table(agreement.agreements(content, gpu), content, gpu) + "\n"
 
 
 def estimate(found: dict[str, float], form: str, factor: float = 1.0) -> str:

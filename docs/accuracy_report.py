@@ -1,7 +1,10 @@
 """The accuracy page's figures, on the bundled tiny model: ``hatch run python docs/accuracy_report.py``.
 
-Measures every installed mode, writes the figures to ``_data/accuracy.json``, and from there the generated part of ``accuracy.md`` and its
-plots. ``--from-data`` leaves the measuring out, which takes some two and a half minutes on two CPU cores.
+Measures every installed mode, writes the figures to ``_data/accuracy.json``, and from there the generated parts of ``accuracy.md`` and its
+plots. ``--from-data`` leaves the measuring out, which takes some five minutes on two CPU cores.
+
+``--device cuda --out FILE`` measures on a GPU, leaves the page alone and says how the figures agree with the page's; exit status 1 if they
+do not. Put as ``_data/accuracy-gpu.json``, FILE is shown on the page by ``--from-data``.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -18,12 +21,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import accuracy_page
-from accuracy_measure import LayerLoss, Recall, Stretch, ask, bits, by_distance, by_layer, by_position, needles
-from kvq_core import QuantKVBackend
+import accuracy_agreement as agreement
+from accuracy_measure import LayerLoss, Recall, Smoothed, Stretch, ask, bits, by_distance, by_layer, by_position, needles
+from kvq_core import KVQError, QuantKVBackend
+from kvq_core.calibration import FIRST_PREFILL, Smoothings
 from kvq_core.environment import first_line
 from kvq_core.evaluation import Document, Passage, TinySubject, read_documents
-from kvq_core.evaluation.tiny_model import load_model
+from kvq_core.evaluation.tiny_model import load_model, usable_device
 from kvq_core.evaluation.tiny_subject import bundled
 
 # Run as a file, what is on the path is this folder.
@@ -32,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from demo import load_modes, machine
 
 ROOT = Path(__file__).parents[1]
+DATA, GPU_DATA = (ROOT / "docs" / "_data" / name for name in ("accuracy.json", "accuracy-gpu.json"))
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Sizes:
     documents: int = 24
     ends: tuple[int, ...] = (128, 256, 512, 1024, 1536)
     """Of the stretches of a document; the last is its length in bytes."""
+    smoothed: int = 12
+    """Documents that are read with smoothed keys, too."""
     recorded: int = 12
     """Documents whose rows measure the layers, ``recorded_length`` bytes each."""
     recorded_length: int = 512
@@ -61,49 +68,85 @@ class ModeFigures:
 
     mode: str
     bytes_per_token: int
+    documents: tuple[float, ...]
+    """Bits per byte of each."""
     whole: Stretch
     stretches: tuple[Stretch, ...]
+    smoothed: tuple[Smoothed, ...]
     layers: tuple[LayerLoss, ...]
     recalls: tuple[Recall, ...]
 
 
-def measure(subject: TinySubject, backends: Sequence[QuantKVBackend], documents: Sequence[Document], sizes: Sizes) -> list[ModeFigures]:
-    """The figures of ``backends``, of which the first is ``none``. The last document calibrates and is not scored."""
-    scored, last = documents[: sizes.documents], documents[-1]
-    if len(documents) <= sizes.documents:
-        raise ValueError(f"documents: got {len(documents)}, need {sizes.documents} and one that calibrates")
-    length = sizes.ends[-1]
-    passages, (calibration,) = ([subject.passages([d], length)[0] for d in some] for some in (scored, [last]))
-    recorded = [Passage(p.tokens[: sizes.recorded_length], 0) for p in passages[: sizes.recorded]]
-    asked = needles([document.text for document in scored])
-    read: list[torch.Tensor] = []
-    answers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    found = []
-    count = len(backends) * 2 * len(list(sizes.groups(scored))) + (len(backends) - 1) * len(recorded)
-    with tqdm(total=count, disable=not sys.stderr.isatty(), leave=False) as bar:
+class Report:
+    """The texts, and what is measured of one mode after another, ``none`` first: the others are compared with it.
+
+    The last document calibrates and is not scored. ``tick`` is called after each of :meth:`steps`.
+    """
+
+    def __init__(self, subject: TinySubject, documents: Sequence[Document], sizes: Sizes, tick: Callable[[], object]) -> None:
+        if len(documents) <= sizes.documents:
+            raise ValueError(f"documents: got {len(documents)}, need {sizes.documents} and one that calibrates")
+        self.subject, self.sizes, self.tick = subject, sizes, tick
+        scored, length = documents[: sizes.documents], sizes.ends[-1]
+        *self.passages, self.calibration = (subject.passages([document], length)[0] for document in [*scored, documents[-1]])
+        self.recorded = [Passage(p.tokens[: sizes.recorded_length], 0) for p in self.passages[: sizes.recorded]]
+        self.asked = needles([document.text for document in scored])
+        self.kinds: dict[str, Smoothings] = {
+            FIRST_PREFILL: FIRST_PREFILL,
+            "mean": subject.calibrate(self.calibration),
+            "balanced": subject.calibrate(self.calibration, balanced=True),
+        }
+
+    def steps(self, modes: int) -> int:
+        """Steps that so many modes take."""
+        whole, some = (len(list(self.sizes.groups(x))) for x in (self.passages, self.passages[: self.sizes.smoothed]))
+        return modes * (2 * whole + len(self.kinds) * some) + (modes - 1) * len(self.recorded)
+
+    def of(self, backends: Sequence[QuantKVBackend]) -> Iterator[ModeFigures]:
+        """The figures of each of ``backends``, of which the first is ``none``."""
+        none, few = backends[0], self.sizes.smoothed
+        exact, exact_answers = self._bits(none, self.passages), self._answers(none)
         for backend in backends:
-            bar.set_description(backend.mode)
-            parts, replies = [], []
-            for group in sizes.groups(passages):
-                parts.append(bits(subject, backend, group, calibration, sizes.chunk))
-                bar.update()
-            for questions in sizes.groups(asked):
-                replies.append(ask(subject, backend, questions, sizes.distances, calibration, sizes.chunk))
-                bar.update()
-            read.append(torch.cat(parts))
-            scores, hits = zip(*replies, strict=True)
-            answers.append((torch.cat(scores), torch.cat(hits)))
-            layers = by_layer(subject, backend, backends[0], recorded, calibration, bar.update) if backend is not backends[0] else ()
-            found.append(
-                ModeFigures(
-                    mode=backend.mode,
-                    bytes_per_token=subject.bytes_per_token(backend),
-                    whole=by_position(read[-1], read[0], [length])[0],
-                    stretches=by_position(read[-1], read[0], sizes.ends),
-                    layers=layers,
-                    recalls=by_distance(answers[-1], answers[0], sizes.distances),
-                )
+            found, answers = (exact, exact_answers) if backend is none else (self._bits(backend, self.passages), self._answers(backend))
+            smoothed = {"": found[:few]}
+            smoothed |= {kind: self._bits(backend, self.passages[:few], smoothing) for kind, smoothing in self.kinds.items()}
+            length = self.sizes.ends[-1]
+            yield ModeFigures(
+                mode=backend.mode,
+                bytes_per_token=self.subject.bytes_per_token(backend),
+                documents=tuple(found.mean(1).tolist()),
+                whole=by_position(found, exact, [length])[0],
+                stretches=by_position(found, exact, self.sizes.ends),
+                smoothed=tuple(Smoothed(kind, by_position(x, exact[:few], [length])[0]) for kind, x in smoothed.items()),
+                layers=() if backend is none else by_layer(self.subject, backend, none, self.recorded, self.calibration, self.tick),
+                recalls=by_distance(answers, exact_answers, self.sizes.distances),
             )
+
+    def _bits(self, backend: QuantKVBackend, passages: Sequence[Passage], smoothing: Smoothings = None) -> torch.Tensor:
+        self.subject.smoothing = smoothing
+        parts = []
+        for group in self.sizes.groups(passages):
+            parts.append(bits(self.subject, backend, group, self.calibration, self.sizes.chunk))
+            self.tick()
+        self.subject.smoothing = None
+        return torch.cat(parts)
+
+    def _answers(self, backend: QuantKVBackend) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, hits = [], []
+        for questions in self.sizes.groups(self.asked):
+            found = ask(self.subject, backend, questions, self.sizes.distances, self.calibration, self.sizes.chunk)
+            scores.append(found[0])
+            hits.append(found[1])
+            self.tick()
+        return torch.cat(scores), torch.cat(hits)
+
+
+def measure(subject: TinySubject, backends: Sequence[QuantKVBackend], documents: Sequence[Document], sizes: Sizes) -> list[ModeFigures]:
+    """The figures of ``backends``, of which the first is ``none``; then the largest comes first, and of equals the most faithful."""
+    with tqdm(disable=not sys.stderr.isatty(), leave=False) as bar:
+        report = Report(subject, documents, sizes, bar.update)
+        bar.reset(report.steps(len(backends)))
+        found = list(report.of(backends))
     return [found[0], *sorted(found[1:], key=lambda figures: (-figures.bytes_per_token, figures.whole.difference.mean))]
 
 
@@ -114,21 +157,48 @@ def measured_commit() -> str:
     return commit + ("-dirty" if first_line(*git, "status", "--porcelain", *what) else "")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--from-data", action="store_true", help="write page and plots from _data/accuracy.json, and measure nothing")
-    if not parser.parse_args(argv).from_data:
-        subject, sizes = TinySubject(load_model(bundled("model.safetensors"))), Sizes()
-        backends, broken = load_modes(None)
-        if broken:
-            parser.error("; ".join(broken))
-        facts = machine(subject.device) | {"commit": measured_commit(), "date": date.today().isoformat()}
-        figures = measure(subject, backends, read_documents(bundled("heldout.txt")), sizes)
-        content = {"machine": facts, "sizes": asdict(sizes), "modes": [asdict(mode) for mode in figures]}
-        accuracy_page.DATA.parent.mkdir(exist_ok=True)
-        accuracy_page.DATA.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    accuracy_page.write(json.loads(accuracy_page.DATA.read_text(encoding="utf-8")))
+def measured(device: torch.device) -> dict[str, Any]:
+    """All figures of all installed modes on the tiny model, in float32 on any device, so that devices can be compared.
+
+    Raises:
+        KVQError: an installed mode cannot be loaded.
+    """
+    subject, sizes = TinySubject(load_model(bundled("model.safetensors"), device)), Sizes()
+    backends, broken = load_modes(None)
+    if broken:
+        raise KVQError("; ".join(broken))
+    facts = machine(device) | {"commit": measured_commit(), "date": date.today().isoformat()}
+    figures = measure(subject, backends, read_documents(bundled("heldout.txt")), sizes)
+    return {"machine": facts, "sizes": asdict(sizes), "modes": [asdict(mode) for mode in figures]}
+
+
+def save(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from-data", action="store_true", help="write page and plots from the files in _data, and measure nothing")
+    parser.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there alone, and compare them with the page's")
+    args = parser.parse_args(argv)
+    if args.out:
+        # As it comes out of a file: lists for tuples.
+        content = json.loads(json.dumps(measured(usable_device(args.device))))
+        save(content, args.out)
+        page = json.loads(DATA.read_text(encoding="utf-8"))
+        found = agreement.agreements(page, content)
+        print(agreement.table(found, page, content))
+        return 0 if agreement.agree(found) else 1
+    if not args.from_data:
+        save(measured(usable_device(args.device)), DATA)
+    import accuracy_page  # draws, with matplotlib
+
+    others = json.loads(GPU_DATA.read_text(encoding="utf-8")) if GPU_DATA.exists() else None
+    accuracy_page.write(json.loads(DATA.read_text(encoding="utf-8")), others)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

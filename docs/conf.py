@@ -37,6 +37,7 @@ nitpick_ignore = [
     # Names of unions of types, and a type variable, in signatures.
     ("py:class", "M"),
     ("py:class", "Modes"),
+    ("py:class", "Scales"),
     ("py:class", "Smoothings"),
     ("py:class", "Staged"),
     # The sums inside a ModeResult; its properties are what is public.

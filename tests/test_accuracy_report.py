@@ -13,6 +13,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
+import accuracy_agreement as agreement  # noqa: E402
 import accuracy_measure as measure  # noqa: E402
 import accuracy_page as page  # noqa: E402
 import accuracy_report as report  # noqa: E402
@@ -166,7 +167,7 @@ def test_recall_is_compared_with_none_by_document() -> None:
 # -- the report ---------------------------------------------------------------------------------------------------------------
 
 
-SMALL = report.Sizes(documents=3, ends=(30, 90), recorded=2, recorded_length=40, distances=(64, 120), chunk=50, batch=2)
+SMALL = report.Sizes(documents=3, ends=(30, 90), smoothed=2, recorded=2, recorded_length=40, distances=(64, 120), chunk=50, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +186,36 @@ def test_all_figures_of_all_modes(small_report: list[report.ModeFigures], subjec
     assert len(fine.layers) == subject.model.config.num_layers and len(fine.stretches) == len(fine.recalls) == 2
     for one, two in zip(fine.layers, coarse.layers, strict=True):
         assert one.key_snr.mean > two.key_snr.mean + 20 and one.output_error.mean < two.output_error.mean / 5
+    for figures in small_report:
+        assert len(figures.documents) == 3 and sum(figures.documents) / 3 == pytest.approx(figures.whole.bits.mean)
     with pytest.raises(ValueError, match=r"documents: got 3, need 3 and one that calibrates"):
         report.measure(subject, [get_backend("none")], [Document("", text) for text in TEXTS[:3]], SMALL)
 
 
+@pytest.mark.quick
+def test_smoothed_figures_are_those_of_the_evaluation(small_report: list[report.ModeFigures], subject: TinySubject) -> None:
+    documents = [Document(str(i), text) for i, text in enumerate(TEXTS)]
+    *passages, calibration = (subject.passages([document], 90)[0] for document in (*documents[:2], documents[-1]))
+    none, _, coarse = small_report
+    assert [s.kind for s in none.smoothed] == ["", "first_prefill", "mean", "balanced"]
+    for exact in none.smoothed:
+        assert exact.whole.bits.mean == pytest.approx(none.smoothed[0].whole.bits.mean, rel=3e-3), "smoothing changes nothing by itself"
+    smoothings = ("", None), ("first_prefill", "first_prefill"), ("mean", subject.calibrate(calibration))
+    for found, (kind, smoothing) in zip(coarse.smoothed, smoothings, strict=False):
+        one = TinySubject(subject.model, smoothing=smoothing)
+        expected = evaluate(one, [get_backend("none"), get_backend("int2")], passages, calibration=calibration, chunk=SMALL.chunk)
+        assert found.kind == kind
+        assert found.whole.bits.mean == pytest.approx(expected.results[1].bits_per_byte.mean, rel=1e-4)
+    assert len({s.whole.bits.mean for s in coarse.smoothed}) == 4
+    assert subject.smoothing is None, "as it was"
+
+
+# -- the page -----------------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def content() -> page.Content:
-    committed: page.Content = json.loads(page.DATA.read_text(encoding="utf-8"))
+    committed: page.Content = json.loads(report.DATA.read_text(encoding="utf-8"))
     return committed
 
 
@@ -200,7 +224,10 @@ def test_the_page_shows_the_committed_figures(content: page.Content) -> None:
     """Otherwise: ``hatch run python docs/accuracy_report.py --from-data``."""
     text = page.PAGE.read_text(encoding="utf-8")
     assert text.count(page.BEGIN) == text.count(page.END) == 1
+    gpu = json.loads(report.GPU_DATA.read_text(encoding="utf-8")) if report.GPU_DATA.exists() else None
     assert text.partition(page.BEGIN + "\n")[2].partition(page.END)[0] == page.generated(content)
+    assert text.partition(page.AGREEMENT_BEGIN + "\n")[2].partition(page.AGREEMENT_END)[0] == page.agreed(content, gpu)
+    assert gpu is None or agreement.agree(agreement.agreements(content, gpu))
     for name in ("position", "layers", "needles"):
         for theme in plots.THEMES:
             assert plots.kept_in(f"accuracy-{name}", theme) == page.figure_key(content), f"{name}, {theme}"

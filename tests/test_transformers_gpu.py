@@ -13,7 +13,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
 
 from kvq_core.testing import places
-from kvq_transformers import KVQCache
+from kvq_transformers import KVQCache, calibrate
 
 pytestmark = pytest.mark.gpu
 STEPS = [19, 9, 1, 1, 3]
@@ -51,15 +51,20 @@ def test_unquantized_logits_are_as_good_as_eager_ones(family: str, capacity: dic
     assert worst(found, exact, mask) <= 2 * worst(eager, exact, mask)
 
 
-@pytest.mark.parametrize("mode", ["none", "int8", "int4", "int2"])
+@pytest.mark.parametrize("mode", ["none", "int8", "int4", "int2", "fp8_per_tensor"])
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])  # gpt-oss's loop over experts does not compile (transformers 5.17, torch 2.11)
 def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) -> None:
-    """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation."""
+    """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation. One mode is calibrated."""
     model, inputs = half_model(family), on_gpu(prompts(2, 23, (0, 9)))
-    plain = model.generate(**inputs, **GREEDY, past_key_values=KVQCache(model.config, mode, max_cache_len=128), disable_compile=True)
+    given: dict[str, Any] = vars(calibrate(model, **inputs, smoothing="balanced")) if mode == "fp8_per_tensor" else {}
+
+    def make() -> KVQCache:
+        return KVQCache(model.config, mode, max_cache_len=128, **given)
+
+    plain = model.generate(**inputs, **GREEDY, past_key_values=make(), disable_compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    cache = KVQCache(model.config, mode, max_cache_len=128)
+    cache = make()
     compiled = {"compile_config": CompileConfig(fullgraph=True)}
     first = model.generate(**inputs, **GREEDY, **compiled, past_key_values=cache)
     counters = torch._dynamo.utils.counters

@@ -61,7 +61,7 @@ class QuantKVBackend(ABC):
 
     @property
     def takes_scales(self) -> bool:
-        """Whether the caller gives the scales: one float32 for all keys of a layer, one for all its values."""
+        """Whether the caller gives the scales, one float32 for all keys of a layer and one for all its values."""
         return self.reads_scales and not self.needs_scale_caches
 
     # -- layout ---------------------------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ def softmax_start(ROWS: tl.constexpr):
 def softmax_step(s, unit, state, C: tl.constexpr):
     """(probabilities relative to the new maximum, factor for what was summed before, new state).
 
-    ``unit`` ([ROWS], above 0) turns scores into log2 units: in the exponent it is a part of a multiply-add.
+    ``unit`` ([ROWS], above 0) turns scores into log2 units, after the maximum is off: a multiply-add of both would leave the largest score
+    the rounding error of its own product, which for huge scores is beyond every exponent.
     """
     AXIS: tl.constexpr = 0 if C.keys_first else 1
     top = tl.maximum(state.max, tl.max(s, AXIS))
     # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
     safe = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s * by_row(unit, C) - by_row(safe * unit, C))
+    p = tl.exp2((s - by_row(safe, C)) * by_row(unit, C))
     alpha = tl.exp2((state.max - safe) * unit)
     return p, alpha, SoftmaxState(top, state.sum * alpha + tl.sum(p, AXIS))
 

@@ -14,6 +14,8 @@ over channels is near Gaussian: 6 sigma is one in 5e8. The rest is bounded by th
               a: the part of smoothed keys' scores that is their mean's, where a softcap or a sink sees it; sum |a|: of its terms
     products  u sum_j p_j |v_j|  +  f (6 sqrt(n) + 16) sum_j p_j ||v_j||  +  r sum_j p_j (|v_j| + 6 ||v_j|| / sqrt(Dv))
               +  Dv 2^-126, since numbers below float32's smallest normal one may be flushed
+              +  2^-32 n max_j ||v_j||, since weights may be float16, with 256 for the largest scale of values in a tile: what rounds to
+                 a multiple of 2^-24 loses half of it, times codes of up to twice that row's peak (those of affine levels)
 
 A mode may round in a rotated basis, which is its own business: the largest sigma over the plain, the Hadamard and the randomized
 Hadamard basis counts.
@@ -33,6 +35,8 @@ from kvq_core.testing.oracle import Exact
 
 F32 = 2.0**-24
 SIGMAS = 6.0
+FLOAT16_WEIGHT = 2.0**-33
+"""Half the smallest float16 above 0, relative to the 256 that the largest scale of a tile's values stands for."""
 SMALLEST = 2.0**-126
 """Below this float32 is subnormal, and hardware may flush it to zero."""
 
@@ -72,7 +76,8 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     rows = p @ exact.v.norm(dim=-1, keepdim=True)
     products = u * (p @ v) + (SIGMAS * math.sqrt(num_keys) + 16) * F32 * rows
     levels = level_error * (p @ v + SIGMAS / math.sqrt(v.shape[-1]) * rows)
-    return weights + products + levels + v.shape[-1] * SMALLEST
+    lost = 2 * num_keys * FLOAT16_WEIGHT * exact.v.norm(dim=-1).amax(-1)[:, None, None] if num_keys else 0.0
+    return weights + products + levels + lost + v.shape[-1] * SMALLEST
 
 
 def stored(bound: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, u: float) -> torch.Tensor:

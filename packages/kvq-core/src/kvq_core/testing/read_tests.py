@@ -210,6 +210,30 @@ class ReadTests(Subject):
             assert_within(judged.got, judged.wanted, judged.bound + rounding, f"sequence {judged.seq}")
 
     @pytest.mark.quick
+    def test_the_largest_of_huge_scores_wins(self, backend: QuantKVBackend, place: Place) -> None:
+        """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent."""
+        built = self.build(backend, replace(_ROWS, dtype=torch.bfloat16), place)
+        group, direction = built.case.queries_per_kv, built.key[0].clone()
+        order = torch.randperm(built.key.shape[0], generator=torch.Generator().manual_seed(0)).to(built.device)
+        built.key[:] = (1e22 * 1.1 ** order[:, None, None].double() * direction.double()).to(built.key.dtype)
+        built.q[:] = direction.repeat_interleave(group, 0)
+        for judged in self.judge(backend, built, place, built.fill().read()):
+            assert bool(judged.got.isfinite().all())
+            if not backend.takes_scales:  # a scale of the whole tensor clamps such keys to one length
+                assert float((judged.got - judged.wanted).abs().max()) <= 2.0**-6 * float(judged.wanted.abs().max())
+
+    @pytest.mark.quick
+    def test_weights_below_float16(self, backend: QuantKVBackend, place: Place) -> None:
+        """One key has next to no weight, and its value is all there is: it may be lost, which the budget knows."""
+        built = self.build(backend, Case(query_lens=(1,), seq_lens=(2,), dtype=torch.bfloat16), place)
+        direction = built.key[0].clone()
+        built.q[:] = direction.repeat_interleave(built.case.queries_per_kv, 0)
+        built.key[1] = direction * (24 * direction.shape[-1] ** 0.5 / direction.float().square().sum(-1, keepdim=True)).to(direction.dtype)
+        built.key[0] = 0
+        built.value[1] = 0
+        self.assert_read(backend, built.fill(), place)
+
+    @pytest.mark.quick
     @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "first", "last"])
     def test_blocks_outside_the_cache(self, backend: QuantKVBackend, place: Place, bad: int | str) -> None:
         """Keys in such a block are not seen. The blocks just before and after the cache hold NaN here."""

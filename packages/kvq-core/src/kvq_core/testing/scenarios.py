@@ -33,6 +33,8 @@ QUERY_KINDS = tuple(kind for kind in strategies.KINDS if kind not in ("huge", "o
 """Queries whose scores stay in the range where a rounding error of the query still says something about the result."""
 BAD_VALUES = ("nan", "inf", "-inf", "largest")
 _RANDOM_BYTES = 1 << 14
+ATTEMPTS = 10_000
+"""Examples to draw before a strategy counts as empty: some versions of hypothesis refuse nearly all of the rarer ones."""
 
 
 @dataclass(frozen=True)
@@ -247,11 +249,11 @@ def _lost(case: Case) -> st.SearchStrategy[tuple[int, int, int] | None]:
 def drawn(strategy: st.SearchStrategy[T], name: str) -> T:
     """The example of ``strategy`` that ``name`` stands for: the same in every process (of one version of hypothesis)."""
     found: list[T] = []
-    for attempt in range(100):
+    for attempt in range(ATTEMPTS):
         _feed(strategy, found.append, f"{name}/{attempt}", None)
         if found:
             return found[0]
-    raise ValueError(f"{name}: got 100 examples that the strategy refused, need one")
+    raise ValueError(f"{name}: got {ATTEMPTS} examples that the strategy refused, need one")
 
 
 def smallest(strategy: st.SearchStrategy[T], name: str, check: Callable[[T], None], seconds: float = 120) -> T:

@@ -24,17 +24,23 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexp
     ``unit`` ([ROWS], from :func:`score_unit`) is left to :func:`softmax_unit` where nothing but masks comes after it. ``s`` is finite where
     keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one multiply-add with the scale.
     """
+    CHECKED: tl.constexpr = PART == C.parts - 1
     if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
         s = s * by_row(unit, C)
     if k_scale is not None:
-        s = s * by_key(k_scale, C)
+        if CHECKED:
+            s = s * by_key(k_scale, C)
+        else:
+            # A plain product may be merged with softmax_step's difference, and is then rounded otherwise than for the maximum: of huge
+            # scores the largest would not be 0 away from it. (With a mask to add it is merged with that.)
+            s = tl.fma(s, by_key(k_scale, C), 0.0)
     if scoring.softcap is not None:
         if C.shifted:
             s = s + by_row(rows.shift, C)
         # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing.
         grown = tl.exp2(s * (2.0 * LOG2E / scoring.softcap))
         s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
-    if PART == C.parts - 1:
+    if CHECKED:
         s = s + by_key(hide_invalid(k_scale, tile), C)
     s = hide_unseen(s, rows, tile, work.seq, scoring, PART, C)
     if scoring.alibi_slopes is not None:

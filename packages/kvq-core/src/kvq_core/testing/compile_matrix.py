@@ -91,7 +91,8 @@ tiles are built plain."""
 
 @dataclass(frozen=True)
 class Build:
-    """One compiled kernel. ``spilled``: bytes of local memory (CUDA) or spilled registers (HIP) per thread. ``hot``: CUDA only."""
+    """One compiled kernel. ``spilled``: bytes of local memory (CUDA) or spilled registers (HIP) per thread. ``merged_exponents`` (see
+    :mod:`~kvq_core.testing.machine_code`) and ``hot``: CUDA only."""
 
     mode: str
     target: str
@@ -103,6 +104,7 @@ class Build:
     instructions: int
     products: int
     loads: int
+    merged_exponents: int
     hot: machine_code.Hot | None
 
 

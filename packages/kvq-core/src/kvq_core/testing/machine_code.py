@@ -46,8 +46,25 @@ def of_cuda(kernel: Any) -> dict[str, Any]:
         "registers": int(usage[1]),
         "spilled": int(usage[2]) + int(usage[3]),
         **_count([one.operation for one in code], tuple(sass.PRODUCTS), ("LDG", "LDGSTS")),
+        "merged_exponents": merged_exponents(kernel.asm["ptx"]),
         "hot": _hot(kernel, code),
     }
+
+
+def merged_exponents(ptx: str) -> int:
+    """Exponents that a multiply-add takes a maximum off from: ``a * b - maximum`` rounded once, where the maximum was of rounded products.
+
+    Of huge scores the largest is then not 0 from the maximum, but a rounding error of their size: infinity or nothing.
+    """
+    made = {m[2]: (m[1].split(".")[0], m[3].split(", ")) for m in re.finditer(r"^\s*(\S+)\s+(%r\d+), (.*);", ptx, re.MULTILINE)}
+
+    def merged(name: str) -> bool:
+        operation, operands = made.get(name, ("", []))
+        if operation == "mul":  # by the softmax's unit
+            return any(merged(operand) for operand in operands)
+        return operation == "fma" and made.get(operands[2], ("",))[0] == "neg"
+
+    return sum(merged(m[1]) for m in re.finditer(r"^\s*ex2\S*\s+%r\d+, (%r\d+);", ptx, re.MULTILINE))
 
 
 def _hot(kernel: Any, code: list[sass.Instruction]) -> Hot:
@@ -70,7 +87,7 @@ def of_hip(kernel: Any) -> dict[str, Any]:
     products = tuple({code for code in codes if "mfma" in code})
     loads = tuple({code for code in codes if code.startswith(("global_load", "buffer_load", "flat_load"))})
     spilled = number("vgpr_spill_count") + number("sgpr_spill_count")
-    return {"registers": number("vgpr_count"), "spilled": spilled, **_count(codes, products, loads), "hot": None}
+    return {"registers": number("vgpr_count"), "spilled": spilled, **_count(codes, products, loads), "merged_exponents": 0, "hot": None}
 
 
 def _count(codes: list[str], products: tuple[str, ...], loads: tuple[str, ...]) -> dict[str, int]:

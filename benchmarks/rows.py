@@ -18,8 +18,8 @@ PEERS = (FLASHINFER, COPY)
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``bytes`` must cross the memory bus once, ``flops`` be done (0: none counted). ``temporary``: bytes that a first
-    call takes and that are neither arguments nor results. ``error``: why there is no time."""
+    """One measurement. ``bytes`` must cross the memory bus once, ``flops`` be done (0: none counted). ``temporary``: bytes that a
+    call takes beside its arguments. ``error``: why there is no time."""
 
     op: str
     mode: str

@@ -73,15 +73,22 @@ class Timer:
         repeats = repeats_for(once)
         return Timing(self._median(run, repeats, flush=not cold), host, repeats, method)
 
-    def temporary(self, call: Call) -> int:
-        """Bytes that ``call`` takes from the allocator on a stream that has not run it before: its workspace, and what it returns."""
+    def temporary(self, call: Call) -> int | None:
+        """Bytes that ``call`` takes from the allocator: its workspace, and what it returns. ``None`` if it cannot be captured.
+
+        Within a CUDA graph, since eager calls find the workspace of those before.
+        """
+        call()
         torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            call()
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.cuda.reset_peak_memory_stats(self.device)
+                before = torch.cuda.memory_allocated(self.device)
+                call()
+                return torch.cuda.max_memory_allocated(self.device) - before
+        except Exception:  # what the timing itself makes of it, it will say
+            torch.cuda.synchronize(self.device)
+            return None
 
     def host(self, call: Call) -> float:
         """Median microseconds that an eager call keeps the host, the device being free to lag behind."""

@@ -147,11 +147,14 @@ WRITE = (
     Write("w64", 64, scattered=True),
     Write("w8192", 8192),
 )
-MORE = (
+VARIED = (
     *(Read(f"A-q{n}", (8192,) * 64, query_len=n) for n in (2, 4, 8)),
     *(Read(f"A-d{d}", (8192,) * 64, head_size=d) for d in (64, 96, 192, 256)),
     *(Read(f"A-g{g}", (8192,) * 64, query_heads=8 * g) for g in (1, 7, 16)),
     *(Read(f"A-p{p}", (8192,) * 64, block_size=p) for p in (32, 64, 128)),
+)
+"""Decode settings with more query rows, other head sizes, groups and blocks."""
+OPTIONS = (
     # A window that hides nothing: what it costs to have one.
     Read("A-window", (8192,) * 64, window=8192),
     Read("A-softcap", (8192,) * 64, softcap=30.0),
@@ -163,8 +166,9 @@ MORE = (
     Read("A-token-major", (8192,) * 64, layout="token_major"),
     Read("A-cells", (8192,) * 64, layout="interleaved"),
 )
-"""Decode settings that only ``--settings`` asks for (``more``: all of them): more query rows, other head sizes, groups and blocks, options
-of attention, layouts."""
+"""Decode settings with options of attention and other layouts: planned as setting A is, or B."""
+MORE = (*VARIED, *OPTIONS)
+"""What only ``--settings`` asks for (``more``: all of it)."""
 
 DEFAULT = (("decode", DECODE), ("prefill", PREFILL), ("write", WRITE))
 QUICK = (("decode", HEADLINE),)

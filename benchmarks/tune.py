@@ -50,7 +50,7 @@ ASSUMED = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
 """What candidates are listed for where there is no GPU."""
 
 SETTINGS: dict[str, tuple[shapes.Setting, ...]] = {
-    "decode": (*shapes.DECODE, *shapes.MORE),
+    "decode": (*shapes.DECODE, *shapes.VARIED),
     "prefill": shapes.PREFILL,
     "write": shapes.WRITE,
     "merge": shapes.DECODE,

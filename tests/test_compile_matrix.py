@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 
 from kvq_core import get_backend, ops
@@ -78,12 +79,13 @@ def build(target: str, modes: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
     built = [json.loads(line) for line in done.stdout.splitlines()]
     for mode in modes:
+        in_float32 = of_float32(mode, target)
         of_mode = [one for one in built if one["mode"] == mode]
         assert {(one["case"], one["kernel"]) for one in of_mode} == kernels(mode, target)
         for one in of_mode:
             assert one["target"] == target and one["registers"] > 0 and one["instructions"] > 50, one
             assert one["shared"] <= TARGETS[target].shared_limit, f"cannot be launched: {one}"
-            if target.startswith("sm_") and one["kernel"] == "attend":
+            if target.startswith("sm_") and one["kernel"] == "attend" and one["case"] not in in_float32:
                 assert one["products"] > 0, f"no tensor-core products: {one}"
                 assert one["hot"]["keys"] > 1, f"no pipelined loop: {one}"
             if one["kernel"] == "write":
@@ -99,6 +101,12 @@ def kernels(mode: str, target: str) -> set[tuple[str, str]]:
     """The cases and kernels that are built."""
     tiles = further_tiles(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else ()
     return KERNELS | {(tile, "attend") for tile in tiles}
+
+
+def of_float32(mode: str, target: str) -> set[str]:
+    """Tiles that are built for rows of float32, which no tensor core multiplies in full precision."""
+    tiles = further_tiles(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else {}
+    return {name for name, problem in tiles.items() if problem.made.case.dtype == torch.float32}
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])

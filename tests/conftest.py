@@ -1,9 +1,12 @@
 """Kernels run in Triton's interpreter unless there is a GPU. This must be decided before anything imports triton."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator
 from importlib import invalidate_caches
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +17,9 @@ import torch  # noqa: E402
 from kvq_core import registry  # noqa: E402
 from kvq_core.evaluation.tiny_model import Config, TinyModel, save_model  # noqa: E402
 from kvq_core.testing import places  # noqa: E402 - after the line above, by design
+
+if TYPE_CHECKING:
+    from transformers_watch import Watch
 
 places.choose_interpreter()
 
@@ -28,6 +34,28 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The CPU with the kernels in Triton's interpreter: slow, so for what only kernels can get wrong."""
     return places.enter(request.param, monkeypatch).device
+
+
+@pytest.fixture(params=["growing", "fixed"])
+def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What KVQCache is told of its pages: nothing, or how many tokens they must hold."""
+    from transformers_families import CAPACITIES
+
+    return CAPACITIES[request.param]
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """kvq's attention in transformers, watched."""
+    from transformers import AttentionInterface
+    from transformers_watch import Watch
+
+    from kvq_transformers.attention import register
+
+    seen = Watch()
+    AttentionInterface.register("kvq", seen.attention)
+    yield seen
+    register()
 
 
 @pytest.fixture(scope="session")

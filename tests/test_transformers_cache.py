@@ -20,18 +20,12 @@ from kvq_transformers import KVQCache, enable
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.rows import RowTable, piece_length
 
-CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 Logits = list[torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     places.enter("eager", monkeypatch)
-
-
-@pytest.fixture(params=CAPACITIES)
-def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return CAPACITIES[request.param]
 
 
 def held_to_eager(story: Callable[[Any, Any], Logits], family: str = "Llama", **capacity: Any) -> KVQCache:

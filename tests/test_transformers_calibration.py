@@ -22,7 +22,6 @@ from kvq_core.testing import places
 from kvq_transformers import Calibration, KVQCache, calibrate, disable, enable
 from kvq_transformers.attention import register
 
-CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 64}}
 MODES = ["none", "int8", "fp8", "fp8_per_tensor", "int4", "int2"]
 STEPS = [19, 9, 1, 1, 3]
 
@@ -30,20 +29,6 @@ STEPS = [19, 9, 1, 1, 3]
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     places.enter("eager", monkeypatch)
-
-
-@pytest.fixture(params=CAPACITIES)
-def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return CAPACITIES[request.param]
-
-
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    """kvq's attention, watched."""
-    seen = Watch()
-    AttentionInterface.register("kvq", seen.attention)
-    yield seen
-    register()
 
 
 @pytest.fixture

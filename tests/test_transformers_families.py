@@ -1,9 +1,8 @@
 """KVQCache in tiny models of each family, against transformers' own eager attention over its own cache."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,16 +10,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import transformers_watch
-from transformers import AttentionInterface, DynamicCache
-from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst
+from transformers import DynamicCache
+from transformers_families import CAPACITIES, FAMILIES, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst
 from transformers_watch import Encode, Watch, through_mode
 
 from kvq_core import ArgumentError, QuantKVBackend
 from kvq_core.testing import places
 from kvq_transformers import KVQCache
-from kvq_transformers.attention import register
 
-CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 64}}
 QUANTIZED = ["int8", "fp8", "fp8_per_tensor", "int4", "int2"]
 # A prompt, a chunk of one, drafts: as generate, chunked prefill and speculative decoding feed a model. Row 1 has 5 columns of padding.
 STEPS = [19, 9, 1, 1, 3]
@@ -32,15 +29,6 @@ LENGTH = sum(STEPS)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here is the way to the doors; behind them the interpreter would only be slow."""
     places.enter("eager", monkeypatch)
-
-
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    """kvq's attention, watched."""
-    seen = Watch()
-    AttentionInterface.register("kvq", seen.attention)
-    yield seen
-    register()
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)

@@ -20,7 +20,6 @@ from kvq_core.testing import places
 from kvq_transformers import KVQCache, disable, enable
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 # Gemma 2: a sliding window of 11, much shorter than the texts, and a full layer.
 FAMILIES = ["Llama", "Gemma2"]
 
@@ -28,11 +27,6 @@ FAMILIES = ["Llama", "Gemma2"]
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     places.enter("eager", monkeypatch)
-
-
-@pytest.fixture(params=CAPACITIES)
-def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return CAPACITIES[request.param]
 
 
 @pytest.fixture(params=FAMILIES)

@@ -17,17 +17,10 @@ from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, enable
 
-CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 64}}
-
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     places.enter("eager", monkeypatch)
-
-
-@pytest.fixture(params=CAPACITIES)
-def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return CAPACITIES[request.param]
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Gemma2", "GptOss"])

@@ -16,6 +16,8 @@ from transformers.masking_utils import eager_mask
 
 from kvq_core import get_backend
 
+CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
+"""Both kinds of pages, as KVQCache is asked for them."""
 VOCAB = 97
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,

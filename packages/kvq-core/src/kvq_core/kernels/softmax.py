@@ -31,8 +31,8 @@ def softmax_step(s, unit, state, C: tl.constexpr):
 
 @triton.jit
 def softmax_end(state, unit):
-    """The state in log2 units."""
-    return SoftmaxState(state.max * unit, state.sum)
+    """The state in log2 units. (A plain product may be merged with a difference that follows, see :func:`softmax_step`.)"""
+    return SoftmaxState(tl.fma(state.max, unit, 0.0), state.sum)
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def add_sink(state, heads, valid, scoring):
         factor = state.sum * 0.0 + 1.0
         result = state
     else:
-        sink = tl.load(scoring.sinks + heads, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E
+        sink = tl.fma(tl.load(scoring.sinks + heads, mask=valid, other=float("-inf")).to(tl.float32), LOG2E, 0.0)
         top = tl.maximum(state.max, sink)
         safe = tl.where(top == float("-inf"), 0.0, top)
         factor = tl.exp2(state.max - safe)

@@ -210,9 +210,10 @@ class ReadTests(Subject):
             assert_within(judged.got, judged.wanted, judged.bound + rounding, f"sequence {judged.seq}")
 
     @pytest.mark.quick
-    def test_the_largest_of_huge_scores_wins(self, backend: QuantKVBackend, place: Place) -> None:
+    @pytest.mark.parametrize("sinks", [False, True])
+    def test_the_largest_of_huge_scores_wins(self, backend: QuantKVBackend, sinks: bool, place: Place) -> None:
         """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent."""
-        built = self.build(backend, replace(_ROWS, dtype=torch.bfloat16), place)
+        built = self.build(backend, replace(_ROWS, dtype=torch.bfloat16, sinks=sinks), place)
         group, direction = built.case.queries_per_kv, built.key[0].clone()
         order = torch.randperm(built.key.shape[0], generator=torch.Generator().manual_seed(0)).to(built.device)
         built.key[:] = (1e22 * 1.1 ** order[:, None, None].double() * direction.double()).to(built.key.dtype)

@@ -14,17 +14,18 @@ Scenarios repeat themselves within a version of hypothesis.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
 import multiprocessing
 import os
-import queue
 import sys
 import time
 import warnings
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,14 +60,22 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """From worker number ``worker``: it begins ``task`` (``number`` is None), or scenario ``number`` of it is done (``failure``: how it
-    failed). ``last``: this process takes no more."""
+    """Scenario ``number`` is done (``failure``: how it failed). ``last``: this process takes no more."""
 
-    worker: int
-    task: Task
-    number: int | None = None
+    number: int
     failure: str = ""
     last: bool = False
+
+
+@dataclass
+class Worker:
+    """A process, what it has not done of its task, and when it was last heard of. ``up``: it is."""
+
+    process: Any
+    heard: float
+    up: bool = False
+    mode: str = ""
+    left: list[int] = field(default_factory=list)
 
 
 def subject_of(mode: str, suites: tuple[str, ...]) -> BackendTests:
@@ -97,7 +106,7 @@ def settle(place: str) -> None:
     warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)
 
 
-def work(run: Run, worker: int, tasks: Any, reports: Any) -> None:
+def work(run: Run, pipe: Any) -> None:
     """The life of a worker process: scenarios until there are no more, or until the GPU refuses to go on."""
     settle(run.place)
     import torch
@@ -106,13 +115,13 @@ def work(run: Run, worker: int, tasks: Any, reports: Any) -> None:
 
     torch.set_num_threads(1)
     place = Place(run.place)
-    for task in iter(tasks.get, None):
-        reports.put(Report(worker, task))
+    pipe.send(None)
+    for task in iter(pipe.recv, None):
         subject = subject_of(task.mode, run.suites)
         for number in task.numbers:
             failure = try_scenario(subject, place, run, number)
             lost = bool(failure) and not alive(place)
-            reports.put(Report(worker, task, number, failure, lost))
+            pipe.send(Report(number, failure, lost))
             if lost:
                 return
 
@@ -121,13 +130,13 @@ def try_scenario(subject: BackendTests, place: Any, run: Run, number: int) -> st
     """How scenario ``number`` fails; empty if it does not."""
     from kvq_core.testing.scenarios import smallest
 
-    backend = subject.make_backend()
-    scenario = subject.scenario(backend, place, run.seed, number)
+    backend, scenario = subject.make_backend(), None
     try:
+        scenario = subject.scenario(backend, place, run.seed, number)
         subject.assert_scenario(backend, place, scenario)
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}\n  {scenario}"
-        if run.shrink:
+        failure = f"{type(error).__name__}: {error}\n  {scenario or 'no scenario'}"
+        if run.shrink and scenario is not None:
             found = smallest(*subject.draws(backend, place, run.seed, number), lambda s: subject.assert_scenario(backend, place, s))
             failure += f"\n  the smallest alike: {found}"
         return failure
@@ -148,81 +157,82 @@ def alive(place: Any) -> bool:
 
 class Workers:
     """Processes that take tasks. One that dies, hangs, or loses the GPU to an illegal access is replaced, and what it had not done but
-    for the scenario it was at is a task again. ``file``: where the counts and failures are kept."""
+    for the scenario it was at is a task again. ``file``: where the counts and failures are kept.
+
+    Each has a pipe of its own, so that what it said before it died is read, and nobody waits for a lock that it held.
+    """
 
     def __init__(self, run: Run, tasks: list[Task], count: int, file: Path | None = None) -> None:
         self.run, self.file = run, file
-        self.context = multiprocessing.get_context("spawn")
-        self.tasks, self.reports = self.context.Queue(), self.context.Queue()
-        self.processes: dict[int, Any] = {}
-        self.open: dict[int, tuple[Task, list[int]]] = {}
-        self.heard: dict[int, float] = {}
-        self.begun = 0
+        self.tasks = deque(tasks)
+        self.workers: dict[Any, Worker] = {}
         self.failures: dict[str, str] = {}
         self.done: Counter[str] = Counter()
-        for task in tasks:
-            self.tasks.put(task)
-        self.waiting = len(tasks)
         for _ in range(min(count, len(tasks))):
             self.start()
 
     def start(self) -> None:
-        process = self.context.Process(target=work, args=(self.run, self.begun, self.tasks, self.reports), daemon=True)
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=work, args=(self.run, there), daemon=True)
         process.start()
-        self.processes[self.begun] = process
-        self.heard[self.begun] = time.monotonic()
-        self.begun += 1
+        # The only other end is the process's own, so that reading ends when it does.
+        there.close()
+        self.workers[here] = Worker(process, time.monotonic())
 
     def watch(self, bar: Any, minutes: float = math.inf) -> None:
         """Collect reports until every task is done or lost, or the time is up."""
         end = time.monotonic() + 60 * minutes
-        while (self.waiting or self.open) and time.monotonic() < end:
-            try:
-                self.hear(self.reports.get(timeout=1), bar)
-            except queue.Empty:
-                for worker, process in list(self.processes.items()):
-                    if process.exitcode is not None:
-                        self.bury(worker, f"its process ended with status {process.exitcode}", bar)
-            for worker in [worker for worker, heard in self.heard.items() if time.monotonic() - heard > SILENCE]:
-                if worker in self.open:
-                    self.processes[worker].kill()
-                    self.bury(worker, "no word for minutes", bar)
-        for process in self.processes.values():
-            process.kill()
+        while (self.tasks or any(worker.left for worker in self.workers.values())) and time.monotonic() < end:
+            for pipe in wait(list(self.workers), timeout=1):
+                self.hear(pipe, bar)
+            for pipe, worker in list(self.workers.items()):
+                if worker.left and time.monotonic() - worker.heard > SILENCE:
+                    worker.process.kill()
+                    self.bury(pipe, "no word for minutes", bar)
+        for worker in self.workers.values():
+            worker.process.kill()
         self.keep()
 
-    def hear(self, report: Report, bar: Any) -> None:
-        if report.worker not in self.processes:
-            return  # from beyond the grave: its scenarios are others' now
-        self.heard[report.worker] = time.monotonic()
-        if report.number is None:
-            self.waiting -= 1
-            self.open[report.worker] = (report.task, list(report.task.numbers))
+    def hear(self, pipe: Any, bar: Any) -> None:
+        """Take one report, or notice that there will be none."""
+        worker = self.workers[pipe]
+        worker.heard = time.monotonic()
+        try:
+            report = pipe.recv()
+        except (EOFError, ConnectionError):
+            worker.process.join()
+            self.bury(pipe, f"its process ended with status {worker.process.exitcode}", bar)
             return
-        left = self.open[report.worker][1]
-        left.remove(report.number)
-        self.done[report.task.mode] += 1
-        if report.failure:
-            self.fail(report.task.mode, report.number, report.failure, bar)
-        bar.update()
-        if report.last:
-            self.bury(report.worker, "", bar)
-        elif not left:
-            del self.open[report.worker]
-
-    def bury(self, worker: int, why: str, bar: Any) -> None:
-        """Forget a worker, and have another take its place. ``why`` it could not finish the scenario it was at; empty: it did."""
-        del self.processes[worker], self.heard[worker]
-        task, left = self.open.pop(worker, (None, []))
-        if task is None and why:
-            raise SystemExit(f"a worker was of no use: {why}")
-        if why and task is not None and left:
-            self.fail(task.mode, left.pop(0), f"not run: {why}", bar)
+        worker.up = True
+        if report is not None:
+            worker.left.remove(report.number)
+            self.done[worker.mode] += 1
+            if report.failure:
+                self.fail(worker.mode, report.number, report.failure, bar)
             bar.update()
-        if task is not None and left:
-            self.tasks.put(Task(task.mode, tuple(left)))
-            self.waiting += 1
-        if self.waiting:
+            if report.last:
+                self.bury(pipe, "", bar)
+                return
+        if not worker.left and self.tasks:
+            task = self.tasks.popleft()
+            worker.mode, worker.left = task.mode, list(task.numbers)
+            # One that has just died is noticed when it is heard next.
+            with contextlib.suppress(ConnectionError):
+                pipe.send(task)
+
+    def bury(self, pipe: Any, why: str, bar: Any) -> None:
+        """Forget a worker, and have another take its place. ``why`` it could not finish the scenario it was at; empty: it did."""
+        worker = self.workers.pop(pipe)
+        pipe.close()
+        if not worker.up:
+            raise SystemExit(f"a worker was of no use: {why}")
+        if why and worker.left:
+            self.fail(worker.mode, worker.left.pop(0), f"not run: {why}", bar)
+            bar.update()
+        if worker.left:
+            self.tasks.append(Task(worker.mode, tuple(worker.left)))
+        if self.tasks:
             self.start()
 
     def keep(self) -> None:

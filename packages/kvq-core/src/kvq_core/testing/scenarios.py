@@ -33,8 +33,8 @@ QUERY_KINDS = tuple(kind for kind in strategies.KINDS if kind not in ("huge", "o
 """Queries whose scores stay in the range where a rounding error of the query still says something about the result."""
 BAD_VALUES = ("nan", "inf", "-inf", "largest")
 _RANDOM_BYTES = 1 << 14
-ATTEMPTS = 10_000
-"""Examples to draw before a strategy counts as empty. A hundred were not enough for 3 of 900 scenarios; why is not known."""
+ATTEMPTS = 100
+"""Examples to draw before a strategy counts as empty."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def signatures(draw: st.DrawFn, backend: QuantKVBackend, place: Place) -> Signat
     large = place.name == "gpu"
     sizes = strategies.head_sizes(backend, 1024 if large else 96)
     head_size = draw(sizes)
-    num_kv_heads = draw(st.integers(1, 3 if large else 2))
-    longest = draw(st.one_of(st.just(1), st.integers(2, 16), st.integers(17, 90 if large else 20)))
+    num_kv_heads = draw(between(1, 3 if large else 2))
+    longest = draw(st.one_of(st.just(1), between(2, 16), between(17, 90 if large else 20)))
     case = Case(
         query_lens=(),
         seq_lens=(),
@@ -181,11 +181,11 @@ def signatures(draw: st.DrawFn, backend: QuantKVBackend, place: Place) -> Signat
     most_keys = draw(st.sampled_from((40, 150, 700, 2300) if large else (10, 20, 40)))
     return Signature(
         case=case,
-        num_seqs=draw(st.integers(1, (2 if most_keys > 1000 else 9) if large else (2 if most_keys == 40 else 3))),
+        num_seqs=draw(between(1, (2 if most_keys > 1000 else 9) if large else (2 if most_keys == 40 else 3))),
         longest=longest,
         most_keys=most_keys,
         uniform=draw(st.integers(0, 3)) == 3,
-        num_ranges=max(0, draw(st.integers(-5, 3))),
+        num_ranges=max(0, draw(between(-5, 3))),
         hint=draw(st.sampled_from((1, 100_000))),
         plan=plan,
         segments=draw(st.sampled_from((2, 3, 16))) if plan == "segments" else 0,
@@ -198,7 +198,7 @@ def scenarios(draw: st.DrawFn, signature: Signature) -> Scenario:
     longest = signature.longest
     least = longest if signature.uniform else 0
     most = max(signature.most_keys, least)
-    lens = st.one_of(st.integers(least, most), st.integers(least, min(most, least + 20)))
+    lens = st.one_of(between(least, most), between(least, min(most, least + 20)))
     seq_lens = tuple(draw(lens) for _ in range(signature.num_seqs))
     rows = [st.just(longest) if signature.uniform else st.one_of(st.just(min(1, n)), st.integers(0, min(n, longest))) for n in seq_lens]
     query_lens = tuple(draw(count) for count in rows)
@@ -219,6 +219,11 @@ def scenarios(draw: st.DrawFn, signature: Signature) -> Scenario:
         lost=draw(_lost(case)) if draw(st.integers(0, 3)) == 3 else None,
         parts=draw(st.sampled_from((1, 1, 1, 2))),
     )
+
+
+def between(least: int, most: int) -> st.SearchStrategy[int]:
+    """``least`` to ``most``. Fed with bytes, hypothesis before 6.170 finds no integer of a range such as 38 to 40, and few of others."""
+    return st.integers(0, most - least).map(lambda above: least + above)
 
 
 def _turns(kinds: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvq_core import ops
 from kvq_core.schedule import batch_invariant
 from kvq_core.testing import budgets, oracle, places, strategies
 from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, SMOOTHED, Case, Range
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 from kvq_core.testing.subject import Subject, assert_within
-from kvq_core.testing.table_choices import merging
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -142,6 +140,10 @@ class ReadTests(Subject):
     @places.each((*_SPLIT[1:], _MANY_PIECES), large=(_MANY_PIECES_LARGE,), quick=(_MANY_PIECES,), names=("interpret", "gpu"))
     def test_either_merge(self, backend: QuantKVBackend, place: Place, case: Case, fanin: int) -> None:
         """By a launch of its own, or by the program that ends last, whatever the tables choose: by every plan, again and again."""
+        # Not before :func:`places.choose_interpreter`: they import triton.
+        from kvq_core import ops
+        from kvq_core.testing.table_choices import merging
+
         built = self.build(backend, case, place).fill()
         with ops.planning_with(merging(fanin, place.device)):
             for engine in ({}, built.scratch(13) | {"seq_threshold_3D": 128}):

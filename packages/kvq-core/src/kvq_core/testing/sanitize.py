@@ -103,11 +103,15 @@ def run_slice(tool: str, mode: str, sanitizer: str) -> Outcome:
         command = [sanitizer, *options, *command]
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "KVQ_DEBUG")}
     environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    # Of torch's thousands of kernels only those that run are loaded, and patched by the tool.
+    environment["CUDA_MODULE_LOADING"] = "LAZY"
     begin = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, timeout=_LIMIT)
-    except subprocess.TimeoutExpired:
-        return Outcome(tool, mode, {}, {}, f"not done after {_LIMIT} s", _LIMIT)
+    except subprocess.TimeoutExpired as late:
+        # Bytes, though text was asked for (cpython issue 87597).
+        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        return Outcome(tool, mode, {}, {}, f"not done after {_LIMIT} s: {said.strip()[-500:] or 'it said nothing'}", _LIMIT)
     return replace(judge(tool, mode, done.returncode, done.stdout + done.stderr), seconds=time.monotonic() - begin)
 
 

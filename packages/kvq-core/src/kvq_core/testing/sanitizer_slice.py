@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -122,9 +123,12 @@ def main(argv: list[str] | None = None) -> int:
         start(self, kernel, grid, *arguments, **options)
 
     Launched.start = counting  # type: ignore[method-assign]
-    subject = subject_of(chosen.mode, ())
-    for case, options in cases_of(subject.make_backend()):
+    subject, begin = subject_of(chosen.mode, ()), time.monotonic()
+    cases = list(cases_of(subject.make_backend()))
+    for number, (case, options) in enumerate(cases, 1):
         run(subject, case, options, torch.device(chosen.device))
+        # A tool slows some things down a thousandfold: if the time is over, the last of these lines says where it went.
+        print(f"problem {number} of {len(cases)} after {time.monotonic() - begin:.0f} s", flush=True)
     print(REPORT + json.dumps(launches), flush=True)
     return 0
 

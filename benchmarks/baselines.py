@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +72,17 @@ def prefill(setting: Read, device: torch.device) -> Call:
     wrapper.plan(rows, indptr, order, last, *heads, causal=True, q_data_type=DTYPE, kv_data_type=DTYPE)
     q = torch.randn(setting.num_seqs * setting.query_len, setting.query_heads, setting.head_size, device=device, dtype=DTYPE)
     return lambda: wrapper.run(q, pages)
+
+
+def build(settings: Sequence[Read], index: int) -> None:
+    """Have FlashInfer build its kernels for ``settings``, which it keeps on disk. For a process of its own: it takes a minute or two."""
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    kinds = {(min(setting.query_len, 32), setting.query_heads, setting.kv_heads, setting.head_size) for setting in settings}
+    for query_len, query_heads, kv_heads, head_size in sorted(kinds):
+        # What cannot be built shows in its row.
+        with contextlib.suppress(Exception):
+            decode(Read("", (64,), query_len, query_heads, kv_heads, head_size), device)()
 
 
 def copy(setting: Write, device: torch.device) -> Call:

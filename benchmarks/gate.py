@@ -101,6 +101,16 @@ def checks_of(backends: Sequence[QuantKVBackend], settings: Sequence[Setting], h
     return list(found)
 
 
+def jobs_of(checks: Sequence[Check], here: Device) -> list[precompile.Job]:
+    """The kernels that ``checks`` take on the GPU ``here``."""
+    jobs: dict[precompile.Job, None] = {}
+    for one in checks:
+        shape = one.problem
+        write = Write(shape.name, sum(shape.seq_lens), False, shape.kv_heads, shape.head_size, shape.block_size)
+        jobs |= dict.fromkeys(precompile.Job(one.backend.mode, (what,), one.choices, here) for what in (write, shape))
+    return list(jobs)
+
+
 def _class(query_len: int) -> int:
     """Decode, a few rows, or prefill: what kernels are launched differently for."""
     return 0 if query_len == 1 else 1 if query_len <= 16 else 2

@@ -33,11 +33,11 @@ MOST_PROCESSES = 32
 
 @dataclass(frozen=True)
 class Job:
-    """Kernels to compile: those of ``mode`` in ``settings``, planned with ``choice``."""
+    """Kernels to compile: those of ``mode`` in ``settings``, planned with ``choices``, where there are any, or as the tables have it."""
 
     mode: str
     settings: tuple[Setting, ...]
-    choice: Choice
+    choices: tuple[Choice, ...]
     device: Device
 
 
@@ -80,7 +80,7 @@ def _start() -> None:
 def compile_one(job: Job) -> str:
     """Compile the kernels of ``job``; returns why that failed, or ""."""
     try:
-        with ops.planning_with(only(job.device.arch, job.choice)), compiling_for(job.device):
+        with ops.planning_with(only(job.device.arch, *job.choices)), compiling_for(job.device):
             for setting in job.settings:
                 _call(get_backend(job.mode), setting)
     except Exception as caught:  # a candidate that does not compile is no candidate

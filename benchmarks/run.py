@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
 import gate  # noqa: E402
 import modes  # noqa: E402
+import precompile  # noqa: E402
 import report  # noqa: E402
 import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend  # noqa: E402
@@ -94,10 +96,21 @@ def header(facts: dict[str, Any]) -> str:
     )
 
 
-def gate_is_green(backends: Sequence[QuantKVBackend], plan: Plan, device: torch.device, bar: tqdm[Any]) -> bool:
+def compile_kernels(jobs: Sequence[precompile.Job], peers: Sequence[shapes.Read], bar: tqdm[Any]) -> None:
+    """All kernels that the gate and the rows need, at once, FlashInfer's for ``peers`` among them. What does not compile shows there."""
+    bar.reset(total=len(jobs))
+    bar.set_description("compiling")
+    builder = multiprocessing.get_context("spawn").Process(target=baselines.build, args=(peers, torch.cuda.current_device()))
+    if peers:
+        builder.start()
+    for _ in precompile.compile_all(jobs):
+        bar.update()
+    if peers:
+        builder.join()
+
+
+def gate_is_green(checks: Sequence[gate.Check], device: torch.device, bar: tqdm[Any]) -> bool:
     """Check every mode; print each fault and one line in the end."""
-    here = Device.current() if device.type == "cuda" else None
-    checks = gate.checks_of(backends, [setting for _, settings in plan for setting in settings], here)
     bar.reset(total=len(checks))
     verdicts = []
     for verdict in gate.check_all(checks, device):
@@ -161,7 +174,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine(device, timer)
     print(header(facts), flush=True)
     with tqdm(total=0, file=sys.stderr, disable=not sys.stderr.isatty(), leave=False) as bar, torch.no_grad():
-        if not gate_is_green(backends, plan, device, bar):
+        settings = [setting for _, of_one in plan for setting in of_one]
+        here = Device.current() if device.type == "cuda" else None
+        checks = gate.checks_of(backends, settings, here)
+        if here is not None:
+            jobs = [precompile.Job(backend.mode, (setting,), (), here) for backend in backends for setting in settings]
+            with_peers = [] if options.no_peers or baselines.flashinfer() is None else settings
+            peers = [setting for setting in with_peers if isinstance(setting, shapes.Read) and setting.plain]
+            compile_kernels([*jobs, *gate.jobs_of(checks, here)], peers, bar)
+        if not gate_is_green(checks, device, bar):
             return GATE_RED
         rows = measure(backends, plan, timer, peers=not options.no_peers, bar=bar)
     facts["seconds"] = round(time.perf_counter() - begin, 1)

@@ -169,7 +169,7 @@ def compiled(found: Sequence[Class], device: Device, processes: int | None, bar:
     for one in found:
         for i, choice in enumerate(one.choices):
             # The present choices first: candidates for other kinds need their kernels, too, and find them in the cache then.
-            jobs[i > 0] += [precompile.Job(one.backend.mode, (*one.settings, *one.gate), choice, device)]
+            jobs[i > 0] += [precompile.Job(one.backend.mode, (*one.settings, *one.gate), (choice,), device)]
     bar.reset(total=sum(map(len, jobs)))
     bar.set_description("compiling")
     faults = {}
@@ -177,7 +177,7 @@ def compiled(found: Sequence[Class], device: Device, processes: int | None, bar:
         for job, fault in precompile.compile_all(batch, processes):
             bar.update()
             if fault:
-                faults[job.mode, job.choice] = fault
+                faults[job.mode, job.choices[0]] = fault
     return faults
 
 

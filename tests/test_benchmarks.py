@@ -304,6 +304,15 @@ def test_gate_is_red_where_a_kernel_fails() -> None:
     assert verdict.fault == "RuntimeError: no kernel image"
 
 
+def test_the_gate_s_kernels_compile_before_it_runs() -> None:
+    """Without a GPU: what it writes and reads, in each way that the settings are planned."""
+    checks = gate.checks_of([get_backend("none")], [SMALL, Write("w64", 64, scattered=True)], tune.ASSUMED)
+    jobs = gate.jobs_of(checks, tune.ASSUMED)
+    assert {(job.mode, job.choices) for job in jobs} == {("none", one.choices) for one in checks}
+    assert {type(job.settings[0]) for job in jobs} == {Read, Write}
+    assert dict(precompile.compile_all(jobs[:2], 2)) == dict.fromkeys(jobs[:2], "")
+
+
 def test_a_red_gate_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(modes, "backends_of", lambda *names: [broken("none", unified_attention=fail)])

@@ -235,7 +235,7 @@ def test_a_mode_without_kernels_has_no_classes(monkeypatch: pytest.MonkeyPatch) 
 def test_candidates_compile_without_a_gpu() -> None:
     """In processes of their own, from tensors without memory; what does not compile says so."""
     (one,) = [one for one in tune.classes(get_backend("none"), "write", tune.ASSUMED, quick=True) if one.settings[0].name == "w64"]
-    jobs = [precompile.Job("none", one.settings, choice, tune.ASSUMED) for choice in one.choices[:2]]
+    jobs = [precompile.Job("none", one.settings, (choice,), tune.ASSUMED) for choice in one.choices[:2]]
     bad = replace(jobs[0], mode="int9")
     found = dict(precompile.compile_all([*jobs, bad], 2))
     assert [found[job] for job in jobs] == ["", ""]

@@ -105,4 +105,5 @@ def merge_row(r, block, output, output_scale, scoring, splits, partials, PIECES:
     x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
     if C.format.rotated:
         x = unrotate_row(x, HEADS, SIGNS)
-    store_channels(x, lane * STREAMS + stream, inside & valid, output, output_scale, token, head, C)
+    # Not "inside & valid": the interpreter of Triton 3.9 takes a scalar that is spread for a vector of int32.
+    store_channels(x, lane * STREAMS + stream, tl.where(valid, inside, False), output, output_scale, token, head, C)

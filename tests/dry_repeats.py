@@ -19,7 +19,6 @@ from kvq_core import get_backend, launched, ops, repeat, schedule
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.dry_launch import DryDriver, launching_for
-from kvq_core.testing.table_choices import merging
 
 CPU = torch.device("cpu")
 MODES = ("int4_per_token_head", "fp8_per_tensor", "none")
@@ -182,12 +181,10 @@ def main() -> None:
                     doors.append((backend.reshape_and_cache, made.write_arguments()))
                     doors.append((backend.unified_attention, reading | made.scratch(4)))
                 for call, base in doors:
-                    for fanin in (0, 16) if name == "split" and call != backend.reshape_and_cache else (0,):
-                        with ops.planning_with(merging(fanin, CPU)):
-                            for label, fits in check(dry, mode, call, base, options):
-                                tried += 1
-                                wrong += [] if fits else [f"{name}, merged by {fanin or 'a launch'}, {label}"]
-                            unseen += unseen_by_hooks(dry, call, base)
+                    for label, fits in check(dry, mode, call, base, options):
+                        tried += 1
+                        wrong += [] if fits else [f"{name}, {label}"]
+                    unseen += unseen_by_hooks(dry, call, base)
     known = launched.triton_is_known()
     print(json.dumps({"tried": tried, "known": known, "repeated": repeated, "unseen_by_hooks": unseen, "wrong": wrong}))
 

@@ -64,24 +64,6 @@ def test_every_kernel_of_the_other_modes_builds(target: str) -> None:
     build(target, tuple(mode for mode in MODES if mode not in some_modes(target)))
 
 
-@pytest.mark.parametrize(("target", "modes"), [("sm_90", MODES), ("sm_86", ("int4_per_token_head",)), ("gfx942", ("none",))])
-def test_a_merge_tree_builds(target: str, modes: tuple[str, ...]) -> None:
-    """Beside the merge that the tables choose; it takes the place of a launch."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, *MEASURE, *modes, "--target", target, "--json", "--fanin"]
-    seen = {}
-    for fanin in ("0", "16"):
-        done = subprocess.run([*command, fanin], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        seen[fanin] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["kernel"] for one in seen["0"]} == {"attend", "merge_kernel"} and {one["kernel"] for one in seen["16"]} == {"attend"}
-    for plain, tree in zip([one for one in seen["0"] if one["kernel"] == "attend"], seen["16"], strict=True):
-        assert tree["shared"] <= TARGETS[target].shared_limit and tree["merged_exponents"] == 0, tree
-        assert tree["instructions"] > plain["instructions"], "there is no tree"
-        if tree["hot"] is not None:
-            assert tree["hot"]["instructions"] <= 1.1 * plain["hot"]["instructions"], "the loop pays for the tree"
-
-
 @pytest.mark.quick
 def test_each_mode_is_built_for_little_shared_memory_and_for_amd_by_default() -> None:
     scarce = [target for target in CUDA_TARGETS if TARGETS[target].shared_limit < 100 * 1024]

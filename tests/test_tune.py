@@ -26,7 +26,7 @@ from kvq_core.plans.candidates import candidates, class_of  # noqa: E402
 from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select  # noqa: E402
 
 PRESENT = {
-    "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128, fanin=0),
+    "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128),
     "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
     "write": Write(rows=16, warps=1),
     "merge": Merge(few=8, pieces=32, blocks=8, warps=4),

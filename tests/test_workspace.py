@@ -138,30 +138,3 @@ def test_memory_is_its_streams_own(workspaces: module._Workspaces, monkeypatch: 
         buffer = workspaces.get(device, 10 * LEAST)
     (segment,) = [found for found in torch.cuda.memory_snapshot() if 0 <= buffer.data_ptr() - found["address"] < found["total_size"]]
     assert segment["stream"] == stream.cuda_stream
-
-
-@pytest.mark.quick
-def test_counters_are_kept_and_zero(workspaces: module._Workspaces) -> None:
-    first = workspaces.counters(CPU, 10)
-    assert first.dtype == torch.int32 and first.numel() == 1 << 14 and not first.any()
-    first[3] = 1  # by a kernel that was interpreted, and failed
-    again = workspaces.counters(CPU, 1 << 14)
-    assert again is first and not again.any()
-    larger = workspaces.counters(CPU, (1 << 14) + 1)
-    assert larger.numel() == (1 << 14) * 3 // 2 and workspaces.counters(CPU, 10) is larger
-    assert workspaces.num_bytes(CPU) == first.nbytes + larger.nbytes
-
-
-@pytest.mark.gpu
-def test_a_captured_merge_counts_from_zero_at_every_replay(workspaces: module._Workspaces) -> None:
-    """Counters made during a capture belong to the graph, which clears them."""
-    device, graph = torch.device("cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        counters = workspaces.counters(device, 100)
-        seen = counters.clone()
-        counters += 1
-    for _ in range(3):
-        graph.replay()
-        assert not seen.any() and bool((counters == 1).all())
-    assert workspaces.counters(device, 100) is not counters
-    assert not workspaces.counters(device, 100).any()

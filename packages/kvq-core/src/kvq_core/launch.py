@@ -193,7 +193,7 @@ def _launch(
         num_stages=tile.stages,
         **({"maxnreg": tile.registers} if tile.registers and config.use_asm else {}),
     )
-    if not launch.split or config.fanin:
+    if not launch.split:
         return
     row_blocks = batch.num_seqs * launch.max_row_blocks
     merge = schedule.merge_tile(problem, launch, row_blocks)
@@ -234,7 +234,6 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         # The newest row sees every key that is valid; who sees what of a prefix is known row by row.
         parts=1 if launch.max_query_len == 1 or attention.scoring.mm_prefix_range is not None else 2,
         split=launch.split,
-        fanin=tile.fanin if launch.split else 0,
         same_strides=_strides(attention.keys) == _strides(attention.values),
         wide_planes=attention.keys.num_blocks * stride >= 2**31,
         wide_pages=attention.keys.block_size * stride >= 2**31,
@@ -243,7 +242,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         shifted=attention.smoothing is not None and (attention.scoring.softcap > 0 or attention.scoring.sinks is not None),
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         use_asm=_device_facts(attention.q.device).use_asm,
-        overlap=bool(launch.split) and not tile.fanin and _overlaps(attention.q.device),
+        overlap=bool(launch.split) and _overlaps(attention.q.device),
         upcast_dots=interpreting(),
     )
 
@@ -275,20 +274,16 @@ def _splits(
     launched: Launched, attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig
 ) -> tuple[args.Splits, args.Partials]:
     if not launch.split:
-        return args.Splits(0, 0, 0), args.Partials(None, None, None, None, None, 0)
+        return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
     row_blocks = attention.batch.num_seqs * launch.max_row_blocks
-    # Pieces are numbered through, at most one more for each row block than there are shares.
-    arrived = launched.counters((launch.programs + row_blocks) * attention.keys.num_kv_heads) if config.fanin else None
-    row_blocks = 0 if config.fanin else row_blocks
     if launch.split == "segments":
         scratch = attention.scratch
         if scratch is None:
             raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
         segments = scratch.output.shape[2]
         splits = args.Splits(0, 0, segments)
-        plan = launched.workspace(row_blocks, 0, 0)[0] if row_blocks else None
-        return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, arrived, scratch.output.stride(2))
+        plan, *_ = launched.workspace(row_blocks, 0, 0)
+        return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
     rows = items * attention.keys.num_kv_heads * config.rows
     plan, acc, top, total = launched.workspace(row_blocks, rows, config.head_size_v)
-    noted = plan if row_blocks else None
-    return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, noted, arrived, config.head_size_v)
+    return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)

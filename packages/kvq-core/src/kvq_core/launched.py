@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from kvq_core.repeat import ALIGNMENT
-from kvq_core.workspace import kept_buffer, kept_counters, sole_use, workspace, workspace_size
+from kvq_core.workspace import kept_buffer, sole_use, workspace, workspace_size
 
 _CHOOSING = threading.RLock()
 """Held while Triton chooses a kernel, compiles, loads and launches it: a thread must not launch what another is still loading (Triton sets
@@ -33,8 +33,6 @@ Pool = list[Any]
 Pick = Callable[[Pool], Any]
 _Space = tuple[int, tuple[torch.Tensor, ...]]
 """Size of a workspace, and its parts."""
-_Counters = tuple[int, torch.Tensor]
-"""How many were asked for, and what was had."""
 
 
 def triton_is_known() -> bool:
@@ -62,12 +60,6 @@ class Launched:
         self.device = device
         self._starts: list[_Start | None] = []
         self._spaces: list[_Space] = []
-        self._counters: list[_Counters] = []
-
-    def counters(self, size: int) -> torch.Tensor:
-        """As :func:`kvq_core.workspace.kept_counters`."""
-        self._counters.append((size, kept_counters(self.device, size)))
-        return self._counters[-1][1]
 
     def workspace(self, row_blocks: int, rows: int, head_size_v: int) -> tuple[torch.Tensor, ...]:
         """As :func:`kvq_core.workspace.workspace`."""
@@ -92,14 +84,11 @@ class Launched:
         Two tensors at one address could not be told apart.
         """
         known = triton_is_known() and driver.active.get_current_target().backend == "cuda"
-        once = len(self._spaces) <= 1 and len(self._counters) <= 1
-        if not known or None in self._starts or not once or len(set(addresses)) < len(addresses):
+        if not known or None in self._starts or len(self._spaces) > 1 or len(set(addresses)) < len(addresses):
             return None
         try:
             starts = [start for start in self._starts if start is not None]
-            space = self._spaces[0] if self._spaces else None
-            counters = self._counters[0] if self._counters else None
-            return Repeated(self.device, starts, space, counters, addresses)
+            return Repeated(self.device, starts, self._spaces[0] if self._spaces else None, addresses)
         except _UntracedError:
             return None
 
@@ -123,19 +112,15 @@ class _Again:
 class Repeated:
     """The launches of a call, to be made again at other addresses.
 
-    Their arguments are gathered from one *pool*: the addresses of the call's tensors, those of the workspace's parts, that of the counters,
-    the constants.
+    Their arguments are gathered from one *pool*: the addresses of the call's tensors, those of the workspace's parts, the constants.
     """
 
-    def __init__(
-        self, device: torch.device, starts: list[_Start], space: _Space | None, counters: _Counters | None, addresses: list[int]
-    ) -> None:
+    def __init__(self, device: torch.device, starts: list[_Start], space: _Space | None, addresses: list[int]) -> None:
         self._device, self._driver, self._knobs = device, driver.active, _knobs()
         self._size, parts = space or (0, ())
-        self._count, *zeros = counters or (0,)
         held = [part.data_ptr() for part in parts if part.numel()]
         self._offsets = [address - held[0] for address in held]
-        self._places = {address: index for index, address in enumerate([*addresses, *held, *(x.data_ptr() for x in zeros)])}
+        self._places = {address: index for index, address in enumerate([*addresses, *held])}
         self._constants: list[Any] = []
         self._launches = [_Again.of(start, tuple(map(self._pick, start.arguments))) for start in starts]
 
@@ -162,19 +147,14 @@ class Repeated:
         if driver.active is not self._driver or _knobs() != self._knobs or not _no_hooks():
             return False
         stream = self._driver.get_current_stream(self._driver.get_current_device())
-        if not self._offsets and not self._count:
+        if not self._offsets:
             self._launch(addresses + self._constants, stream)
             return True
         with sole_use(self._device, stream):
-            own = []
-            if self._offsets:
-                base = kept_buffer(self._device, self._size, stream).data_ptr()
-                own = [base + offset for offset in self._offsets]
-            if self._count:
-                own.append(kept_counters(self._device, self._count, stream).data_ptr())
-            if own[0] % ALIGNMENT or own[-1] % ALIGNMENT:
+            base = kept_buffer(self._device, self._size, stream).data_ptr()
+            if base % ALIGNMENT:
                 return False
-            self._launch(addresses + own + self._constants, stream)
+            self._launch(addresses + [base + offset for offset in self._offsets] + self._constants, stream)
         return True
 
     def _launch(self, pool: Pool, stream: int) -> None:

@@ -1,6 +1,4 @@
-"""The buffers that split attention leaves its shares in, and the counters of its merge: kept per device and stream, grown, never freed.
-
-Counters are zeros before and after each launch. They lie apart, so that it is no matter what an earlier call left where shares go.
+"""The buffers that split attention leaves its shares in: kept per device and stream, grown, never freed.
 
 Never freed, because a captured CUDA graph may go on using a buffer after a larger one has taken its place; growing by half at least
 bounds what that costs. Two streams never share one, so that concurrent calls do not meet. Threads on one stream (each starts on the same
@@ -16,7 +14,6 @@ for as long as the graph lives, and hands it out again only to what the same str
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -45,7 +42,6 @@ class _Workspaces:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[_Place, list[torch.Tensor]] = {}
-        self._counters: dict[_Place, list[torch.Tensor]] = {}
         self._uses: dict[_Place, AbstractContextManager[object]] = {}
 
     def use(self, device: torch.device, stream: int | None = None) -> AbstractContextManager[object]:
@@ -56,8 +52,7 @@ class _Workspaces:
 
     def num_bytes(self, device: torch.device) -> int:
         with self._lock:
-            everything = (*self._kept.values(), *self._counters.values())
-            return sum(buffer.nbytes for kept in everything for buffer in kept if buffer.device == device)
+            return sum(buffer.nbytes for kept in self._kept.values() for buffer in kept if buffer.device == device)
 
     def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
         """A float32 buffer of at least ``size`` elements for the current stream of ``device`` (``stream``, if the caller knows it)."""
@@ -68,38 +63,24 @@ class _Workspaces:
             if _capturing(device):
                 return torch.empty(size, dtype=torch.float32, device=device)
             grown = max(size, kept[-1].numel() * 3 // 2 if kept else 0, 1 << 16)
-            kept.append(_outside(lambda: torch.empty(grown, dtype=torch.float32, device=device), device))
-            return kept[-1]
-
-    def counters(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
-        """At least ``size`` int32 zeros for the current stream of ``device``, for a launch that leaves them zeros."""
-        with self._lock:
-            kept = self._counters.setdefault(_place(device, stream), [])
-            if kept and kept[-1].numel() >= size:
-                # An interpreted kernel may have ended by an exception.
-                return kept[-1] if device.type == "cuda" else kept[-1].zero_()
-            if _capturing(device):
-                # The graph clears them at every replay.
-                return torch.zeros(size, dtype=torch.int32, device=device)
-            grown = max(size, kept[-1].numel() * 3 // 2 if kept else 0, 1 << 14)
-            kept.append(_outside(lambda: torch.zeros(grown, dtype=torch.int32, device=device), device))
+            kept.append(_buffer(grown, device))
             return kept[-1]
 
 
-def _outside(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """``make()``, in the allocator's ordinary pool.
+def _buffer(size: int, device: torch.device) -> torch.Tensor:
+    """Uninitialized float32 memory of the allocator's ordinary pool.
 
     While torch.compile warms a CUDA graph up, without capturing yet, what this thread allocates comes from the graph's own pool, whose
     checks refuse memory that stays. Another thread's allocations do not. That thread takes this one's stream along: memory of another
     stream's may be in use there still, by work that was launched before it was freed.
     """
     if device.type != "cuda":
-        return make()
+        return torch.empty(size, dtype=torch.float32, device=device)
     stream = torch.cuda.current_stream(device)
 
     def allocate() -> torch.Tensor:
         with torch.cuda.stream(stream):
-            return make()
+            return torch.empty(size, dtype=torch.float32, device=device)
 
     with ThreadPoolExecutor(1) as outside:
         return outside.submit(allocate).result()
@@ -111,11 +92,6 @@ _WORKSPACES = _Workspaces()
 def kept_buffer(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
     """A float32 buffer of at least ``size`` elements for the current stream: what :func:`workspace` cuts up."""
     return _WORKSPACES.get(device, size, stream)
-
-
-def kept_counters(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
-    """At least ``size`` int32 zeros for the current stream; the launch that counts with them leaves zeros."""
-    return _WORKSPACES.counters(device, size, stream)
 
 
 def kept_bytes(device: torch.device) -> int:

@@ -77,15 +77,13 @@ class Splits(NamedTuple):
 class Partials(NamedTuple):
     """Where programs leave their share: acc [n, head_size_v] float32 (stream-major columns), max and sum [n] float32.
 
-    ``plan`` [row blocks, 2] int32: how many pieces, and the item of the first; for a merge that is a launch of its own.
-    ``arrived`` [items, kv heads] int32, zeros: how many of a group of programs have left their share; for a merge in a tree.
+    ``plan`` [row blocks, 2] int32: how many pieces, and the item of the first.
     """
 
     acc: Any
     max: Any
     sum: Any
     plan: Any
-    arrived: Any
     row_stride: Any
 
 
@@ -107,8 +105,7 @@ class Share(NamedTuple):
 class Work(NamedTuple):
     """A piece of work: some rows of one sequence against the keys ``start`` to ``stop``.
 
-    A row block's keys are cut into ``num_pieces``; this one is its number ``piece``, begins at unit ``unit`` and is number ``item`` of the
-    launch's pieces.
+    A row block's keys are cut into ``num_pieces``; this one begins at unit ``unit`` and is number ``item`` of the launch's pieces.
     """
 
     seq: Any
@@ -121,7 +118,6 @@ class Work(NamedTuple):
     stop: Any
     unit: Any
     num_pieces: Any
-    piece: Any
     item: Any
 
 
@@ -230,7 +226,6 @@ class ReadConfig:
     max_row_blocks: int  # of a sequence; only a split needs it
     parts: int  # of a piece's tiles: those away from the edges of what its rows see, where no mask is needed, and those at an edge; or 1
     split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
-    fanin: int  # pieces that the last of their programs merges; 0: a launch of its own merges them all
     same_strides: bool  # of the two planes
     wide_planes: bool  # offsets in a plane need 64 bits
     wide_pages: bool  # those inside a page do, too
@@ -246,11 +241,6 @@ class ReadConfig:
     def tokens(self) -> int:
         """Query tokens in a tile."""
         return self.rows // self.group
-
-    @property
-    def pieces_beside(self) -> int:
-        """Pieces whose rows fill a tile of eight rows side by side, where a tile has fewer rows to merge than that."""
-        return 8 // min(8, triton.next_power_of_2(self.group * min(self.max_query_len, self.tokens)))
 
     @property
     def joined(self) -> bool:

@@ -9,10 +9,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kvq_core.kernels.args import RowBlock, SoftmaxState
-from kvq_core.kernels.queries import store_channels
-from kvq_core.kernels.results import write_rows
+from kvq_core.kernels.queries import store_channels, store_rows
 from kvq_core.kernels.rotation import unrotate_row
-from kvq_core.kernels.shares import first_share, join_shares
 from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
 
@@ -60,11 +58,65 @@ def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
 
 
 @triton.jit
+def first_share(r, block, splits, C: tl.constexpr):
+    """(token, query head, whether there is such a row, index of its first share, from one share to the next) of rows ``r`` of a block."""
+    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    index = block.row_start + r // C.group
+    token = block.first_token + index
+    head = kv_head * C.group + r % C.group
+    valid = (index < block.query_len) & (r < C.tokens * C.group)
+    if C.split == "segments":
+        row = (token.to(tl.int64) * (num_kv_heads * C.group) + head) * splits.segments
+        step = 1
+    else:
+        row = (block.item.to(tl.int64) * num_kv_heads + kv_head) * C.rows + r
+        step = num_kv_heads * C.rows
+    return token, head, valid, row, step
+
+
+@triton.jit
 def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.constexpr):
-    """Write the results of rows ``r`` [ROWS] of a block."""
+    """Write the results of rows ``r`` [ROWS] of a block, two pieces at a time, each a tile of its own: nothing crosses threads."""
+    ROWS: tl.constexpr = r.shape[0]
+    WIDTH: tl.constexpr = C.value_heads.width
     token, head, valid, row, step = first_share(r, block, splits, C)
-    state, acc = join_shares(row, step, block.num_pieces, valid, partials, 1, C)
-    write_rows(acc, state, output, output_scale, token, head, valid, scoring, C)
+    state = SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
+    acc = ()
+    for _ in tl.static_range(tl.constexpr(C.format.streams)):
+        acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
+    for piece in range(0, block.num_pieces, 2):
+        one, one_acc = load_shares(row + piece * step, valid, partials, C)
+        two, two_acc = load_shares(row + (piece + 1) * step, valid & (piece + 1 < block.num_pieces), partials, C)
+        top = tl.maximum(state.max, tl.maximum(one.max, two.max))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        alpha, one_weight, two_weight = tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(two.max - safe)
+        joined = ()
+        for s in tl.static_range(tl.constexpr(C.format.streams)):
+            joined = joined + (acc[s] * alpha[:, None] + one_acc[s] * one_weight[:, None] + two_acc[s] * two_weight[:, None],)
+        acc = joined
+        state = SoftmaxState(top, state.sum * alpha + one.sum * one_weight + two.sum * two_weight)
+    state, factor = add_sink(state, head, valid, scoring)
+    scale = factor * reciprocal_sum(state.sum)
+    result = ()
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
+        result = result + (acc[s] * scale[:, None],)
+    store_rows(result, output, output_scale, token, head, valid, ROWS, C)
+
+
+@triton.jit
+def load_shares(at, valid, partials, C: tl.constexpr):
+    """The shares ``at`` [ROWS]: their (max, sum) and their accumulators as streams [ROWS, WIDTH]."""
+    lane = tl.arange(0, C.value_heads.width)
+    state = SoftmaxState(
+        tl.load(partials.max + at, mask=valid, other=float("-inf")),
+        tl.load(partials.sum + at, mask=valid, other=0.0),
+    )
+    mask = valid[:, None] & (lane < C.value_heads.lanes)[None, :]
+    acc = ()
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
+        place = at[:, None] * partials.row_stride + lane[None, :] + s * C.value_heads.lanes
+        acc = acc + (tl.load(partials.acc + place, mask=mask, other=0.0),)
+    return state, acc
 
 
 @triton.jit

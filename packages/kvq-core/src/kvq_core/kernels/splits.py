@@ -1,7 +1,7 @@
-"""The end of a piece: the result itself if a row block has no other, else a share of it (shares.py), for a merge.
+"""Split keys: where a program leaves its share of a row, for the merge (merge.py).
 
-Either the last program to leave a share merges (tree.py), or a launch of its own does (merge.py), for which the program that takes a row
-block's first piece notes how many there are and where they start.
+kvq's own workspace has one row per (item, kv head, tile row), an engine's one per (token, query head, segment). The program that takes
+a row block's first piece notes how many there are and where they start.
 """
 
 import triton
@@ -9,9 +9,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvq_core.kernels.args import LOG2E, SoftmaxState
-from kvq_core.kernels.results import write_rows
-from kvq_core.kernels.shares import share_row, store_shares
-from kvq_core.kernels.tree import climb
+from kvq_core.kernels.queries import store_rows
+from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
 
 @triton.jit
@@ -24,16 +23,25 @@ def finish(acc, state, output, output_scale, rows, work, kv_head, partials, spli
         # Scores were all short of it, which the softmax does not see, but a sink does. A softcap has had it.
         state = SoftmaxState(state.max + rows.shift * LOG2E, state.sum)
     if C.split == "":
-        write_rows(acc, state, output, output_scale, rows.token, rows.head, rows.valid, scoring, C)
+        write_result(acc, state, output, output_scale, rows, scoring, C)
     else:
-        if C.fanin == 0:
-            note_plan(work, kv_head, partials, C)
+        note_plan(work, kv_head, partials, C)
         if work.num_pieces == 1:
-            write_rows(acc, state, output, output_scale, rows.token, rows.head, rows.valid, scoring, C)
+            write_result(acc, state, output, output_scale, rows, scoring, C)
         else:
-            store_shares(state, acc, share_row(work, kv_head, rows.token, rows.head, splits, C), rows.valid, partials, C)
-            if C.fanin > 0:
-                climb(work, kv_head, output, output_scale, partials, splits, scoring, C)
+            write_share(acc, state, rows, work, kv_head, partials, splits, C)
+
+
+@triton.jit
+def write_share(acc, state, rows, work, kv_head, partials, splits, C: tl.constexpr):
+    row = partial_row(work, kv_head, tl.arange(0, C.rows), rows.token, rows.head, splits, C)
+    lane = tl.arange(0, C.value_heads.width)
+    mask = rows.valid[:, None] & (lane < C.value_heads.lanes)[None, :]
+    at = partials.acc + row[:, None] * partials.row_stride + lane[None, :]
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
+        tl.store(at + s * C.value_heads.lanes, acc[s], mask=mask)
+    tl.store(partials.max + row, state.max, mask=rows.valid)
+    tl.store(partials.sum + row, state.sum, mask=rows.valid)
 
 
 @triton.jit
@@ -43,3 +51,23 @@ def note_plan(work, kv_head, partials, C: tl.constexpr):
     note = partials.plan + (work.seq * C.max_row_blocks + work.row_start // C.tokens) * 2
     tl.store(note, work.num_pieces, mask=first)
     tl.store(note + 1, work.item, mask=first)
+
+
+@triton.jit
+def write_result(acc, state, output, output_scale, rows, scoring, C: tl.constexpr):
+    state, factor = add_sink(state, rows.head, rows.valid, scoring)
+    share = factor * reciprocal_sum(state.sum)
+    result = ()
+    for s in tl.static_range(tl.constexpr(C.format.streams)):
+        result = result + (acc[s] * share[:, None],)
+    store_rows(result, output, output_scale, rows.token, rows.head, rows.valid, C.rows, C)
+
+
+@triton.jit
+def partial_row(work, kv_head, r, token, head, splits, C: tl.constexpr):
+    """Index of a share in the workspace."""
+    if C.split == "segments":
+        row = (token.to(tl.int64) * (tl.num_programs(1) * C.group) + head) * splits.segments + work.unit
+    else:
+        row = ((work.item.to(tl.int64) * tl.num_programs(1) + kv_head) * C.rows) + r
+    return row

@@ -108,7 +108,6 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
     count = tl.minimum(share.stop - share.next, units - unit)
     first = share.next - unit
     num_pieces = (first + units - 1) // share.size - first // share.size + 1
-    piece = share.next // share.size - first // share.size
     item = share.next // share.size + blocks_before + block
 
     first_token = tl.load(batch.cu_seqlens_q + seq)
@@ -125,7 +124,7 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
         origin = context_len * 0
     start = tl.maximum(origin + unit * length, low)
     stop = tl.minimum(tl.minimum(origin + (unit + count) * length, high), table_width * C.block_size)
-    work = Work(seq, row_start, num_rows, first_token, context_len, seq_len, start, stop, unit, num_pieces, piece, item)
+    work = Work(seq, row_start, num_rows, first_token, context_len, seq_len, start, stop, unit, num_pieces, item)
     return work, Share(share.next + count, share.stop, share.size)
 
 

@@ -37,7 +37,7 @@ _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 }
 """Every combination of these is tried, with the other fields as they are."""
 _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
-    Decode: (_axis("least_share", of=(64, 256, 512)), _axis("fanin", of=(8, 16))),
+    Decode: (_axis("least_share", of=(64, 256, 512)),),
     Prefill: (_axis("stages", of=(1, 4)), _axis("registers", of=(None, 128, 168))),
     Write: (),
     Merge: (),

@@ -72,7 +72,6 @@ class Decode(Choice):
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
     ``least_share``: keys that a program of a split takes at least, and below which nothing is split.
-    ``fanin``: shares that the program that leaves the last of them merges, in a tree; 0: all are merged by a launch of their own.
     """
 
     kind = "decode"
@@ -90,7 +89,6 @@ class Decode(Choice):
     programs_per_sm: int = _value(_whole(1, 32))
     registers: int | None = _value(_REGISTERS)
     least_share: int = _value(_whole(32, 8192))
-    fanin: int = _value(Values("0 or a power of two from 4 to 64", lambda x: type(x) is int and x in (0, 4, 8, 16, 32, 64)))
 
 
 @dataclass(frozen=True)

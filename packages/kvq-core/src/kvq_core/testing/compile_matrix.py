@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core import ops
 from kvq_core.environment import kernels_of
 from kvq_core.offline import Device, compiling_for
 from kvq_core.plans.lookup import SHIPPED, SWITCH
@@ -30,7 +29,7 @@ from kvq_core.registry import get_backend
 from kvq_core.testing import machine_code, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.golden_counts import GoldenCounts
-from kvq_core.testing.table_choices import Problem, merging, name_of, problems_of
+from kvq_core.testing.table_choices import Problem, name_of, problems_of
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -132,14 +131,6 @@ def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]
     return results
 
 
-def build_tree(mode: str, target: str, fanin: int) -> list[Build]:
-    """Compile the split read kernel of ``mode`` for ``target`` with a merge tree of ``fanin``, whatever the tables choose (0: none)."""
-    backend = get_backend(mode)
-    with compiling_for(TARGETS[target].device(target)) as kernels, ops.planning_with(merging(fanin, torch.device("cpu"))):
-        _problem(backend, "decode").read()
-    return [_facts(mode, target, "decode", kernel) for kernel in kernels]
-
-
 def further_tiles(backend: QuantKVBackend, device: Device) -> dict[str, Problem]:
     """Tiles of reads that the tables can choose on ``device`` but do not for :data:`CASES`; none for a mode without a read kernel."""
     if "read" not in kernels_of(backend):
@@ -163,7 +154,6 @@ def main() -> None:
     parser.add_argument("modes", nargs="+", metavar="MODE")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--every-tile", action="store_true", default=None, help="of the tables, for targets without one of their own too")
-    parser.add_argument("--fanin", type=int, metavar="N", help="decode in the cases only, with so many shares merged by the last program")
     parser.add_argument("--json", action="store_true", help="one line of JSON a kernel")
     parser.add_argument(
         "--golden", type=Path, metavar="PATH", help="write the counts of the CUDA targets to this file, in place of what it has"
@@ -177,7 +167,7 @@ def main() -> None:
     for target in options.target or (CUDA_TARGETS if options.golden else TARGETS):
         for mode in options.modes:
             try:
-                of_mode = build(mode, target, options.every_tile) if options.fanin is None else build_tree(mode, target, options.fanin)
+                of_mode = build(mode, target, options.every_tile)
             except Exception:
                 failures += 1
                 print(f"{mode} for {target}:\n{traceback.format_exc()}", file=sys.stderr)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvq_core.schedule import batch_invariant
 from kvq_core.testing import budgets, oracle, places, strategies
 from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, SMOOTHED, Case, Range
 from kvq_core.testing.places import Place
@@ -29,8 +28,7 @@ _SPLIT = (
     Case(query_lens=(2, 20, 0), seq_lens=(300, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, head_size=96),
 )
 _MANY_PIECES = Case(query_lens=(1, 1), seq_lens=(1500, 200), num_kv_heads=1, queries_per_kv=3, dtype=torch.bfloat16)
-"""More than sixteen: groups of groups."""
-_MANY_PIECES_LARGE = Case(query_lens=(1,) * 9, seq_lens=(120_000, *(700,) * 8), head_size=128, dtype=torch.bfloat16, sinks=True)
+"""Their rows are merged one by one, where a merge of few pieces takes eight together."""
 _WINDOWED = Case(query_lens=(1, 1), seq_lens=(70, 45), window=9)
 _ROWS_WINDOWED = Case(query_lens=(4, 20), seq_lens=(70, 65), window=9)
 _RANGES = replace(_ROWS_WINDOWED, mm_prefix=(((12, 69), (0, 1)), ((2, 9), (48, 60))), seq_lens=(90, 65))
@@ -131,27 +129,10 @@ class ReadTests(Subject):
         for name, x in scratch.items():
             assert not isinstance(x, torch.Tensor) or bool(x.isnan().all()), f"{name} was written"
 
-    @places.each(_SPLIT, large=LARGE[:4])
+    @places.each((*_SPLIT, _MANY_PIECES), large=LARGE[:4], quick=(_MANY_PIECES,))
     def test_planned_splits(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """kvq's own plan."""
         self.assert_read(backend, self.build(backend, case, place).fill(), place)
-
-    @pytest.mark.parametrize("fanin", [0, 4, 16])
-    @places.each((*_SPLIT[1:], _MANY_PIECES), large=(_MANY_PIECES_LARGE,), quick=(_MANY_PIECES,), names=("interpret", "gpu"))
-    def test_either_merge(self, backend: QuantKVBackend, place: Place, case: Case, fanin: int) -> None:
-        """By a launch of its own, or by the program that ends last, whatever the tables choose: by every plan, again and again."""
-        # Not before :func:`places.choose_interpreter`: they import triton.
-        from kvq_core import ops
-        from kvq_core.testing.table_choices import merging
-
-        built = self.build(backend, case, place).fill()
-        with ops.planning_with(merging(fanin, place.device)):
-            for engine in ({}, built.scratch(13) | {"seq_threshold_3D": 128}):
-                out = built.read(**engine)
-                self.assert_exact(backend, built, place, out, **engine)
-                assert all(torch.equal(built.read(**engine), out) for _ in range(10 if place.name == "gpu" else 1)), "other bits"
-            with batch_invariant(True):
-                self.assert_read(backend, built, place)
 
     @places.each((_DECODE, _SPLIT[1]), large=LARGE[:4])
     def test_longest_sequence_is_a_hint(self, backend: QuantKVBackend, place: Place, case: Case) -> None:

@@ -7,15 +7,15 @@ read, and heads of every width that a table tells apart.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvq_core import launch, ops
+from kvq_core import ops
 from kvq_core.errors import ArgumentError
 from kvq_core.offline import Device, planning_for
-from kvq_core.plans import KINDS, Choice, Decode, Table, choose, tables_for
+from kvq_core.plans import KINDS, Choice, Table, choose
 from kvq_core.plans.lookup import listening
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -30,7 +30,7 @@ QUERY_LENS: Final = (1, 4, 16, 64)
 """With groups of four heads: decode tiles of 8, 16 and 64 rows, and prefill."""
 LONGEST: Final = (2048, 1 << 24)
 """What a call says of its longest sequence: little to read, and more than any table asks for."""
-COMPILED: Final = ("rows", "keys", "warps", "stages", "registers", "fanin")
+COMPILED: Final = ("rows", "keys", "warps", "stages", "registers")
 """Fields of a choice that a kernel is compiled for."""
 
 
@@ -58,7 +58,7 @@ class Problem:
 def name_of(tile: Choice) -> str:
     """``decode-keys128-warps1-stages2``: the kind, and what a kernel is compiled for."""
     fields = asdict(tile)
-    return "-".join([tile.kind, *(f"{name}{fields[name]}" for name in COMPILED if fields.get(name))])
+    return "-".join([tile.kind, *(f"{name}{fields[name]}" for name in COMPILED if fields.get(name) is not None)])
 
 
 def problems_of(backend: QuantKVBackend, device: Device, known: Container[str] = ()) -> dict[str, Problem]:
@@ -89,11 +89,3 @@ def _tried(backend: QuantKVBackend) -> Iterator[Problem]:
                 case = Case(**lengths, head_size=head_size, queries_per_kv=4, dtype=dtype)
                 made = scene.build(case, backend, torch.device("cpu"))
                 yield from (Problem(made, longest) for longest in LONGEST)
-
-
-def merging(fanin: int, device: torch.device) -> Table:
-    """What the tables choose on ``device``, but with ``fanin`` in all decode tiles."""
-    arch = launch._device_facts(device).arch
-    entries = [(entry, entry.choice) for table in tables_for(arch) for entry in table.entries["decode"]]
-    changed = (replace(entry, choice=replace(tile, fanin=fanin)) for entry, tile in entries if isinstance(tile, Decode))
-    return Table(arch, {"decode": tuple(changed)})

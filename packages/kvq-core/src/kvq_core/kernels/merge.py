@@ -2,6 +2,8 @@
 
 Nearly all of its time is latency: of a launch, of loads that wait for each other, of barriers. So what is loaded is loaded at once, and
 programs are small, so that many are resident.
+
+Scalar conditions join masks by ``tl.where``: of ``mask & scalar`` the interpreter of Triton 3.9 makes integers, which are no masks.
 """
 
 import triton
@@ -86,7 +88,7 @@ def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.
         acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
     for piece in range(0, block.num_pieces, 2):
         one, one_acc = load_shares(row + piece * step, valid, partials, C)
-        two, two_acc = load_shares(row + (piece + 1) * step, valid & (piece + 1 < block.num_pieces), partials, C)
+        two, two_acc = load_shares(row + (piece + 1) * step, tl.where(piece + 1 < block.num_pieces, valid, False), partials, C)
         top = tl.maximum(state.max, tl.maximum(one.max, two.max))
         safe = tl.where(top == float("-inf"), 0.0, top)
         alpha, one_weight, two_weight = tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(two.max - safe)
@@ -157,5 +159,4 @@ def merge_row(r, block, output, output_scale, scoring, splits, partials, PIECES:
     x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
     if C.format.rotated:
         x = unrotate_row(x, HEADS, SIGNS)
-    # Not "inside & valid": the interpreter of Triton 3.9 takes a scalar that is spread for a vector of int32.
     store_channels(x, lane * STREAMS + stream, tl.where(valid, inside, False), output, output_scale, token, head, C)

@@ -153,7 +153,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="+", metavar="MODE")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
-    parser.add_argument("--every-tile", action="store_true", default=None, help="of the tables, for targets without one of their own too")
+    parser.add_argument(
+        "--every-tile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="of the tables; default: for targets with one of their own",
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON a kernel")
     parser.add_argument(
         "--golden", type=Path, metavar="PATH", help="write the counts of the CUDA targets to this file, in place of what it has"

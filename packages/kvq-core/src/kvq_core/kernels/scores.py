@@ -5,16 +5,23 @@ import triton.language as tl
 
 from kvq_core.kernels.args import LOG2E
 from kvq_core.kernels.masks import by_key, by_row, hide_invalid, hide_unseen
+from kvq_core.kernels.rounding import reciprocal
 
 
 @triton.jit
 def score_unit(scoring):
-    """The factor that turns q.k into a score: in log2 units at once, unless a softcap comes between."""
+    """The factor that turns q.k into a score in log2 units, or, before a softcap, into the exponent that its tanh is made of."""
     if scoring.softcap is None:
         unit = scoring.softmax_scale * LOG2E
     else:
-        unit = scoring.softmax_scale
+        unit = scoring.softmax_scale * tanh_unit(scoring)
     return unit
+
+
+@triton.jit
+def tanh_unit(scoring):
+    """tanh(x) is made of exp(2x), here a power of two."""
+    return 2.0 * LOG2E / scoring.softcap
 
 
 @triton.jit
@@ -36,10 +43,10 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexp
             s = tl.fma(s, by_key(k_scale, C), 0.0)
     if scoring.softcap is not None:
         if C.shifted:
-            s = s + by_row(rows.shift, C)
+            s = s + by_row(rows.shift * tanh_unit(scoring), C)
         # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing.
-        grown = tl.exp2(s * (2.0 * LOG2E / scoring.softcap))
-        s = (scoring.softcap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
+        cap = scoring.softcap * LOG2E
+        s = cap - 2.0 * cap * reciprocal(tl.exp2(s) + 1.0, C.use_asm)
     if CHECKED:
         s = s + by_key(hide_invalid(k_scale, tile), C)
     s = hide_unseen(s, rows, tile, work.seq, scoring, PART, C)

@@ -238,7 +238,7 @@ def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(monkeypat
 
 def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """In force while the mode reads, so that a fault of theirs alone is seen, and said with their names."""
-    backend, wide = get_backend("int4"), Decode(keys=128, warps=1, stages=2, programs_per_sm=8, registers=None, least_share=128)
+    backend, wide = get_backend("int4"), Decode(keys=128, warps=1, stages=2, programs_per_sm=8, registers=None, least_share=128, parts=1)
 
     def wrong_when_wide(self: Any, **arguments: Any) -> None:
         read(self, **arguments)

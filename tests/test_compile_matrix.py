@@ -68,6 +68,19 @@ def test_every_kernel_of_the_other_modes_builds(target: str) -> None:
         build(target, tuple(mode for mode in MODES if mode not in some_modes(target)))
 
 
+@pytest.mark.parametrize(
+    ("mode", "layout", "head_size"),
+    [("int4", "head_major", 96), ("int2", "head_major", 64), ("int4", "interleaved", 128), ("int8", "interleaved", 128)],
+)
+def test_rows_are_copied_in_as_few_pieces_as_their_places_allow(mode: str, layout: str, head_size: int) -> None:
+    """Of rows that do not start at multiples of 32 bytes, too: Triton by itself would load each lane alone, and wait for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).parent / "row_loads.py"), mode, layout, str(head_size)]
+    loads = json.loads(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
+    assert not {kind for kind in loads if kind.endswith(("b8", "b16"))}, loads
+    assert loads.get("cp.async.cg", 0) + loads.get("cp.async.ca", 0) >= 16, loads
+
+
 @pytest.mark.quick
 def test_each_mode_is_built_for_little_shared_memory_and_for_amd_by_default() -> None:
     scarce = [target for target in CUDA_TARGETS if TARGETS[target].shared_limit < 100 * 1024]

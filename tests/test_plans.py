@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 SHIPPED = sorted(path.stem for path in lookup.SHIPPED.glob("*.json"))
 INT4 = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 31775}
 """Of setting A of the benchmarks on an H200."""
-FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, least_share=256)
+FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, least_share=256, parts=1)
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")
 MEASURED = Measurement("r", "int4_per_token_head", "A", 160.5, "us", (Alternative({"stages": 2}, 170.0),))
 WHERE = {"streams": 4, "width": Range(65, 128), "rows": Range(None, 8), "keys_per_sm": Range(16384, None)}
@@ -172,7 +172,7 @@ RIGHT: dict[str, Any] = {
     "decode": [
         {
             "where": {"scaled": True},
-            "choice": {"keys": 32, "warps": 1, "stages": 2, "programs_per_sm": 8, "registers": None, "least_share": 128},
+            "choice": {"keys": 32, "warps": 1, "stages": 2, "programs_per_sm": 8, "registers": None, "least_share": 128, "parts": 1},
         }
     ],
 }

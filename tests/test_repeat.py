@@ -50,6 +50,9 @@ def test_facts_are_all_but_the_address() -> None:
     assert facts_of((x.clone(), None, 3))[0] == facts
     others = (x[:3], x.t(), x[:, 1:], x.int(), x[:, ::2], x.to("meta"), None)
     assert all(facts_of((other, None, 3))[0] != facts for other in others)
+    flat = torch.zeros(260)
+    places = [facts_of((flat[start : start + 256],))[0] for start in range(4)]
+    assert len(set(places)) == 4, "accesses as wide as one of them allows would be wrong in another"
     assert facts_of((x, x, 3))[0] != facts != facts_of((x, None, 4))[0]
 
 

@@ -26,7 +26,7 @@ from kvq_core.plans.candidates import candidates, class_of  # noqa: E402
 from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select  # noqa: E402
 
 PRESENT = {
-    "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128),
+    "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128, parts=1),
     "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
     "write": Write(rows=16, warps=1),
     "merge": Merge(few=8, pieces=32, blocks=8, warps=4),
@@ -72,7 +72,8 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
     facts = {"variant": "int8", "streams": 2, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 16384}
     where = class_of("decode", facts)
     assert where["width"] == Range(65, 128) and where["rows"] == Range(None, 8) and where["variant"] == "int8"
-    assert where["keys_per_sm"] == Range(16384, None)
+    assert where["keys_per_sm"] == Range(16384, 131071)
+    assert class_of("decode", {**facts, "keys_per_sm": 131072})["keys_per_sm"] == Range(131072, None)
     assert class_of("decode", {**facts, "keys_per_sm": 16383})["keys_per_sm"] == Range(4096, 16383)
     assert class_of("decode", {**facts, "keys_per_sm": 0})["keys_per_sm"] == Range(None, 4095)
     table = Table("sm_90", {"decode": (tune.Entry(where, PRESENT["decode"]),)})
@@ -189,9 +190,14 @@ def by_name(found: Sequence[tune.Class]) -> dict[str, tune.Class]:
 def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
     backend = get_backend(mode)
     found = by_name(tune.classes(backend, "decode", tune.ASSUMED, quick=False))
-    long, middling, short = "A, C, ragged, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even", "b1-512, b32-512, b1-4096"
-    assert found.keys() == {long, middling, short, "A-q4, A-g16", "A-q8", "A-d64", "A-d192, A-d256"}
-    for name, keys in ((long, Range(16384, None)), (middling, Range(4096, 16383)), (short, Range(None, 4095))):
+    long, middling, short = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even", "b1-512, b32-512, b1-4096"
+    assert found.keys() == {"ragged", long, middling, short, "A-q4, A-g16", "A-q8", "A-d64", "A-d192, A-d256"}
+    for name, keys in (
+        ("ragged", Range(131072, None)),
+        (long, Range(16384, 131071)),
+        (middling, Range(4096, 16383)),
+        (short, Range(None, 4095)),
+    ):
         assert found[name].where["keys_per_sm"] == keys
     assert by_name(tune.classes(backend, "write", tune.ASSUMED, quick=True)).keys() == {"w64", "w8192"}
     for kind in KINDS:

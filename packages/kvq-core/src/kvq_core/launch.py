@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.merge import merge_kernel
 from kvq_core.launched import Launched
+from kvq_core.repeat import ALIGNMENT
 from kvq_core.spec import Attention, NewRows, Plane, Smoothing
 from kvq_core.workspace import sole_use
 
@@ -214,6 +216,15 @@ def _launch(
     )
 
 
+def _parts(attention: Attention, launch: schedule.Launch) -> int:
+    """Loops over a piece's tiles."""
+    if attention.scoring.mm_prefix_range is not None:
+        # Who sees what of a prefix is known row by row.
+        return 1
+    # Of a sequence's newest token every valid key is seen: nothing but the last tile's end, and blocks that are missing, asks for a mask.
+    return launch.tile.parts if launch.max_query_len == 1 else 2
+
+
 def _config(attention: Attention, form: args.Format, launch: schedule.Launch) -> args.ReadConfig:
     tile = launch.tile
     stride = max(_strides(attention.keys) + _strides(attention.values))
@@ -231,10 +242,10 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
-        # The newest row sees every key that is valid; who sees what of a prefix is known row by row.
-        parts=1 if launch.max_query_len == 1 or attention.scoring.mm_prefix_range is not None else 2,
+        parts=_parts(attention, launch),
         split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
+        row_bytes=min(_row_bytes(attention.keys), _row_bytes(attention.values)),
         wide_planes=attention.keys.num_blocks * stride >= 2**31,
         wide_pages=attention.keys.block_size * stride >= 2**31,
         wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
@@ -251,6 +262,12 @@ def _strides(plane: Plane) -> tuple[int, ...]:
     """Block, slot and head strides of codes and, where there are any, of scales."""
     scales = plane.scales.stride() if plane.scales is not None and plane.scales.dim() == 3 else ()
     return (*plane.codes.stride()[:3], *scales)
+
+
+def _row_bytes(plane: Plane) -> int:
+    """What each row of codes starts at a multiple of: a power of two, no more than matters."""
+    codes = plane.codes
+    return math.gcd(ALIGNMENT, codes.data_ptr(), *(stride * codes.element_size() for stride in codes.stride()[:3]))
 
 
 def _bundle_scoring(attention: Attention) -> args.Scoring:

@@ -17,7 +17,7 @@ import torch
 MOST_KNOWN = 1024
 """Calls remembered for each op; at some 10 KB each."""
 ALIGNMENT = 16
-"""Bytes. What Triton asks of an address."""
+"""Bytes. An address that is a multiple of them is good for every access."""
 
 Facts = tuple[object, ...]
 
@@ -41,7 +41,7 @@ def facts_of(arguments: Sequence[object]) -> tuple[Facts, list[int]]:
         if isinstance(x, torch.Tensor):
             address = x.data_ptr()
             addresses.append(address)
-            facts += (x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT == 0)
+            facts += (x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT)
         else:
             facts.append(x)  # a number or None
     return tuple(facts), addresses

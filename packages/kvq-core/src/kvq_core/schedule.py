@@ -74,7 +74,7 @@ class Tile:
     """The shape of a program's work and how it is pipelined: what a table chooses, and the rows.
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
-    ``least``: tiles that a program of a split takes at least.
+    ``least``: tiles that a program of a split takes at least. ``parts``: loops over its keys, where its rows are those of one token.
     """
 
     rows: int
@@ -84,7 +84,8 @@ class Tile:
     keys_first: bool
     programs_per_sm: int
     registers: int | None = None
-    least: int = 2
+    least: int = 1
+    parts: int = 2
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,8 @@ def decode_tile(problem: Problem, rows: int) -> Tile:
     """Few query rows, keys first."""
     keys = 0 if problem.batch_invariant else problem.num_seqs * problem.max_seqlen_k * problem.num_kv_heads // problem.num_sms
     choice = plans.choose(problem.arch, plans.Decode, {**problem.plane_facts, "rows": rows, "keys_per_sm": keys})
-    least = max(2, choice.least_share // choice.keys)
-    return Tile(rows, choice.keys, choice.warps, choice.stages, True, choice.programs_per_sm, choice.registers, least)
+    least = max(1, choice.least_share // choice.keys)
+    return Tile(rows, choice.keys, choice.warps, choice.stages, True, choice.programs_per_sm, choice.registers, least, choice.parts)
 
 
 def prefill_tile(problem: Problem) -> Tile:

@@ -62,12 +62,12 @@ def attend(
         largest = 1e-30
         for part in tl.static_range(tl.constexpr(C.parts)):
             tiles = tiles_of(work, batch, table_stride, num_blocks, scoring, part, C)
-            for t in tl.range(tiles.first, tiles.last, num_stages=C.stages):
+            for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
                 tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
                 k_place, v_place = places(keys, values, tile, C)
-                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS)
+                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, C)
                 k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, TURNED=C.keys_first)
+                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
                 k, v = unpack(k, C), unpack(v, C)
                 s = finish_scores(scores(q, k, None, C), unit, k_scale, rows, tile, work, scoring, part, C)
                 p, alpha, state = softmax_step(s, left, state, C)

@@ -227,6 +227,7 @@ class ReadConfig:
     parts: int  # of a piece's tiles: those away from the edges of what its rows see, where no mask is needed, and those at an edge; or 1
     split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     same_strides: bool  # of the two planes
+    row_bytes: int  # what every row of codes starts at a multiple of: a power of two up to 16
     wide_planes: bool  # offsets in a plane need 64 bits
     wide_pages: bool  # those inside a page do, too
     wide_rows: bool  # those of a row's heads
@@ -241,6 +242,11 @@ class ReadConfig:
     def tokens(self) -> int:
         """Query tokens in a tile."""
         return self.rows // self.group
+
+    @property
+    def edge_stages(self) -> int:
+        """Stages of a second part's loop: in decode it is one tile long, if that, and no place for a pipeline's code and buffers."""
+        return 1 if self.keys_first else self.stages
 
     @property
     def joined(self) -> bool:

@@ -255,22 +255,33 @@ def page_offset(tile, block_stride, slot_stride, C: tl.constexpr):
 @triton.jit
 def places(keys, values, tile, C: tl.constexpr):
     """Offsets of a tile's codes in both planes; computed once where the planes have the same strides."""
-    k = page_offset(tile, keys.block_stride, keys.slot_stride, C)
+    k = row_offset(tile, keys, C)
     if C.same_strides:
         v = k
     else:
-        v = page_offset(tile, values.block_stride, values.slot_stride, C)
+        v = row_offset(tile, values, C)
     return k, v
 
 
 @triton.jit
-def load_lanes(plane, tile, place, kv_head, HEADS: tl.constexpr, TURNED: tl.constexpr = False, CLEAR: tl.constexpr = False):
+def row_offset(tile, plane, C: tl.constexpr):
+    """Where a tile's rows of codes start."""
+    LANES: tl.constexpr = C.row_bytes // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
+    # Of a stride Triton sees only whether 16 divides it: rows of 48 bytes, say, would be loaded lane by lane. Hints get lost on the way.
+    return page_offset(tile, plane.block_stride // LANES, plane.slot_stride // LANES, C) * LANES
+
+
+@triton.jit
+def load_lanes(
+    plane, tile, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr = False, CLEAR: tl.constexpr = False
+):
     """The codes of a tile, [KEYS, WIDTH], or [WIDTH, KEYS] if TURNED.
 
     Invalid keys read some existing block's bytes, or 0 with CLEAR: modes whose codes can be NaN need that, since 0 * NaN is NaN.
     """
     lane = tl.arange(0, HEADS.width)
-    base = plane.codes + kv_head.to(tl.int64) * plane.head_stride
+    ROW_BYTES: tl.constexpr = C.row_bytes
+    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_BYTES)
     inside = lane < HEADS.lanes
     if TURNED:
         at = base + place[None, :] + lane[:, None]

@@ -37,7 +37,7 @@ _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 }
 """Every combination of these is tried, with the other fields as they are."""
 _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
-    Decode: (_axis("least_share", of=(64, 256, 512)),),
+    Decode: (_axis("least_share", of=(32, 64, 128, 256)), _axis("parts", of=(1, 2))),
     Prefill: (_axis("stages", of=(1, 4)), _axis("registers", of=(None, 128, 168))),
     Write: (),
     Merge: (),
@@ -45,10 +45,10 @@ _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 """These are tried one at a time, with all other fields as they are."""
 
 _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
-    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (4095, 16383)},
+    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (4095, 16383, 131071)},
     "prefill": {"width": (64, 128, 256, 512)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},
-    "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 64), "pieces": (32, 64)},
+    "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 32, 64), "pieces": (32, 64)},
 }
 """Where a class ends and the next begins, each bound the last of its class. Other facts are a class for each value."""
 

@@ -72,6 +72,7 @@ class Decode(Choice):
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
     ``least_share``: keys that a program of a split takes at least, and below which nothing is split.
+    ``parts``: of a tile of single tokens; 2: a loop without masks takes the tiles of which every key counts, a second one the rest.
     """
 
     kind = "decode"
@@ -89,6 +90,7 @@ class Decode(Choice):
     programs_per_sm: int = _value(_whole(1, 32))
     registers: int | None = _value(_REGISTERS)
     least_share: int = _value(_whole(32, 8192))
+    parts: int = _value(_whole(1, 2))
 
 
 @dataclass(frozen=True)

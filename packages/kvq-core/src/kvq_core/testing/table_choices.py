@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 HEAD_SIZES: Final = (128, 64, 256, 512, 576)
 """One of each padded width that a table tells apart, the most usual first."""
-QUERY_LENS: Final = (1, 4, 16, 64)
-"""With groups of four heads: decode tiles of 8, 16 and 64 rows, and prefill."""
-LONGEST: Final = (2048, 1 << 24)
-"""What a call says of its longest sequence: little to read, and more than any table asks for."""
-COMPILED: Final = ("rows", "keys", "warps", "stages", "registers")
+QUERY_LENS: Final = (1, 4, 8, 16, 64)
+"""With groups of four heads: decode tiles of 8, 16, 32 and 64 rows, and prefill."""
+LONGEST: Final = (2048, 1 << 17, 1 << 19, 1 << 24)
+"""What a call says of its longest sequence: little to read, two middling figures, and more than any table asks for."""
+COMPILED: Final = ("rows", "keys", "warps", "stages", "registers", "parts")
 """Fields of a choice that a kernel is compiled for."""
 
 
@@ -56,7 +56,7 @@ class Problem:
 
 
 def name_of(tile: Choice) -> str:
-    """``decode-keys128-warps1-stages2``: the kind, and what a kernel is compiled for."""
+    """``decode-keys128-warps1-stages2-parts1``: the kind, and what a kernel is compiled for."""
     fields = asdict(tile)
     return "-".join([tile.kind, *(f"{name}{fields[name]}" for name in COMPILED if fields.get(name) is not None)])
 

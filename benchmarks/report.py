@@ -159,7 +159,11 @@ def plot(everything: Sequence[Line], title: str, path: Path) -> None:
     panels = [*ops, *(["hbm"] if "decode" in ops else [])]
     if not panels:
         return
-    figure, axes = plt.subplots(len(panels), 1, figsize=(12, 3.2 * len(panels)), squeeze=False, layout="constrained")
+    # A mode has its color in every panel.
+    color = {mode: f"C{i}" for i, mode in enumerate(dict.fromkeys(line.row.mode for line in good))}
+    most = max(len({line.row.setting for line in good if line.row.op == op}) for op in ops)
+    size = (max(12, 1.3 * most), 3.2 * len(panels))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
     for panel, axis in zip(panels, axes[:, 0], strict=True):
         op = "decode" if panel == "hbm" else panel
         mine = [line for line in good if line.row.op == op]
@@ -171,7 +175,7 @@ def plot(everything: Sequence[Line], title: str, path: Path) -> None:
             found = {line.row.setting: line for line in mine if line.row.mode == mode}
             at = [j + (i - (len(modes) - 1) / 2) * width for j, setting in enumerate(settings) if setting in found]
             values = [_height(found[setting], panel, peer) for setting in settings if setting in found]
-            bars = axis.bar(at, values, width * 0.92, label=mode, color=f"C{i}")
+            bars = axis.bar(at, values, width * 0.92, label=mode, color=color[mode])
             axis.bar_label(bars, [f"{v:.2f}" if panel != "hbm" else f"{v:.0f}" for v in values], fontsize=6)
         axis.set_xticks(range(len(settings)), settings)
         if panel == "hbm":
@@ -180,7 +184,13 @@ def plot(everything: Sequence[Line], title: str, path: Path) -> None:
         else:
             axis.set_ylabel(f"{op}: times as fast as\n{_PEER_OF[op] if peer else 'none'}")
             axis.axhline(1, color="black", linewidth=0.8)
-    axes[0, 0].legend(ncols=4, fontsize=7)
+            # Half as fast and twice as fast are equally far from the baseline.
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter("{x:g}")
+            heights = [1.0, *(bar.get_height() for bar in axis.patches)]
+            axis.set_ylim(0.8 * min(0.5, *heights), 1.25 * max(heights))
+    handles = {label: bar for axis in axes[:, 0] for bar, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

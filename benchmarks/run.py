@@ -160,7 +160,9 @@ def show(plan: Plan, facts: dict[str, Any], rows: Sequence[Row], out: Path) -> N
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
-        plan, backends = plan_of(options), modes.backends_of(options.modes, "none")
+        plan = plan_of(options)
+        # The widest first, as the tables of the documentation have them.
+        backends = sorted(modes.backends_of(options.modes, "none"), key=lambda backend: -shapes.row_bytes(backend, 128))
         old = report.load(options.compare) if options.compare else None
     except (ValueError, KVQError) as error:
         print(f"run.py: {error}", file=sys.stderr)

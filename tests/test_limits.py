@@ -1,0 +1,86 @@
+"""What is made of a profiler's words, without one."""
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import limits
+
+pytestmark = pytest.mark.quick
+
+
+def words(launches: dict[str, list[str]], kernels: list[tuple[str, dict[str, str]]]) -> str:
+    """What Nsight Compute prints of ``kernels``, each with its figures, after what the watched process says."""
+    metrics = [*limits._METRICS.values(), *(limits._STALL.format(stall) for stall in limits._STALLS)]
+    lines = io.StringIO()
+    table = csv.DictWriter(lines, ["ID", "Kernel Name", *metrics], quoting=csv.QUOTE_ALL)
+    table.writeheader()
+    table.writerow({"ID": "", "Kernel Name": ""} | {metric: "%" for metric in metrics})
+    for number, (name, figures) in enumerate(kernels):
+        table.writerow({"ID": str(number), "Kernel Name": name} | dict.fromkeys(metrics, "0.5") | figures)
+    return f"==PROF== Connected to process 1\n{limits.LAUNCHES}{json.dumps(launches)}\n==PROF== Disconnected\n{lines.getvalue()}"
+
+
+READ = (
+    "attend",
+    {
+        limits._METRICS["ns"]: "158,464",
+        limits._METRICS["memory"]: "83.5",
+        limits._METRICS["registers"]: "168",
+        limits._STALL.format("wait"): "1.75",
+    },
+)
+MERGE = ("merge_kernel", {limits._METRICS["ns"]: "6000", limits._METRICS["registers"]: "64"})
+COPY = ("void at::native::copy()", {})
+
+
+def test_kernels_are_found_and_told_longest_wait_first() -> None:
+    said = words({"int4:A": ["attend", "merge_kernel"], "int2:A": ["attend"]}, [READ, COPY, MERGE, READ])
+    read, merge, other = limits.limits_of(said)
+    assert (read.call, read.kernel, read.us, read.memory, read.registers) == ("int4:A", "attend", 158.464, 83.5, 168)
+    assert (merge.call, merge.kernel, merge.us, other.call) == ("int4:A", "merge_kernel", 6.0, "int2:A")
+    line = limits.table([read]).splitlines()[-1]
+    assert line.split()[:4] == ["int4:A", "attend", "158.5", "84"] and "168  wait 1.8, " in line
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "==ERROR== ERR_NVGPUCTRPERM",
+        words({"int4:A": ["attend", "merge_kernel"]}, [READ]),
+        words({"int4:A": ["attend"]}, [READ, READ]),
+        words({"int4:A": ["attend", "merge_kernel"]}, [MERGE, READ]),
+    ],
+)
+def test_words_that_are_not_whole_are_refused(said: str) -> None:
+    with pytest.raises(ValueError, match=r"said nothing|ERR_NVGPUCTRPERM|the calls launched"):
+        limits.limits_of(said)
+
+
+def test_one_setting_is_named() -> None:
+    backend, setting = limits.parsed("int4:A-q8")
+    assert (backend.mode, setting.name) == ("int4_per_token_head", "A-q8")
+    for name, problem in {"int4:decode": "need one setting, got A, B", "int4": "none named", "int4:Z": "no such settings: Z"}.items():
+        with pytest.raises(ValueError, match=problem):
+            limits.parsed(name)
+
+
+def test_all_that_is_profiled_by_default_exists() -> None:
+    for name in limits.DEFAULT:
+        limits.parsed(name)
+
+
+@pytest.mark.parametrize(("calls", "reason"), [(["int4:Z"], "no such settings"), (["int5:A"], "int5"), ([], "no ncu|no CUDA")])
+def test_what_cannot_be_run_ends_with_status_2(
+    calls: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(limits, "find_ncu", lambda: None)
+    assert limits.main(calls) == 2
+    assert any(part in capsys.readouterr().err for part in reason.split("|"))

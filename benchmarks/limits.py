@@ -2,7 +2,7 @@
 
 Each call of a mode in one of the benchmarks' settings (shapes.py) runs once under Nsight Compute (``ncu``), with a cold cache, and each of
 its kernels becomes a line: its time alone, the shares of what the memory bus, the issue slots and the tensor cores can do, and what a warp
-waits for between two instructions. Several calls share a process; lines come as each is done, and a process that fails costs its own.
+waits for between two instructions. Several calls share a process; lines come as each is done, and one that fails costs no others.
 
 Exit status: 0; 1 if some calls were not measured; 2 for a machine without CUDA or ncu, or a wrong command line.
 """
@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import checkout
 
@@ -32,7 +30,9 @@ import precompile  # noqa: E402
 import problems  # noqa: E402
 import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend, get_backend  # noqa: E402
+from kvq_core.environment import cuda_tool  # noqa: E402
 from kvq_core.offline import Device  # noqa: E402
+from kvq_core.testing.launches import noted_launches  # noqa: E402
 
 DEFAULT: Final = (
     *(f"{mode}:{setting}" for setting in ("A", "B", "C") for mode in ("none", "int8", "int4", "int2")),
@@ -78,23 +78,11 @@ class Limits:
 
 def profiled(calls: Sequence[str]) -> None:
     """Make each of ``calls`` with the profiler on, once it is warm."""
-    from kvq_core.launched import Launched  # imports triton
-
-    launches: dict[str, list[str]] = {}
-    start = Launched.start
+    launches = {}
     for name in calls:
-        started = launches[name] = []
-
-        def noting(self: Launched, kernel: Any, *given: object, started: list[str] = started, **options: Any) -> None:
-            started.append(kernel.__name__)
-            start(self, kernel, *given, **options)  # type: ignore[arg-type]
-
         call = _call(name)
-        Launched.start = noting  # type: ignore[method-assign]
-        try:
+        with noted_launches() as launches[name]:
             call()
-        finally:
-            Launched.start = start  # type: ignore[method-assign]
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
         call()
@@ -181,12 +169,6 @@ def compiled(calls: Sequence[str]) -> Iterator[str]:
             yield f"{job.mode}:{job.settings[0].name}: {fault}"
 
 
-def find_ncu() -> str | None:
-    """Nsight Compute's command: of PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda."""
-    homes = [home for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda") if home]
-    return shutil.which("ncu") or next((str(path) for path in (Path(home) / "bin" / "ncu" for home in homes) if path.is_file()), None)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, KVQError) as error:
         print(f"limits.py: {error}", file=sys.stderr)
         return 2
-    ncu = find_ncu()
+    ncu = cuda_tool("ncu")
     if not torch.cuda.is_available() or ncu is None:
         lacks = (
             "torch sees no CUDA GPU"

@@ -81,6 +81,6 @@ def test_all_that_is_profiled_by_default_exists() -> None:
 def test_what_cannot_be_run_ends_with_status_2(
     calls: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(limits, "find_ncu", lambda: None)
+    monkeypatch.setattr(limits, "cuda_tool", lambda name: None)
     assert limits.main(calls) == 2
     assert any(part in capsys.readouterr().err for part in reason.split("|"))

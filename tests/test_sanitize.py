@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvq_core.environment import cuda_tool
 from kvq_core.testing import sanitize
-from kvq_core.testing.sanitize import ELSEWHERE, FOUND, errors_of, find_sanitizer, judge, table
+from kvq_core.testing.sanitize import ELSEWHERE, FOUND, errors_of, judge, table
 from kvq_core.testing.sanitizer_slice import REPORT
 
 MEMCHECK = """\
@@ -81,13 +82,13 @@ def test_the_binary_is_found_where_toolkits_put_it(tmp_path: Path, monkeypatch: 
     binary = tmp_path / "bin" / "compute-sanitizer"
     binary.parent.mkdir()
     binary.write_text("#!/bin/sh\n")
-    assert find_sanitizer() != str(binary), "it cannot be run"
+    assert cuda_tool("compute-sanitizer") != str(binary), "it cannot be run"
     binary.chmod(0o755)
-    assert find_sanitizer() == str(binary)
+    assert cuda_tool("compute-sanitizer") == str(binary)
 
 
 def test_without_the_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: None)
+    monkeypatch.setattr(sanitize, "cuda_tool", lambda name: None)
     assert sanitize.main(["none"]) == 2
     assert "need compute-sanitizer" in capsys.readouterr().err
 

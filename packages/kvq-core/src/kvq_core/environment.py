@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -86,6 +87,14 @@ class GPU:
     capability: str
     memory: int
     """bytes"""
+
+
+def cuda_tool(name: str) -> str | None:
+    """The path of a command of NVIDIA's toolkit that can be run: from PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda."""
+    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda") if home]
+    places = [home / folder / name for home in homes for folder in ("bin", name)]
+    found = (str(place) for place in places if place.is_file() and os.access(place, os.X_OK))
+    return shutil.which(name) or next(found, None)
 
 
 def architecture(properties: Any) -> str:

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from tabulate import tabulate
 from tqdm import tqdm
 
+from kvq_core.environment import cuda_tool
 from kvq_core.testing.sanitizer_slice import REPORT
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -55,14 +55,6 @@ class Outcome:
     @property
     def clean(self) -> bool:
         return not self.trouble and not any(self.errors.values())
-
-
-def find_sanitizer() -> str | None:
-    """The compute-sanitizer of PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda."""
-    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda") if home]
-    places = [home / folder / "compute-sanitizer" for home in homes for folder in ("bin", "compute-sanitizer")]
-    found = (str(place) for place in places if place.is_file() and os.access(place, os.X_OK))
-    return shutil.which("compute-sanitizer") or next(found, None)
 
 
 def errors_of(said: str) -> tuple[dict[str, int], bool]:
@@ -166,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from kvq_core.registry import get_backend, list_backends
 
-    sanitizer = find_sanitizer()
+    sanitizer = cuda_tool("compute-sanitizer")
     if sanitizer is None:
         need = "need compute-sanitizer, which comes with NVIDIA's CUDA toolkit: put it in PATH, or set CUDA_HOME"
         print(f"no compute-sanitizer in PATH, CUDA_HOME/bin, CUDA_PATH/bin or /usr/local/cuda/bin: {need}", file=sys.stderr)

@@ -27,6 +27,7 @@ import torch
 
 from kvq_core.testing import layouts, scene
 from kvq_core.testing.cases import LAYOUTS, Case
+from kvq_core.testing.launches import noted_launches
 from kvq_core.testing.places import Place
 from kvq_core.testing.spaces import workspaces
 
@@ -113,23 +114,14 @@ def main(argv: list[str] | None = None) -> int:
     from kvq_core.testing.fuzz import settle, subject_of
 
     settle("interpret" if chosen.device == "cpu" else "gpu")
-    from kvq_core.launched import Launched  # imports triton
-
-    launches: Counter[str] = Counter()
-    start = Launched.start
-
-    def counting(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        launches[kernel.__name__] += 1
-        start(self, kernel, grid, *arguments, **options)
-
-    Launched.start = counting  # type: ignore[method-assign]
     subject, begin = subject_of(chosen.mode, ()), time.monotonic()
     cases = list(cases_of(subject.make_backend()))
-    for number, (case, options) in enumerate(cases, 1):
-        run(subject, case, options, torch.device(chosen.device))
-        # A tool slows some things down a thousandfold: if the time is over, the last of these lines says where it went.
-        print(f"problem {number} of {len(cases)} after {time.monotonic() - begin:.0f} s", flush=True)
-    print(REPORT + json.dumps(launches), flush=True)
+    with noted_launches() as launches:
+        for number, (case, options) in enumerate(cases, 1):
+            run(subject, case, options, torch.device(chosen.device))
+            # A tool slows some things down a thousandfold: if the time is over, the last of these lines says where it went.
+            print(f"problem {number} of {len(cases)} after {time.monotonic() - begin:.0f} s", flush=True)
+    print(REPORT + json.dumps(Counter(launches)), flush=True)
     return 0
 
 

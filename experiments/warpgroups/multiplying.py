@@ -1,0 +1,106 @@
+"""A multiplying group: its query rows against tile after tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kvq_core.kernels.args import LOG2E as _LOG2E
+from warpgroups.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
+from warpgroups.queries import load_queries, rows_of, store_output
+from warpgroups.work import all_exist
+
+LOG2E = gl.constexpr(_LOG2E.value)
+
+
+@gluon.jit
+def multiply_tiles(
+    GROUP: gl.constexpr, work, span, shared,
+    SCALED: gl.constexpr, SMALL_FIRST: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, ADJACENT: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
+    D: gl.constexpr = C.head_size
+    unit = load_queries(work, GROUP, BALANCED, ADJACENT, C) * work.score_unit
+    left = gl.maximum(unit, 2.0**-126)
+    if SMALL_FIRST:
+        left = gl.full_like(unit, 1.0)
+    _, head, position, valid = rows_of(work, GROUP, ROWS, C)
+    acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
+    top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+    total = gl.zeros([HALF], gl.float32, ROWS)
+    largest = gl.full([HALF], 1e-30, gl.float32, ROWS)
+    whole = gl.where(all_exist(span.whole * C.keys, span, C), span.whole, 0)
+    query = work.tile.index(GROUP)
+    for n in range(0, whole):
+        acc, top, total, largest = multiply(n, acc, top, total, largest, unit, left, position, query, shared, SCALED, SMALL_FIRST, False, C)
+    for n in range(whole, span.last):
+        acc, top, total, largest = multiply(n, acc, top, total, largest, unit, left, position, query, shared, SCALED, SMALL_FIRST, True, C)
+    share, total = take_sink(top, total, left, head, valid, work, SINKS)
+    share = share * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
+    if SCALED:
+        share = share * largest
+    store_output(acc * share[:, None], work, GROUP, ADJACENT, C)
+
+
+@gluon.jit
+def multiply(
+    n, acc, top, total, largest, unit, left, position, query, shared,
+    SCALED: gl.constexpr, SMALL_FIRST: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
+    KEYS: gl.constexpr = C.keys
+    at = n % C.stages
+    full = (n // C.stages) & 1
+    mbarrier.wait(shared.k_full.index(at), full)
+    nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
+    s = warpgroup_mma(query, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if SCALED:
+        k_scale = shared.k_scales.index(at).load(COLUMNS)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if not EDGE:
+        mbarrier.arrive(shared.k_free.index(at), count=1)
+    if SMALL_FIRST:
+        # Sums of codes times the scale of a huge key overflow, unless the query's small factor comes first.
+        s = s * unit[:, None]
+    if SCALED:
+        # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
+        s = gl.fma(s, nothing + k_scale[None, :], nothing)
+    if EDGE:
+        place = shared.places.index(at).load(COLUMNS)
+        mbarrier.arrive(shared.k_free.index(at), count=1)
+        s = gl.where(place[None, :] <= position[:, None], s, float("-inf"))
+    new = gl.maximum(top, gl.max(s, 1))
+    safe = gl.where(new == float("-inf"), 0.0, new)
+    p = gl.exp2((s - safe[:, None]) * left[:, None])
+    alpha = gl.exp2((top - safe) * left)
+    total = total * alpha + gl.sum(p, 1)
+    mbarrier.wait(shared.v_full.index(at), full)
+    if SCALED:
+        grown = shared.v_largest.index(at).load(ROWS)
+        p = p * shared.v_scales.index(at).load(COLUMNS)[None, :]
+        alpha = alpha * (largest / grown)
+        largest = grown
+    elif C.format.streams > 1:
+        p = p * 256.0
+    weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
+    acc = warpgroup_mma(weights, shared.v.index(at), acc * alpha[:, None], is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(shared.v_free.index(at), count=1)
+    return acc, new, total, largest
+
+
+@gluon.jit
+def take_sink(top, total, left, head, valid, work, SINKS: gl.constexpr):
+    """(factor for the accumulator, sum of weights) with exp(sink) in the sum."""
+    factor = gl.full_like(total, 1.0)
+    if SINKS:
+        zero = gl.zeros_like(total)
+        sink = gl.load(work.sinks + head, mask=valid, other=float("-inf")).to(gl.float32)
+        # Products rounded before the difference, as in softmax.add_sink.
+        sink = gl.fma(sink, gl.full_like(total, LOG2E), zero)
+        top = gl.fma(top, left, zero)
+        new = gl.maximum(top, sink)
+        safe = gl.where(new == float("-inf"), 0.0, new)
+        factor = gl.exp2(top - safe)
+        total = total * factor + gl.exp2(sink - safe)
+    return factor, total

@@ -50,7 +50,7 @@ def asked(backend: QuantKVBackend, setting: Setting, device: Device) -> list[Ask
     """What is looked up to plan ``setting`` on ``device``."""
     # A table without entries: what was planned before is asked for again.
     with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as questions:
-        _call(backend, setting)
+        call(backend, setting)
     return questions
 
 
@@ -82,13 +82,13 @@ def compile_one(job: Job) -> str:
     try:
         with ops.planning_with(only(job.device.arch, *job.choices)), compiling_for(job.device):
             for setting in job.settings:
-                _call(get_backend(job.mode), setting)
+                call(get_backend(job.mode), setting)
     except Exception as caught:  # a candidate that does not compile is no candidate
         return brief(caught)
     return ""
 
 
-def _call(backend: QuantKVBackend, setting: Setting) -> None:
+def call(backend: QuantKVBackend, setting: Setting) -> None:
     """The door, with arguments that have no values."""
     if isinstance(setting, Write):
         backend.reshape_and_cache(**problems.write(backend, setting, META))

@@ -32,20 +32,20 @@ import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend, get_backend, ops  # noqa: E402
 from kvq_core.kernels.args import ReadConfig  # noqa: E402
 from kvq_core.launched import Launched  # noqa: E402
-from kvq_core.offline import Device, compiling_for  # noqa: E402
+from kvq_core.offline import compiling_for  # noqa: E402
 from kvq_core.plans import Prefill  # noqa: E402
 from timing import Timer  # noqa: E402
+from tune import ASSUMED  # noqa: E402
 
 ROUNDING: Final = 2e-3
 """Of 16-bit results, by two orders of summing."""
 REPEATS: Final = 20
 MODES: Final = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2")
 TILE: Final = Prefill(rows=128, keys=128, warps=4, stages=2, registers=None)
-H200: Final = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
 
 
 @contextlib.contextmanager
-def by_groups(arch: str) -> Iterator[list[ReadConfig]]:
+def by_groups() -> Iterator[list[ReadConfig]]:
     """Within the block, warp groups take every launch that is planned with :data:`TILE`, as all of many rows are. Yields what they took."""
     from warpgroups.attend import attend
 
@@ -61,7 +61,7 @@ def by_groups(arch: str) -> Iterator[list[ReadConfig]]:
 
     Launched.start = replaced  # type: ignore[method-assign]
     try:
-        with ops.planning_with(precompile.only(arch, TILE)):
+        with ops.planning_with(precompile.only(ASSUMED.arch, TILE)):
             yield taken
     finally:
         Launched.start = start  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def compare(backend: QuantKVBackend, setting: shapes.Read, timer: Timer) -> tupl
     wanted = call().float()
     own = timer.measure(call, setting.bytes(backend)).device_us
     out.fill_(torch.nan)
-    with by_groups("sm_90") as taken:
+    with by_groups() as taken:
         got = call().clone()
         if not taken:
             raise RuntimeError(f"{backend.mode}, {setting.name}: warp groups took no launch")
@@ -91,11 +91,11 @@ def compare(backend: QuantKVBackend, setting: shapes.Read, timer: Timer) -> tupl
 
 
 def compiled(backend: QuantKVBackend, setting: shapes.Read) -> tuple[Any, ...]:
-    """(mode, registers, spilled bytes, instructions in all, in the loop of those who multiply, shared memory)."""
+    """(mode, registers of a thread when a program begins, bytes of its stack, instructions and matrix products in all, shared memory)."""
     from kvq_core.testing import machine_code
 
-    with compiling_for(H200) as kernels, by_groups("sm_90"):
-        precompile._call(backend, setting)
+    with compiling_for(ASSUMED) as kernels, by_groups():
+        precompile.call(backend, setting)
     (kernel,) = kernels
     facts = machine_code.of_cuda(kernel)
     return backend.mode, facts["registers"], facts["spilled"], facts["instructions"], facts["products"], kernel.metadata.shared
@@ -111,10 +111,12 @@ def main() -> int:
     except KVQError as error:
         print(error, file=sys.stderr)
         return 2
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("TRITON_INTERPRET=1 is set: Gluon has no interpreter", file=sys.stderr)
+        return 2
     if options.compile:
-        os.environ.pop("TRITON_INTERPRET", None)
         rows = [compiled(backend, shapes.PREFILL[0]) for backend in backends]
-        print(tabulate(rows, headers=("mode", "registers", "spilled", "instructions", "products", "shared")))
+        print(tabulate(rows, headers=("mode", "registers", "stack", "instructions", "products", "shared")))
         return 0
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("need a GPU of compute capability 9.0 (H100, H200); --compile needs none", file=sys.stderr)

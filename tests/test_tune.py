@@ -225,8 +225,8 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says(monkeypatch: pytest.M
         started.clear()
         # An empty table has everything planned anew.
         with ops.planning_with(Table(arch, {})), offline._on(replace(tune.ASSUMED, arch=arch)):
-            precompile._call(get_backend("int4"), tune.shapes.HEADLINE[0])
-            precompile._call(get_backend("int4"), tune.shapes.WRITE[0])
+            precompile.call(get_backend("int4"), tune.shapes.HEADLINE[0])
+            precompile.call(get_backend("int4"), tune.shapes.WRITE[0])
         attend, merge, write = started
         assert (attend["num_stages"] == 7, merge["num_warps"] == 16, write["num_warps"] == 16) == (changed,) * 3
         assert (write["C"].rows == 128) == changed

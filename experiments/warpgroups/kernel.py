@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from warpgroups.layouts import GROUPS, HALF, OPERAND, PLAIN, REGISTERS, WARPS, Buffers, Codes, Span, Work
 from warpgroups.multiplying import LOG2E, multiply_tiles
-from warpgroups.unpacking import copy_tiles, unpack_tiles
+from warpgroups.unpacking import fill_tiles
 from warpgroups.work import find_work
 
 
@@ -37,7 +37,7 @@ def attend_in_groups(
     SCALE_OF: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Causal attention of one row block and kv head; arguments as those of the portable kernels (args.py), and what a mode brings:
+    """Causal attention of one row block and kv head; arguments as those of kvq's kernels (kvq_core.kernels.args), and what a mode brings:
 
     ``key_worth``, ``value_worth``: what an operand of 1 stands for, beside its row's scale. SCALED: rows have scales, SCALE_OF(word).
     SMALL_FIRST: sums of operands may overflow with their scale, and take the query's factor first. UNPACK(words [KEYS, n], scale words
@@ -48,6 +48,10 @@ def attend_in_groups(
     STAGES: gl.constexpr = C.stages
     PACKED: gl.constexpr = C.format.streams > 1
     gl.static_assert(D == 128 and C.head_size_v == 128 and KEYS == 128 and C.rows == GROUPS * HALF, "heads of 128, tiles of 128 x 128")
+    gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
+    gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
+    gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
+    gl.static_assert(C.output == "" and C.split == "" and not C.shifted, "no fp8 output, no split, no sinks beside smoothed keys")
     kv_head = gl.program_id(1)
     found, seq, row_start, num_rows, first_token, context_len, stop = find_work(gl.program_id(0), num_seqs, table_width, batch, C)
     if found:
@@ -126,23 +130,12 @@ def attend_in_groups(
             matrix,
             ready,
         )
-        if PACKED:
-            gl.warp_specialize(
-                [
-                    (unpack_tiles, (k, v, span, shared, SCALED, UNPACK, SCALE_OF, C)),
-                    (multiply_tiles, (0, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
-                    (multiply_tiles, (1, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
-                ],
-                [WARPS, WARPS],
-                [REGISTERS, REGISTERS],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (copy_tiles, (k, v, span, shared, C)),
-                    (multiply_tiles, (0, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
-                    (multiply_tiles, (1, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
-                ],
-                [WARPS, WARPS],
-                [REGISTERS, REGISTERS],
-            )
+        gl.warp_specialize(
+            [
+                (fill_tiles, (k, v, span, shared, SCALED, UNPACK, SCALE_OF, C)),
+                (multiply_tiles, (0, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
+                (multiply_tiles, (1, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
+            ],
+            [WARPS, WARPS],
+            [REGISTERS, REGISTERS],
+        )

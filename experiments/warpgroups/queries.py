@@ -51,25 +51,22 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
     x = gl.load(work.queries + offset[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
     tile = work.tile.index(GROUP)
-    if C.format.streams == 1 and not BALANCED:
-        tile.store(x)
-        fence_async_shared()
-        worth = gl.full([HALF], 1.0, gl.float32, ROWS)
+    y = x
+    if BALANCED:
+        y = x.to(gl.float32) * gl.load(work.factor + work.kv_head * D + channel)[None, :]
+    worth = gl.full([HALF], 1.0, gl.float32, ROWS)
+    if C.format.streams == 1:
+        tile.store(y.to(x.dtype))
     else:
-        y = x.to(gl.float32)
-        if BALANCED:
-            y = y * gl.load(work.factor + work.kv_head * D + channel)[None, :]
-        if C.format.streams == 1:
-            tile.store(y.to(x.dtype))
-            worth = gl.full([HALF], 1.0, gl.float32, ROWS)
-        else:
-            if C.format.rotated:
-                PARTS: gl.constexpr = 1 if x.dtype == gl.bfloat16 and not BALANCED else (2 if x.dtype == gl.float16 and not BALANCED else 3)
-                y = rotated(y, tile, work, GROUP, ADJACENT, PARTS, C)
-            peak = gl.maximum(gl.max(gl.abs(y), 1), 2.0**-100)
-            tile.store((y * (64.0 / peak)[:, None]).to(gl.float16))
-            worth = gl.convert_layout(peak, ROWS) * (1.0 / 64.0)
-        fence_async_shared()
+        # Eight bits are a part: what a dtype's numbers have of them.
+        PARTS: gl.constexpr = 1 if y.dtype == gl.bfloat16 else (2 if y.dtype == gl.float16 else 3)
+        y = y.to(gl.float32)
+        if C.format.rotated:
+            y = rotated(y, tile, work, GROUP, ADJACENT, PARTS, C)
+        peak = gl.maximum(gl.max(gl.abs(y), 1), 2.0**-100)
+        tile.store((y * (64.0 / peak)[:, None]).to(gl.float16))
+        worth = gl.convert_layout(peak, ROWS) * (1.0 / 64.0)
+    fence_async_shared()
     return worth
 
 

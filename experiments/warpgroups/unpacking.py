@@ -12,8 +12,17 @@ UNSEEN = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
+def fill_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr):
+    """Tile after tile into the next free buffers."""
+    if C.format.streams == 1:
+        copy_tiles(keys, values, span, shared, C)
+    else:
+        unpack_tiles(keys, values, span, shared, SCALED, UNPACK, SCALE_OF, C)
+
+
+@gluon.jit
 def unpack_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr):
-    """Tile after tile into the next free buffers. While one is unpacked, the next one's loads are on their way."""
+    """Tiles of packed rows. While one is unpacked, the next one's loads are on their way."""
     KEYS: gl.constexpr = C.keys
     WORDS: gl.constexpr = C.head_size // (2 * C.format.streams)
     LAYOUT: gl.constexpr = word_layout(WORDS)
@@ -36,10 +45,7 @@ def unpack_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.co
         shared.places.index(at).store(gl.where(seen, place, UNSEEN))
         if SCALED:
             shared.k_scales.index(at).store(SCALE_OF(k_word))
-        words = UNPACK(k, gl.convert_layout(k_word, BY_ROW))
-        shared.k.index(at)._reinterpret(gl.uint32, [KEYS, C.head_size // 2], PAIRS).store(words.reshape([KEYS, C.head_size // 2]))
-        fence_async_shared()
-        mbarrier.arrive(shared.k_full.index(at), count=1)
+        hand_over(k, gl.convert_layout(k_word, BY_ROW), shared.k.index(at), shared.k_full.index(at), UNPACK, C)
         k = load_words(keys, row_block, row_slot, WORDS, LAYOUT, C)
         block, slot, seen, place = key_places(n + 1, span, VECTOR, C)
         if SCALED:
@@ -51,13 +57,20 @@ def unpack_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.co
             largest = gl.maximum(largest, gl.max(scale, 0))
             shared.v_scales.index(at).store(scale * (256.0 / largest))
             shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + largest)
-        words = UNPACK(v, gl.convert_layout(v_word, BY_ROW))
-        shared.v.index(at)._reinterpret(gl.uint32, [KEYS, C.head_size // 2], PAIRS).store(words.reshape([KEYS, C.head_size // 2]))
-        fence_async_shared()
-        mbarrier.arrive(shared.v_full.index(at), count=1)
+        hand_over(v, gl.convert_layout(v_word, BY_ROW), shared.v.index(at), shared.v_full.index(at), UNPACK, C)
         v = load_words(values, row_block, row_slot, WORDS, LAYOUT, C)
         if SCALED:
             v_word = load_scales(values, block, slot, seen)
+
+
+@gluon.jit
+def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
+    """Packed rows [KEYS, n] as operands into ``tile``, which is then announced as full."""
+    KEYS: gl.constexpr = C.keys
+    WIDTH: gl.constexpr = C.head_size // 2
+    tile._reinterpret(gl.uint32, [KEYS, WIDTH], PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -74,15 +87,18 @@ def copy_tiles(keys, values, span, shared, C: gl.constexpr):
         mbarrier.wait(shared.v_free.index(at), free)
         copy_rows(shared.v.index(at), values, block, slot, seen, C)
         if n > 0:
-            async_copy.wait_group(2)
-            fence_async_shared()
-            mbarrier.arrive(shared.k_full.index((n - 1) % C.stages), count=1)
-            mbarrier.arrive(shared.v_full.index((n - 1) % C.stages), count=1)
+            announce_copies(n - 1, 2, shared, C)
     if span.last > 0:
-        async_copy.wait_group(0)
-        fence_async_shared()
-        mbarrier.arrive(shared.k_full.index((span.last - 1) % C.stages), count=1)
-        mbarrier.arrive(shared.v_full.index((span.last - 1) % C.stages), count=1)
+        announce_copies(span.last - 1, 0, shared, C)
+
+
+@gluon.jit
+def announce_copies(n, LATER: gl.constexpr, shared, C: gl.constexpr):
+    """Wait for tile n's copies, after which LATER were begun, and say that it is full."""
+    async_copy.wait_group(LATER)
+    fence_async_shared()
+    mbarrier.arrive(shared.k_full.index(n % C.stages), count=1)
+    mbarrier.arrive(shared.v_full.index(n % C.stages), count=1)
 
 
 @gluon.jit

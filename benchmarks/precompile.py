@@ -22,12 +22,13 @@ import problems  # noqa: E402
 from kvq_core import QuantKVBackend, get_backend, ops  # noqa: E402
 from kvq_core.environment import kernels_of  # noqa: E402
 from kvq_core.offline import Device, compiling_for, planning_for  # noqa: E402
-from kvq_core.plans import KINDS, Choice, Entry, Table, choose  # noqa: E402
+from kvq_core.plans import KINDS, Choice, Entry, Groups, Prefill, Table, choose  # noqa: E402
 from kvq_core.plans.lookup import Asked, listening  # noqa: E402
 from rows import brief  # noqa: E402
 from shapes import Setting, Write  # noqa: E402
 
 META = torch.device("meta")
+NO_GROUPS = Groups(groups=0, stages=2, registers=184)
 MOST_PROCESSES = 32
 
 
@@ -42,16 +43,22 @@ class Job:
 
 
 def only(arch: str, *choices: Choice) -> Table:
-    """A table that has each of ``choices`` for every problem of its kind."""
-    return Table(arch, {choice.kind: (Entry({}, choice),) for choice in choices})
+    """A table that has each of ``choices`` for every problem of its kind. A tile for many rows alone: no warp groups take them."""
+    entries = {choice.kind: (Entry({}, choice),) for choice in choices}
+    if Prefill.kind in entries:
+        entries.setdefault(Groups.kind, (Entry({}, NO_GROUPS),))
+    return Table(arch, entries)
 
 
 def asked(backend: QuantKVBackend, setting: Setting, device: Device) -> list[Asked]:
-    """What is looked up to plan ``setting`` on ``device``."""
-    # A table without entries: what was planned before is asked for again.
-    with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as questions:
-        call(backend, setting)
-    return questions
+    """What is looked up to plan ``setting`` on ``device``, and what would be, without warp groups."""
+    found: list[Asked] = []
+    # Tables that answer little or nothing: what was planned before is asked for again.
+    for table in (Table(device.arch, {}), only(device.arch, NO_GROUPS)):
+        with ops.planning_with(table), planning_for(device), listening() as questions:
+            call(backend, setting)
+        found += [question for question in questions if question not in found]
+    return found
 
 
 def choices_of(backend: QuantKVBackend, setting: Setting, device: Device) -> tuple[Choice, ...]:

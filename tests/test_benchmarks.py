@@ -231,7 +231,7 @@ def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(monkeypat
         assert {check.problem.seq_lens for check in of_mode if check.choices == large} == {p.seq_lens for p in gate.PROBLEMS[:2]}
         small = [precompile.choices_of(get_backend(mode), check.problem, tune.ASSUMED) for check in of_mode]
         assert large[0] not in [choice for choices in small for choice in choices]
-        assert {type(choice).kind for check in of_mode for choice in check.choices} == {"decode", "merge", "prefill", "write"}
+        assert {type(choice).kind for check in of_mode for choice in check.choices} == {"decode", "groups", "merge", "prefill", "write"}
     (plain,) = {check.choices for check in gate.checks_of([get_backend("int4")], shapes.HEADLINE, None)}
     assert plain == ()
 

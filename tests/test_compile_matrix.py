@@ -19,7 +19,7 @@ import triton
 from kvq_core import get_backend, ops
 from kvq_core.kernels.args import Heads
 from kvq_core.offline import planning_for
-from kvq_core.plans import Decode, Prefill, Table, choose, lookup
+from kvq_core.plans import Decode, Groups, Prefill, Table, choose, lookup
 from kvq_core.plans.lookup import SWITCH, listening
 from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_tiles
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
@@ -139,6 +139,9 @@ def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) 
         for lane_bytes in (2, 4) if fixed["streams"] == 1 else (2,):
             facts = fixed | {"width": width, "lane_bytes": lane_bytes}
             every.add(name_of(choose(target, Prefill, facts)))
+            groups = choose(target, Groups, facts | {"rows": 256})
+            if groups.groups and (width, lane_bytes) == (128, 2):
+                every.add(name_of(groups))
             for rows, keys in itertools.product((8, 16, 32, 64, 128), (0, *(2**n for n in range(0, 25, 2)))):
                 every.add(name_of(choose(target, Decode, facts | {"rows": rows, "keys_per_sm": keys})))
     assert found.keys() == every

@@ -191,7 +191,7 @@ WRONG: list[tuple[list[Any], Any, str]] = [
     (["format"], 2, "format: got 2, need 1, the format that this version of kvq reads"),
     (["format"], KeyError, "format: got None, need a value: it is missing"),
     (["arch"], 90, "arch: got 90, need text"),
-    (["prefil"], [], "prefil: got [], need one of arch, decode, format, merge, prefill, runs, write in its place"),
+    (["prefil"], [], "prefil: got [], need one of arch, decode, format, groups, merge, prefill, runs, write in its place"),
     (["write"], {}, "write: got {}, need a list"),
     (["write", 0], 7, "write[0]: got 7, need an object"),
     (["write", 0, "where", "keys"], 3, "write[0].where.keys: got 3, need one of rows, streams, variant, width in its place"),

@@ -155,8 +155,18 @@ def test_long_decode_takes_wider_tiles_where_that_was_measured() -> None:
     one = {"arch": "sm_90", "num_seqs": 1, "max_seqlen_k": 131072}
     problems = [replace(A, **facts, lanes=128 // n, streams=n) for facts in ({"arch": "sm_90"}, one) for n in (4, 8)]
     assert [plan(problem)[0].tile.keys for problem in problems] == [128, 128, 64, 128]
-    tiles = {plan(replace(problem, max_seqlen_k=512, num_seqs=1))[0].tile.keys for problem in problems}
+    tiles = {plan(replace(problem, max_seqlen_k=4096, num_seqs=1))[0].tile.keys for problem in problems}
     assert tiles == {64}
+
+
+def test_one_short_sequence_takes_shorter_tiles_and_shares() -> None:
+    """On sm_90, from 16 to 63 keys a multiprocessor."""
+    for streams in (1, 2, 4, 8):
+        problem = replace(A, arch="sm_90", num_seqs=1, lanes=128 // streams, streams=streams)
+        short, longer = (plan(replace(problem, max_seqlen_k=keys))[0].tile for keys in (512, 2048))
+        assert (short.keys, short.least) == (32, 1) and longer.keys * longer.least == 64
+        # However short: a piece more costs a merge.
+        assert plan(replace(problem, max_seqlen_k=64))[0].split == ""
 
 
 def test_short_contexts_are_not_split() -> None:

@@ -21,13 +21,14 @@ from kvq_core.cli import suite  # noqa: E402
 from kvq_core.cli.app import app  # noqa: E402
 from kvq_core.errors import KVQError  # noqa: E402
 from kvq_core.launched import Launched  # noqa: E402
-from kvq_core.plans import KINDS, Choice, Decode, Merge, Prefill, Range, Run, Table, Write, choose, lookup  # noqa: E402
+from kvq_core.plans import KINDS, Choice, Decode, Groups, Merge, Prefill, Range, Run, Table, Write, choose, lookup  # noqa: E402
 from kvq_core.plans.candidates import candidates, class_of  # noqa: E402
 from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select  # noqa: E402
 
 PRESENT = {
     "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128, parts=1),
     "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
+    "groups": Groups(groups=0, stages=2, registers=184),
     "write": Write(rows=16, warps=1),
     "merge": Merge(few=8, pieces=32, blocks=8, warps=4),
 }
@@ -52,7 +53,7 @@ def nobody_s_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_candidates_are_bounded_valid_and_begin_with_the_present_choice(kind: str, quick: bool) -> None:
     found = candidates(PRESENT[kind], quick=quick)
     assert found[0] == PRESENT[kind] and len(found) == len(set(found))
-    assert 5 < len(found) <= (16 if quick else 64)
+    assert 3 < len(found) <= (16 if quick else 64)
     for choice in found:
         for name, values in type(choice).values().items():
             assert values.allow(getattr(choice, name)), (choice, name)
@@ -75,7 +76,8 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
     assert where["keys_per_sm"] == Range(16384, 131071)
     assert class_of("decode", {**facts, "keys_per_sm": 131072})["keys_per_sm"] == Range(131072, None)
     assert class_of("decode", {**facts, "keys_per_sm": 16383})["keys_per_sm"] == Range(4096, 16383)
-    assert class_of("decode", {**facts, "keys_per_sm": 0})["keys_per_sm"] == Range(None, 4095)
+    assert class_of("decode", {**facts, "keys_per_sm": 64})["keys_per_sm"] == Range(64, 4095)
+    assert class_of("decode", {**facts, "keys_per_sm": 0})["keys_per_sm"] == Range(None, 15)
     table = Table("sm_90", {"decode": (tune.Entry(where, PRESENT["decode"]),)})
     assert table.find("decode", facts)
     others = ({"width": 64}, {"width": 256}, {"rows": 16}, {"keys_per_sm": 16383}, {"variant": "fp8"}, {"streams": 4}, {"scaled": False})
@@ -190,13 +192,14 @@ def by_name(found: Sequence[tune.Class]) -> dict[str, tune.Class]:
 def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
     backend = get_backend(mode)
     found = by_name(tune.classes(backend, "decode", tune.ASSUMED, quick=False))
-    long, middling, short = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even", "b1-512, b32-512, b1-4096"
-    assert found.keys() == {"ragged", long, middling, short, "A-q4, A-g16", "A-q8", "A-d64", "A-d192, A-d256"}
+    long, middling, short = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even", "b32-512, b1-4096"
+    assert found.keys() == {"ragged", long, middling, short, "b1-512", "A-q4, A-g16", "A-q8", "A-d64", "A-d192, A-d256"}
     for name, keys in (
         ("ragged", Range(131072, None)),
         (long, Range(16384, 131071)),
         (middling, Range(4096, 16383)),
-        (short, Range(None, 4095)),
+        (short, Range(64, 4095)),
+        ("b1-512", Range(16, 63)),
     ):
         assert found[name].where["keys_per_sm"] == keys
     assert by_name(tune.classes(backend, "write", tune.ASSUMED, quick=True)).keys() == {"w64", "w8192"}
@@ -311,7 +314,7 @@ def test_faults_are_shown_and_what_cannot_be_measured_is_not_written(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--kinds", "decode,speed"], "--kinds: got decode,speed, need some of decode, prefill, write, merge"),
+        (["--kinds", "decode,speed"], "--kinds: got decode,speed, need some of decode, prefill, groups, write, merge"),
         (["--modes", "int9"], "int9"),
     ],
 )

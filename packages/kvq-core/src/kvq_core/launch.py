@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from kvq_core.environment import architecture
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.merge import merge_kernel
-from kvq_core.launched import Launched
+from kvq_core.launched import Launched, triton_is_known
 from kvq_core.repeat import ALIGNMENT
 from kvq_core.spec import Attention, NewRows, Plane, Smoothing
 from kvq_core.workspace import sole_use
@@ -118,18 +119,22 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     return launched
 
 
-def launch_attention(kernel: Any, attention: Attention, form: args.Format) -> Launched:
-    """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch."""
+def launch_attention(kernel: Any, attention: Attention, form: args.Format, in_groups: Callable[[], Any] | None = None) -> Launched:
+    """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch.
+
+    ``in_groups``: gets the mode's kernel of warp groups (:mod:`kvq_core.kernels.warpgroups`), if it has one, once a plan asks for it.
+    """
     launched = Launched(attention.q.device)
-    problem = problem_of(attention, form)
+    problem = problem_of(attention, form, in_groups is not None)
     with sole_use(attention.q.device):
         for launch in schedule.plan(problem):
-            _launch(launched, kernel, attention, form, problem, launch)
+            chosen = in_groups() if in_groups is not None and launch.tile.groups else kernel
+            _launch(launched, chosen, attention, form, problem, launch)
     return launched
 
 
-def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
-    """The facts that the plan depends on."""
+def problem_of(attention: Attention, form: args.Format, has_groups: bool = False) -> schedule.Problem:
+    """The facts that the plan depends on. ``has_groups``: the mode has a kernel of warp groups."""
     batch, q = attention.batch, attention.q
     device = _device_facts(q.device)
     head = args.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
@@ -156,7 +161,26 @@ def problem_of(attention: Attention, form: args.Format) -> schedule.Problem:
         batch_invariant=attention.batch_invariant,
         arch=device.arch,
         variant=form.variant,
+        groups_fit=has_groups and groups_fit(attention, form),
     )
+
+
+def groups_fit(attention: Attention, form: args.Format) -> bool:
+    """Whether kernels of warp groups can take this call: on sm_90, heads of 128, 16-byte rows, plain causal attention."""
+    device, scoring = _device_facts(attention.q.device), attention.scoring
+    if device.arch != "sm_90" or not device.use_asm or interpreting() or not triton_is_known():
+        return False
+    plain = scoring.window_left < 0 and scoring.softcap <= 0
+    plain = plain and attention.output_scale is None and attention.out.dtype not in _FP8_NAMES
+    plain = plain and scoring.alibi_slopes is None and scoring.qq_bias is None and scoring.mm_prefix_range is None
+    # A sink sees what smoothed scores are short of.
+    plain = plain and (attention.smoothing is None or scoring.sinks is None)
+    unpacked = form.streams == 1
+    shaped = attention.q.shape[2] == attention.out.shape[2] == 128 and attention.queries_per_kv <= 128
+    if not plain or not shaped or (unpacked and not attention.q.dtype == attention.keys.codes.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    rows = (_row_bytes(attention.keys), _row_bytes(attention.values))
+    return min(rows) == ALIGNMENT and attention.keys.block_size * max(_strides(attention.keys) + _strides(attention.values)) < 2**31
 
 
 def _launch(
@@ -193,7 +217,7 @@ def _launch(
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **({"maxnreg": tile.registers} if tile.registers and config.use_asm else {}),
+        **({"maxnreg": tile.registers} if tile.registers and config.use_asm and not tile.groups else {}),
     )
     if not launch.split:
         return
@@ -252,6 +276,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         shifted=attention.smoothing is not None and (attention.scoring.softcap > 0 or attention.scoring.sinks is not None),
         output=_FP8_NAMES.get(attention.out.dtype, ""),
+        registers=(tile.registers or 0) if tile.groups else 0,
         use_asm=_device_facts(attention.q.device).use_asm,
         overlap=bool(launch.split) and _overlaps(attention.q.device),
         upcast_dots=interpreting(),

@@ -124,6 +124,7 @@ def _on(device: Device) -> Iterator[None]:
         _replaced(ops, "kernels_run_on", lambda device: True),
         _replaced(launch, "_device_facts", lambda device: facts),
         _replaced(launch, "_overlaps", lambda tensors: device.overlaps),
+        _replaced(launch, "interpreting", lambda: False),
     ):
         yield
 

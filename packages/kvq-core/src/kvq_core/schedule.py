@@ -21,6 +21,8 @@ from kvq_core import plans
 DECODE_QUERY_LEN = 16
 # A decode tile holds at most this many query rows (tokens x heads of a group); more rows take more tiles.
 DECODE_ROWS = 64
+# Rows and keys of a tile that warp groups work on.
+GROUPS_TILE = 128
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
 INVARIANT_CHUNK = 2048
 # Rows on a multiprocessor that the merge of such a split is planned for, whatever is there.
@@ -32,7 +34,7 @@ UNLIMITED = 2**30
 class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
-    ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own.
+    ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own. ``groups_fit``: warp groups can take many rows.
     """
 
     num_seqs: int
@@ -52,6 +54,7 @@ class Problem:
     batch_invariant: bool = False
     arch: str = ""
     variant: str = ""
+    groups_fit: bool = False
 
     @property
     def width(self) -> int:
@@ -75,6 +78,7 @@ class Tile:
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
     ``least``: tiles that a program of a split takes at least. ``parts``: loops over its keys, where its rows are those of one token.
+    ``groups``: warp groups that multiply, in kernels that have such; their ``registers`` are those groups' alone.
     """
 
     rows: int
@@ -86,6 +90,7 @@ class Tile:
     registers: int | None = None
     least: int = 1
     parts: int = 2
+    groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,12 @@ def decode_tile(problem: Problem, rows: int) -> Tile:
 
 def prefill_tile(problem: Problem) -> Tile:
     """Many query rows, which come first; all of a group's heads are in one tile."""
+    # Which kernel a row is in must not follow from the batch, where results may not.
+    if problem.groups_fit and not problem.batch_invariant:
+        facts = {**problem.format_facts, "rows": problem.max_seqlen_q * problem.group}
+        way = plans.choose(problem.arch, plans.Groups, facts)
+        if way.groups:
+            return Tile(GROUPS_TILE, GROUPS_TILE, 4, way.stages, False, 1, way.registers, groups=way.groups)
     choice = plans.choose(problem.arch, plans.Prefill, problem.plane_facts)
     rows = max(choice.rows, power_of_two(problem.group))
     return Tile(rows, choice.keys, choice.warps, choice.stages, keys_first=False, programs_per_sm=1, registers=choice.registers)

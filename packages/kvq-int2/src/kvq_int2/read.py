@@ -6,11 +6,13 @@ is 0.09 % of a value (rms), against 34 % of the mode itself. Scales never touch 
 probabilities. Queries are rotated like the keys, outputs un-rotated once.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, query_operand, scores, unweigh, weigh
-from kvq_core.kernels.queries import largest_in_row, load_queries
+from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
@@ -23,11 +25,39 @@ from kvq_int2.write import FORMAT
 
 # What turns a subnormal +-55 or +-183 into a centroid.
 LEVEL = tl.constexpr(READ_LEVEL * 2.0**24)
+EIGHT_STREAMS = tl.constexpr("""
+    {
+    .reg .b32 x;
+    lop3.b32 $0, $8, 0x80808080, 0x00370037, 0xea;
+    shl.b32 x, $8, 1;
+    lop3.b32 $1, x, 0x80808080, 0x00370037, 0xea;
+    shl.b32 x, $8, 2;
+    lop3.b32 $2, x, 0x80808080, 0x00370037, 0xea;
+    shl.b32 x, $8, 3;
+    lop3.b32 $3, x, 0x80808080, 0x00370037, 0xea;
+    shl.b32 x, $8, 4;
+    lop3.b32 $4, x, 0x80808080, 0x00370037, 0xea;
+    shl.b32 x, $8, 5;
+    lop3.b32 $5, x, 0x80808080, 0x00370037, 0xea;
+    shl.b32 x, $8, 6;
+    lop3.b32 $6, x, 0x80808080, 0x00370037, 0xea;
+    shl.b32 x, $8, 7;
+    lop3.b32 $7, x, 0x80808080, 0x00370037, 0xea;
+    }
+""")
+"""A pair of lanes -> its eight streams, each two float16. A shift carries bits from the lower lane into the upper one, but only below those
+that the mask keeps."""
 
 
 def launch_read(attention: Attention) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, FORMAT)
+    return launch_attention(attend, attention, FORMAT, _in_groups)
+
+
+def _in_groups() -> Any:
+    from kvq_int2 import prefill
+
+    return prefill.attend
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
@@ -80,12 +110,12 @@ def attend(
 @triton.jit
 def half_queries(q, unit, C: tl.constexpr):
     """(float16 streams, factor of their products [ROWS])."""
-    peak = largest_in_row(q)
+    factor, left = row_factors(largest_in_row(q), unit * (LEVEL * 2.0**-24))
     half = ()
     for s in tl.static_range(8):
         # A padding lane of the keys decodes to a level, not to 0: the query's zeros there are what keeps it out.
-        half = half + ((q[s] * (64.0 / peak)[:, None]).to(tl.float16),)
-    return half, unit * peak * (LEVEL / 64.0)
+        half = half + ((q[s] * factor[:, None]).to(tl.float16),)
+    return half, left * (2.0**24)
 
 
 @triton.jit
@@ -102,28 +132,8 @@ def unpack(lanes, C: tl.constexpr):
 
 @triton.jit
 def unpack_asm(lanes):
-    # A shift carries bits from the lower lane of the pair into the upper one, but only below the ones the mask keeps.
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 x;
-        lop3.b32 $0, $8, 0x80808080, 0x00370037, 0xea;
-        shl.b32 x, $8, 1;
-        lop3.b32 $1, x, 0x80808080, 0x00370037, 0xea;
-        shl.b32 x, $8, 2;
-        lop3.b32 $2, x, 0x80808080, 0x00370037, 0xea;
-        shl.b32 x, $8, 3;
-        lop3.b32 $3, x, 0x80808080, 0x00370037, 0xea;
-        shl.b32 x, $8, 4;
-        lop3.b32 $4, x, 0x80808080, 0x00370037, 0xea;
-        shl.b32 x, $8, 5;
-        lop3.b32 $5, x, 0x80808080, 0x00370037, 0xea;
-        shl.b32 x, $8, 6;
-        lop3.b32 $6, x, 0x80808080, 0x00370037, 0xea;
-        shl.b32 x, $8, 7;
-        lop3.b32 $7, x, 0x80808080, 0x00370037, 0xea;
-        }
-        """,
+        EIGHT_STREAMS,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
         [lanes],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),

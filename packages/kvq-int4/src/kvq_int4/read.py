@@ -10,12 +10,14 @@ either:
 Queries are rotated like the keys, outputs un-rotated once (codec.py). Each query row is scaled to 64 so that it fits float16.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, query_operand, scores, unweigh, weigh
-from kvq_core.kernels.queries import largest_in_row, load_queries
+from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
@@ -30,7 +32,13 @@ SUBNORMAL = tl.constexpr(2.0**24)  # float16's smallest step is 2^-24
 
 def launch_read(attention: Attention) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, FORMAT)
+    return launch_attention(attend, attention, FORMAT, _in_groups)
+
+
+def _in_groups() -> Any:
+    from kvq_int4 import prefill
+
+    return prefill.attend
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
@@ -87,16 +95,15 @@ def attend(
 @triton.jit
 def half_queries(q, unit, C: tl.constexpr):
     """(float16 streams with the keys' powers of two folded in, factor of their products [ROWS], a zero point's effect [ROWS])."""
-    peak = largest_in_row(q)
-    total = tl.zeros_like(peak)
+    factor, left = row_factors(largest_in_row(q), unit)
+    total = tl.zeros_like(left)
     half = ()
     for s in tl.static_range(4):
         fold = 1.0 if C.keys_first and s % 2 == 0 else 0.0625
-        x = (q[s] * (64.0 / peak * fold)[:, None]).to(tl.float16)
+        x = (q[s] * (factor * fold)[:, None]).to(tl.float16)
         total += tl.sum(x.to(tl.float32), 1) * (1.0 / fold)
         half = half + (x,)
-    unit = unit * peak * (1.0 / (64.0 * C.key_heads.block))
-    return half, unit * SUBNORMAL, total * (-1.0 / SUBNORMAL)
+    return half, left * (SUBNORMAL / C.key_heads.block), total * (-1.0 / SUBNORMAL)
 
 
 @triton.jit

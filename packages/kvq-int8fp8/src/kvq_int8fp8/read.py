@@ -8,6 +8,8 @@ fp8: an e4m3 number's exponent and mantissa, moved to where float16 keeps them, 
 The values' scales join the probabilities, the keys' the scores. Each query row is scaled to 64 so that it fits float16.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -23,7 +25,7 @@ from kvq_core.kernels.products import (
     unweigh,
     weigh,
 )
-from kvq_core.kernels.queries import largest_in_row, load_queries
+from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
@@ -39,7 +41,13 @@ FP8_UNIT = tl.constexpr(2.0**8)
 
 def launch_read(attention: Attention, *, is_int8: bool, per_tensor: bool) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, format_of(is_int8, per_tensor))
+    return launch_attention(attend, attention, format_of(is_int8, per_tensor), _in_groups)
+
+
+def _in_groups() -> Any:
+    from kvq_int8fp8 import prefill
+
+    return prefill.attend
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
@@ -71,9 +79,10 @@ def attend(
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, queries, kv_head, scoring, C)
-        q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring) * UNIT, C)
+        factor = score_unit(scoring)
         if PER_TENSOR:
-            unit = unit * tl.load(keys.scales)
+            factor = factor * tl.load(keys.scales)
+        q, unit, q_sum = half_queries(load_queries(queries, rows, C), factor, UNIT, C)
         seed = None
         if INT8:
             seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)
@@ -118,16 +127,16 @@ def attend(
 
 
 @triton.jit
-def half_queries(q, unit, C: tl.constexpr):
-    """(float16 streams, factor of their products [ROWS], sum of each row [ROWS])."""
-    peak = largest_in_row(q)
-    total = tl.zeros_like(peak)
+def half_queries(q, factor, UNIT: tl.constexpr, C: tl.constexpr):
+    """(float16 streams, what is left to multiply their products by [ROWS], sum of each row [ROWS])."""
+    factors, left = row_factors(largest_in_row(q), factor)
+    total = tl.zeros_like(left)
     half = ()
     for s in tl.static_range(2):
-        x = (q[s].to(tl.float32) * (64.0 / peak)[:, None]).to(tl.float16)
+        x = (q[s].to(tl.float32) * factors[:, None]).to(tl.float16)
         total += tl.sum(x.to(tl.float32), 1)
         half = half + (x,)
-    return half, unit * peak * (1.0 / 64.0), total
+    return half, left * UNIT, total
 
 
 @triton.jit

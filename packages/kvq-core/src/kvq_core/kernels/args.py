@@ -234,6 +234,7 @@ class ReadConfig:
     alibi_sqrt: bool
     shifted: bool  # a softcap or sinks would notice that smoothed keys lack their mean
     output: str
+    registers: int  # of a thread that multiplies, in a kernel of warp groups; else 0
     use_asm: bool
     overlap: bool  # the merge is launched before the shares are done, and waits on the device
     upcast_dots: bool

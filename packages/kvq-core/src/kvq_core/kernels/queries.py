@@ -70,6 +70,17 @@ def largest_in_row(streams):
 
 
 @triton.jit
+def row_factors(peak, factor):
+    """([ROWS] factors that bring rows with these peaks, times ``factor``, to a peak of 32 to 64; the powers of two that are then left).
+
+    A power of two multiplies exactly, so that :func:`~kvq_core.kernels.softmax.softmax_step` can take a maximum off within a multiply-add.
+    """
+    top = tl.minimum(tl.maximum(peak * tl.abs(factor), 2.0**-100), 2.0**120)
+    power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return factor * (32.0 / power), power * (1.0 / 32.0)
+
+
+@triton.jit
 def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr):
     """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order."""
     HEADS: tl.constexpr = C.value_heads

@@ -14,17 +14,21 @@ def softmax_start(ROWS: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, unit, state, C: tl.constexpr):
+def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
     """(probabilities relative to the new maximum, factor for what was summed before, new state).
 
-    ``unit`` ([ROWS], above 0) turns scores into log2 units, after the maximum is off: a multiply-add of both would leave the largest score
-    the rounding error of its own product, which for huge scores is beyond every exponent.
+    ``unit`` ([ROWS], above 0) turns scores into log2 units. EXACT: it is a power of two, and a multiply-add may take the maximum off. Else
+    the maximum comes off first: a multiply-add would leave the largest score the rounding error of its own product, beyond every exponent
+    for huge scores.
     """
     AXIS: tl.constexpr = 0 if C.keys_first else 1
     top = tl.maximum(state.max, tl.max(s, AXIS))
     # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
     safe = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2((s - by_row(safe, C)) * by_row(unit, C))
+    if EXACT:
+        p = tl.exp2(tl.fma(s, by_row(unit, C), by_row(safe * -unit, C)))
+    else:
+        p = tl.exp2((s - by_row(safe, C)) * by_row(unit, C))
     alpha = tl.exp2((state.max - safe) * unit)
     return p, alpha, SoftmaxState(top, state.sum * alpha + tl.sum(p, AXIS))
 

@@ -6,7 +6,7 @@ an answer to everything. ``kvq tune`` writes tables of one's own: :mod:`~kvq_cor
 :mod:`~kvq_core.plans.selection` what it keeps.
 """
 
-from kvq_core.plans.choices import KINDS, Choice, Decode, Fact, Merge, Prefill, Write
+from kvq_core.plans.choices import KINDS, Choice, Decode, Fact, Groups, Merge, Prefill, Write
 from kvq_core.plans.lookup import choose, tables_for
 from kvq_core.plans.table import Entry, Measurement, Range, Run, Table
 
@@ -16,6 +16,7 @@ __all__ = [
     "Decode",
     "Entry",
     "Fact",
+    "Groups",
     "Measurement",
     "Merge",
     "Prefill",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvq_core.plans.choices import KINDS, Choice, Decode, Facts, Merge, Prefill, Write
+from kvq_core.plans.choices import KINDS, Choice, Decode, Facts, Groups, Merge, Prefill, Write
 from kvq_core.plans.table import Range, Where
 
 Axis = tuple[Mapping[str, Any], ...]
@@ -32,6 +32,7 @@ _STAGES = _axis("stages", of=(2, 3))
 _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
     Decode: (_axis("keys", of=(16, *_TILES)), _RESIDENCY, _STAGES),
     Prefill: (_axis("rows", of=_TILES), _axis("keys", of=_TILES), _axis("warps", of=(4, 8)), _STAGES),
+    Groups: (_axis("groups", of=(0, 2)), _axis("registers", of=(176, 184, 192))),
     Write: (_axis("rows", of=(8, 16, 32, 64)), _axis("warps", of=(1, 2, 4))),
     Merge: (_MERGING, _axis("pieces", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
 }
@@ -39,14 +40,16 @@ _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
     Decode: (_axis("least_share", of=(32, 64, 128, 256)), _axis("parts", of=(1, 2))),
     Prefill: (_axis("stages", of=(1, 4)), _axis("registers", of=(None, 128, 168))),
+    Groups: (),
     Write: (),
     Merge: (),
 }
 """These are tried one at a time, with all other fields as they are."""
 
 _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
-    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (4095, 16383, 131071)},
+    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (15, 63, 4095, 16383, 131071)},
     "prefill": {"width": (64, 128, 256, 512)},
+    "groups": {"width": (64, 128, 256, 512), "rows": (255,)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},
     "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 32, 64), "pieces": (32, 64)},
 }

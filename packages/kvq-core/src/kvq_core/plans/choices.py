@@ -108,6 +108,27 @@ class Prefill(Choice):
 
 
 @dataclass(frozen=True)
+class Groups(Choice):
+    """Whether warp groups take many query rows (:mod:`kvq_core.kernels.warpgroups`), where they can: then no tile is looked up for them.
+
+    ``groups`` that multiply: 0, or 2 beside the one that unpacks. ``registers``: of each of their threads. ``stages``: tiles in shared
+    memory.
+    """
+
+    kind = "groups"
+    facts = MappingProxyType(
+        {
+            **FORMAT_FACTS,
+            "rows": int,  # tokens x query heads of a group of the longest query
+        }
+    )
+
+    groups: int = _value(Values("0 or 2", lambda x: type(x) is int and x in (0, 2)))
+    stages: int = _value(_whole(1, 3))
+    registers: int = _value(Values("a multiple of 8 from 152 to 216", lambda x: type(x) is int and 152 <= x <= 216 and x % 8 == 0))
+
+
+@dataclass(frozen=True)
 class Write(Choice):
     """``rows`` (token, head) rows of a write program."""
 
@@ -137,5 +158,5 @@ class Merge(Choice):
     warps: int = _value(_WARPS)
 
 
-KINDS: Final[Mapping[str, type[Choice]]] = MappingProxyType({kind.kind: kind for kind in (Decode, Prefill, Write, Merge)})
+KINDS: Final[Mapping[str, type[Choice]]] = MappingProxyType({kind.kind: kind for kind in (Decode, Prefill, Groups, Write, Merge)})
 """The choices by their names in tables."""

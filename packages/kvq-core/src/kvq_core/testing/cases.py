@@ -157,6 +157,18 @@ LARGE = (
     Case(query_lens=(1,) * 8, seq_lens=tuple(range(500, 4100, 450)), queries_per_kv=8, head_size=128, sinks=True, smoothing="balanced"),
     Case(query_lens=(513, 2), seq_lens=(700, 3000), head_size=128, softcap=30.0, dtype=torch.bfloat16, smoothing="mean"),
     Case(query_lens=(1,) * 70, seq_lens=tuple(range(100, 170)), num_kv_heads=1, queries_per_kv=1, head_size=112, block_size=8),
+    Case(query_lens=(70, 1, 129, 64), seq_lens=(1100, 1600, 129, 2000), queries_per_kv=7, head_size=128, block_size=32, sinks=True),
+    Case(
+        query_lens=(300, 33),
+        seq_lens=(1300, 33),
+        queries_per_kv=1,
+        head_size=128,
+        dtype=torch.float32,
+        smoothing="balanced",
+        layout="token_major",
+        rows="fused",
+    ),
+    Case(query_lens=(200,), seq_lens=(1700,), queries_per_kv=4, head_size=128, dtype=torch.bfloat16, score_gain=400.0, layout="paired"),
 )
 """Shapes that only a GPU gets through in time."""
 

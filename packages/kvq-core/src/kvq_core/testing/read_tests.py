@@ -97,9 +97,12 @@ class ReadTests(Subject):
         arguments = built.read_arguments()
         narrow = arguments["block_table"][:, :2].contiguous()
         held = arguments["seqused_k"].clamp(max=2 * case.block_size)
-        wanted = built.read(block_table=narrow, seqused_k=held)
+        whole = {"block_table": narrow, "seq_threshold_3D": 0}
+        wanted = built.read(**whole, seqused_k=held)
         assert not torch.equal(wanted, built.read())
-        assert torch.equal(built.read(block_table=narrow), wanted)
+        assert torch.equal(built.read(**whole), wanted)
+        # Where keys may be split, lengths decide how, and a merge rounds otherwise than a program that has all of a row's keys.
+        torch.testing.assert_close(built.read(block_table=narrow), wanted)
 
     @places.each((_DECODE, _ROWS), large=LARGE[3:4])
     def test_placement_does_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:

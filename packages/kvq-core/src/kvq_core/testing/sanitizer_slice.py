@@ -47,6 +47,8 @@ PROBLEMS: tuple[tuple[Case, dict[str, Any]], ...] = (
     (replace(_DECODE, query_lens=(4, 2, 1), queries_per_kv=3), {}),
     *((replace(_ROWS, layout=layout), {}) for layout in LAYOUTS),
     (replace(_ROWS, head_size=80, window=9, alibi=True, qq_bias=4, mm_prefix=(((30, 40),), ((1, 5),), ((0, 0),))), {}),
+    # So many rows of 128 channels that warp groups take them, where there are any.
+    (Case(query_lens=(70, 20), seq_lens=(300, 150), head_size=128, queries_per_kv=4, dtype=torch.bfloat16, padding=0), {}),
 )
 
 

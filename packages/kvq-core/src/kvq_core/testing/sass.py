@@ -77,7 +77,8 @@ def parse(dump: str) -> list[Instruction]:
 
 
 def pipelined_loop(code: Sequence[Instruction]) -> list[Instruction] | None:
-    """The innermost loop that has matrix products and asynchronous copies (LDGSTS) to shared memory; ``None`` if there is none.
+    """The innermost loop that has matrix products and is fed by asynchronous copies to shared memory (LDGSTS), or by other warps, which it
+    tells what is free (SYNCS.ARRIVE); ``None`` if there is none.
 
     Innermost: of the fewest instructions.
     """
@@ -87,7 +88,8 @@ def pipelined_loop(code: Sequence[Instruction]) -> list[Instruction] | None:
 
 def _pipelined(body: Sequence[Instruction]) -> bool:
     operations = {one.operation for one in body}
-    return "LDGSTS" in operations and not operations.isdisjoint(PRODUCTS)
+    fed = "LDGSTS" in operations or any(one.code.startswith("SYNCS.ARRIVE") for one in body)
+    return fed and not operations.isdisjoint(PRODUCTS)
 
 
 def _loops(code: Sequence[Instruction]) -> Iterator[set[int]]:

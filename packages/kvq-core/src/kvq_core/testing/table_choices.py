@@ -15,7 +15,7 @@ import torch
 from kvq_core import ops
 from kvq_core.errors import ArgumentError
 from kvq_core.offline import Device, planning_for
-from kvq_core.plans import KINDS, Choice, Table, choose
+from kvq_core.plans import KINDS, Choice, Groups, Table, choose
 from kvq_core.plans.lookup import listening
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 HEAD_SIZES: Final = (128, 64, 256, 512, 576)
 """One of each padded width that a table tells apart, the most usual first."""
-QUERY_LENS: Final = (1, 4, 8, 16, 64)
-"""With groups of four heads: decode tiles of 8, 16, 32 and 64 rows, and prefill."""
-LONGEST: Final = (2048, 1 << 17, 1 << 19, 1 << 24)
-"""What a call says of its longest sequence: little to read, two middling figures, and more than any table asks for."""
-COMPILED: Final = ("rows", "keys", "warps", "stages", "registers", "parts")
+QUERY_LENS: Final = (1, 4, 8, 16, 32, 64)
+"""With groups of four heads: decode tiles of 8, 16, 32 and 64 rows, prefill of few rows, and of so many that warp groups may take them."""
+LONGEST: Final = (512, 2048, 1 << 17, 1 << 19, 1 << 24)
+"""What a call says of its longest sequence: one short one, little to read, two middling figures, and more than any table asks for."""
+COMPILED: Final = ("rows", "keys", "warps", "groups", "stages", "registers", "parts")
 """Fields of a choice that a kernel is compiled for."""
 
 
@@ -52,7 +52,9 @@ class Problem:
         # A table without entries: what was planned before is asked for again.
         with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as asked:
             self.read()
-        return [choose(device.arch, KINDS[kind], facts) for kind, facts in asked if kind != "merge"]
+        chosen = [choose(device.arch, KINDS[kind], facts) for kind, facts in asked if kind != "merge"]
+        # A tile is looked up where no warp groups are wanted.
+        return [tile for tile in chosen if not isinstance(tile, Groups) or tile.groups]
 
 
 def name_of(tile: Choice) -> str:

@@ -13,8 +13,6 @@ GROUPS = gl.constexpr(2)
 """Multiplying groups."""
 WARPS = gl.constexpr(4)
 """Of every group."""
-REGISTERS = gl.constexpr(184)
-"""Of a thread that multiplies. Of the 168 that each begins with, one that unpacks is left 136. (192: `none` is 4 % slower.)"""
 
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 """Results of ``wgmma``: a row's columns lie in four threads of one warp."""

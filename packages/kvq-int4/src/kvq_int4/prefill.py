@@ -1,4 +1,4 @@
-"""Prefill over int4 pages by warp groups: what a word of eight codes becomes. (kvq's own kernel: kvq_int4.read.)
+"""Prefill over int4 pages by warp groups: what a word of eight codes becomes. (The portable kernel: read.py.)
 
 A masked nibble n with the bits of 1024 on top is the float16 1024 + n, one in the high half of its byte 1024 + 16 n. One multiply-add makes
 either (n - z) * 2^-14, exactly: zero points come off here, where it costs nothing, and no sum of such operands overflows with its scale.
@@ -7,7 +7,33 @@ either (n - z) * 2^-14, exactly: zero points come off here, where it costs nothi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.warpgroups.kernel import attend_in_groups
+
 WORTH = gl.constexpr(2.0**14)
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
+def attend(
+    queries,
+    keys,
+    values,
+    output,
+    output_scale,
+    batch,
+    scoring,
+    splits,
+    partials,
+    num_seqs,
+    table_stride,
+    table_width,
+    num_blocks,
+    C: gl.constexpr,
+):
+    attend_in_groups(
+        queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
+        WORTH / C.key_heads.block, WORTH / C.value_heads.block,
+        SCALED=True, SHRUNK=1.0, FINITE=True, ADJACENT=False, UNPACK=unpack, SCALE_OF=scale_of, C=C,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -4,10 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from warpgroups.layouts import GROUPS, HALF, OPERAND, PLAIN, REGISTERS, WARPS, Buffers, Codes, Span, Work
-from warpgroups.multiplying import LOG2E, multiply_tiles
-from warpgroups.unpacking import fill_tiles
-from warpgroups.work import find_work
+from kvq_core.kernels.warpgroups.layouts import GROUPS, HALF, OPERAND, PLAIN, WARPS, Buffers, Codes, Span, Work
+from kvq_core.kernels.warpgroups.multiplying import LOG2E, multiply_tiles
+from kvq_core.kernels.warpgroups.unpacking import fill_tiles
+from kvq_core.kernels.warpgroups.work import find_work
 
 
 @gluon.jit
@@ -31,17 +31,19 @@ def attend_in_groups(
     key_worth,
     value_worth,
     SCALED: gl.constexpr,
-    SMALL_FIRST: gl.constexpr,
+    SHRUNK: gl.constexpr,
+    FINITE: gl.constexpr,
     ADJACENT: gl.constexpr,
     UNPACK: gl.constexpr,
     SCALE_OF: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Causal attention of one row block and kv head; arguments as those of kvq's kernels (kvq_core.kernels.args), and what a mode brings:
+    """Causal attention of one row block and kv head; arguments as those of the portable kernels (args.py), and what a mode brings:
 
     ``key_worth``, ``value_worth``: what an operand of 1 stands for, beside its row's scale. SCALED: rows have scales, SCALE_OF(word).
-    SMALL_FIRST: sums of operands may overflow with their scale, and take the query's factor first. UNPACK(words [KEYS, n], scale words
-    [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's pairs; ADJACENT as in queries.py.
+    SHRUNK: keys' are taken times it, so that a score is finite whatever the scale. FINITE: operands are, whatever the codes.
+    UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
+    pairs. ADJACENT: see queries.py.
     """
     D: gl.constexpr = C.head_size
     KEYS: gl.constexpr = C.keys
@@ -132,10 +134,10 @@ def attend_in_groups(
         )
         gl.warp_specialize(
             [
-                (fill_tiles, (k, v, span, shared, SCALED, UNPACK, SCALE_OF, C)),
-                (multiply_tiles, (0, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
-                (multiply_tiles, (1, work, span, shared, SCALED, SMALL_FIRST, BALANCED, SINKS, ADJACENT, C)),
+                (fill_tiles, (k, v, span, shared, SCALED, SHRUNK, FINITE, UNPACK, SCALE_OF, C)),
+                (multiply_tiles, (0, work, span, shared, SCALED, BALANCED, SINKS, ADJACENT, C)),
+                (multiply_tiles, (1, work, span, shared, SCALED, BALANCED, SINKS, ADJACENT, C)),
             ],
             [WARPS, WARPS],
-            [REGISTERS, REGISTERS],
+            [C.registers, C.registers],
         )

@@ -5,23 +5,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from warpgroups.layouts import HALF, PAIRS, QUERY, VECTOR
+from kvq_core.kernels.warpgroups.layouts import HALF, PAIRS, QUERY, VECTOR
 
 UNSEEN = gl.constexpr(2**31 - 1)
 """A position beyond every row's."""
 
 
 @gluon.jit
-def fill_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr):
+def fill_tiles(
+    keys, values, span, shared,
+    SCALED: gl.constexpr, SHRUNK: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     """Tile after tile into the next free buffers."""
     if C.format.streams == 1:
         copy_tiles(keys, values, span, shared, C)
     else:
-        unpack_tiles(keys, values, span, shared, SCALED, UNPACK, SCALE_OF, C)
+        unpack_tiles(keys, values, span, shared, SCALED, SHRUNK, FINITE, UNPACK, SCALE_OF, C)
 
 
 @gluon.jit
-def unpack_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr):
+def unpack_tiles(
+    keys, values, span, shared,
+    SCALED: gl.constexpr, SHRUNK: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     """Tiles of packed rows. While one is unpacked, the next one's loads are on their way."""
     KEYS: gl.constexpr = C.keys
     WORDS: gl.constexpr = C.head_size // (2 * C.format.streams)
@@ -31,8 +37,8 @@ def unpack_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.co
     v_word = k_word
     largest = gl.to_tensor(1e-30)
     block, slot, seen, place = key_places(0, span, BY_ROW, C)
-    k = load_words(keys, block, slot, WORDS, LAYOUT, C)
-    v = load_words(values, block, slot, WORDS, LAYOUT, C)
+    k = load_words(keys, block, slot, seen, True, WORDS, LAYOUT, C)
+    v = load_words(values, block, slot, seen, FINITE, WORDS, LAYOUT, C)
     block, slot, seen, place = key_places(0, span, VECTOR, C)
     if SCALED:
         k_word = load_scales(keys, block, slot, seen)
@@ -40,13 +46,13 @@ def unpack_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.co
     for n in range(0, span.last):
         at = n % C.stages
         free = (n // C.stages) & 1 ^ 1
-        row_block, row_slot, _, _ = key_places(n + 1, span, BY_ROW, C)
+        row_block, row_slot, row_seen, _ = key_places(n + 1, span, BY_ROW, C)
         mbarrier.wait(shared.k_free.index(at), free)
         shared.places.index(at).store(gl.where(seen, place, UNSEEN))
         if SCALED:
-            shared.k_scales.index(at).store(SCALE_OF(k_word))
+            shared.k_scales.index(at).store(SCALE_OF(k_word) * SHRUNK)
         hand_over(k, gl.convert_layout(k_word, BY_ROW), shared.k.index(at), shared.k_full.index(at), UNPACK, C)
-        k = load_words(keys, row_block, row_slot, WORDS, LAYOUT, C)
+        k = load_words(keys, row_block, row_slot, row_seen, True, WORDS, LAYOUT, C)
         block, slot, seen, place = key_places(n + 1, span, VECTOR, C)
         if SCALED:
             k_word = load_scales(keys, block, slot, seen)
@@ -58,7 +64,7 @@ def unpack_tiles(keys, values, span, shared, SCALED: gl.constexpr, UNPACK: gl.co
             shared.v_scales.index(at).store(scale * (256.0 / largest))
             shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + largest)
         hand_over(v, gl.convert_layout(v_word, BY_ROW), shared.v.index(at), shared.v_full.index(at), UNPACK, C)
-        v = load_words(values, row_block, row_slot, WORDS, LAYOUT, C)
+        v = load_words(values, row_block, row_slot, row_seen, FINITE, WORDS, LAYOUT, C)
         if SCALED:
             v_word = load_scales(values, block, slot, seen)
 
@@ -130,11 +136,16 @@ def row_places(block, slot, plane, C: gl.constexpr):
 
 
 @gluon.jit
-def load_words(plane, block, slot, WORDS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """A tile's packed rows, [KEYS, WORDS] of 32 bits."""
+def load_words(plane, block, slot, seen, FINITE: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """A tile's packed rows, [KEYS, WORDS] of 32 bits. Unseen rows are 0 unless FINITE: a weight of 0 takes out all but NaN."""
     base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-    return gl.load(base + (row_places(block, slot, plane, C) * 4)[:, None] + word[None, :])
+    at = base + (row_places(block, slot, plane, C) * 4)[:, None] + word[None, :]
+    if FINITE:
+        words = gl.load(at)
+    else:
+        words = gl.load(at, mask=seen[:, None], other=0)
+    return words
 
 
 @gluon.jit

@@ -5,9 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kvq_core.kernels.args import LOG2E as _LOG2E
-from warpgroups.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
-from warpgroups.queries import load_queries, rows_of, store_output
-from warpgroups.work import all_exist
+from kvq_core.kernels.warpgroups.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
+from kvq_core.kernels.warpgroups.queries import load_queries, rows_of, store_output
+from kvq_core.kernels.warpgroups.work import all_exist
 
 LOG2E = gl.constexpr(_LOG2E.value)
 
@@ -15,15 +15,12 @@ LOG2E = gl.constexpr(_LOG2E.value)
 @gluon.jit
 def multiply_tiles(
     GROUP: gl.constexpr, work, span, shared,
-    SCALED: gl.constexpr, SMALL_FIRST: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, ADJACENT: gl.constexpr,
+    SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, ADJACENT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
     D: gl.constexpr = C.head_size
-    unit = load_queries(work, GROUP, BALANCED, ADJACENT, C) * work.score_unit
-    left = gl.maximum(unit, 2.0**-126)
-    if SMALL_FIRST:
-        left = gl.full_like(unit, 1.0)
+    left = load_queries(work, GROUP, BALANCED, ADJACENT, C)
     _, head, position, valid = rows_of(work, GROUP, ROWS, C)
     acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
@@ -32,9 +29,9 @@ def multiply_tiles(
     whole = gl.where(all_exist(span.whole * C.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
     for n in range(0, whole):
-        acc, top, total, largest = multiply(n, acc, top, total, largest, unit, left, position, query, shared, SCALED, SMALL_FIRST, False, C)
+        acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, False, C)
     for n in range(whole, span.last):
-        acc, top, total, largest = multiply(n, acc, top, total, largest, unit, left, position, query, shared, SCALED, SMALL_FIRST, True, C)
+        acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, True, C)
     share, total = take_sink(top, total, left, head, valid, work, SINKS)
     share = share * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
     if SCALED:
@@ -44,8 +41,8 @@ def multiply_tiles(
 
 @gluon.jit
 def multiply(
-    n, acc, top, total, largest, unit, left, position, query, shared,
-    SCALED: gl.constexpr, SMALL_FIRST: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
+    n, acc, top, total, largest, left, position, query, shared,
+    SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
     KEYS: gl.constexpr = C.keys
@@ -59,9 +56,6 @@ def multiply(
     s = warpgroup_mma_wait(0, deps=(s,))
     if not EDGE:
         mbarrier.arrive(shared.k_free.index(at), count=1)
-    if SMALL_FIRST:
-        # Sums of codes times the scale of a huge key overflow, unless the query's small factor comes first.
-        s = s * unit[:, None]
     if SCALED:
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
         s = gl.fma(s, nothing + k_scale[None, :], nothing)
@@ -71,7 +65,11 @@ def multiply(
         s = gl.where(place[None, :] <= position[:, None], s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1))
     safe = gl.where(new == float("-inf"), 0.0, new)
-    p = gl.exp2((s - safe[:, None]) * left[:, None])
+    if C.format.streams > 1:
+        # A power of two: both products are exact, and the largest score is 0 away from itself, merged or not.
+        p = gl.exp2(gl.fma(s, nothing + left[:, None], nothing - (safe * left)[:, None]))
+    else:
+        p = gl.exp2((s - safe[:, None]) * left[:, None])
     alpha = gl.exp2((top - safe) * left)
     total = total * alpha + gl.sum(p, 1)
     mbarrier.wait(shared.v_full.index(at), full)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from warpgroups.layouts import COLUMNS, HALF, OPERAND, PRODUCT, QUERY, ROWS, WEIGHTS
+from kvq_core.kernels.warpgroups.layouts import COLUMNS, HALF, OPERAND, PRODUCT, QUERY, ROWS, WEIGHTS
 
 
 @gluon.jit
@@ -38,9 +38,10 @@ def rows_of(work, GROUP: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
-    """A group's rows into its part of the query tile, in the order of the keys' operands and at most 64; returns what 1 is worth, [HALF].
+    """A group's rows into its part of the query tile, in the order of the keys' operands; what is left to multiply scores by, [HALF].
 
-    Rows for unquantized keys stay as they are.
+    Rows for packed keys are brought to a peak of 1/2 to 1, so that no score overflows, by the score's factor and a power of two. That power
+    of two is what is left: all products with it are exact. Rows for unquantized keys stay as they are.
     """
     D: gl.constexpr = C.head_size
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
@@ -54,7 +55,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     y = x
     if BALANCED:
         y = x.to(gl.float32) * gl.load(work.factor + work.kv_head * D + channel)[None, :]
-    worth = gl.full([HALF], 1.0, gl.float32, ROWS)
+    left = gl.full([HALF], 0.0, gl.float32, ROWS) + work.score_unit
     if C.format.streams == 1:
         tile.store(y.to(x.dtype))
     else:
@@ -63,11 +64,13 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
         y = y.to(gl.float32)
         if C.format.rotated:
             y = rotated(y, tile, work, GROUP, ADJACENT, PARTS, C)
-        peak = gl.maximum(gl.max(gl.abs(y), 1), 2.0**-100)
-        tile.store((y * (64.0 / peak)[:, None]).to(gl.float16))
-        worth = gl.convert_layout(peak, ROWS) * (1.0 / 64.0)
+        top = gl.minimum(gl.maximum(gl.max(gl.abs(y), 1) * work.score_unit, 2.0**-100), 2.0**120)
+        power = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        tile.store((y * (work.score_unit * (0.5 / power))[:, None]).to(gl.float16))
+        left = gl.convert_layout(power, ROWS) * 2.0
     fence_async_shared()
-    return worth
+    # Above 0, so that -inf stays what it is.
+    return gl.maximum(left, 2.0**-126)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from warpgroups.layouts import VECTOR
+from kvq_core.kernels.warpgroups.layouts import VECTOR
 
 SCAN = gl.constexpr(128)  # sequences looked at together
 BLOCKS = gl.constexpr(1024)  # block ids looked at together

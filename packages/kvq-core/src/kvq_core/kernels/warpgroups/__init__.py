@@ -1,6 +1,6 @@
 """Prefill by warp groups on sm_90, written in Gluon: layouts, barriers and who does what are explicit.
 
-In kvq's kernels the same warps load, unpack, multiply and take the softmax, one after the other, and each waits for all. Here a
+In the portable kernels the same warps load, unpack, multiply and take the softmax, one after the other, and each waits for all. Here a
 program has three groups of four warps:
 
     unpacking     turns tiles of codes into operands in shared memory, two tiles ahead        (unpacking.py)
@@ -8,13 +8,10 @@ program has three groups of four warps:
 
 The two multiplying groups never wait for each other, so that one's products run while the other has its softmax. A tile's operands are what
 ``wgmma`` reads, [KEYS, channels] in 16 bits, the channels in whatever order unpacks cheapest: queries are brought into that order once,
-outputs out of it (queries.py). A mode brings an unpacking function, and what its operands are worth (attend.py).
+outputs out of it (queries.py). A mode brings an unpacking function, and what its operands are worth (kernel.py).
 
-Heads of 128 channels, plain causal attention: no window, softcap, bias or fp8 output (kernel.py refuses others when it is compiled).
+Heads of 128 channels, plain causal attention; all else is the portable kernels' business (:func:`kvq_core.launch.groups_fit`).
 
 Gluon cannot call functions of Triton's that make tensors, which have no layout there. So a few stand here again, in Gluon: the scan over
-sequences (tiles.py), the rotation's signs (rotation.py), int2's masks (kvq_int2.read).
-
-An experiment: not in the packages before compute-sanitizer and all of the GPU suite have passed (docs/performance.md says how far it is).
-``python experiments/prefill_by_groups.py`` checks and times it.
+sequences (tiles.py), and the rotation's signs (rotation.py).
 """

@@ -1,0 +1,188 @@
+"""Prefill by warp groups: which calls take it, and that it answers as the portable kernels do where the shared suite does not look.
+
+kvq's table for sm_90 plans it from 256 query rows (tokens x heads of a group); tests of fewer ask for it. The suite's large cases hold it
+against float64 attention; besides there are the calls that must not take it, pages with holes, and codes that are no numbers.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import test_backends
+
+from kvq_core import get_backend, launch, ops
+from kvq_core.kernels import args
+from kvq_core.offline import Device, planning_for
+from kvq_core.plans import Entry, Groups, Table, lookup
+from kvq_core.plans.lookup import listening
+from kvq_core.registry import FIRST_PARTY
+from kvq_core.schedule import batch_invariant
+from kvq_core.spec import Attention
+from kvq_core.testing import places, scene
+from kvq_core.testing.cases import LARGE, Case
+from kvq_core.testing.scene import Scene
+
+MODES = sorted(FIRST_PARTY)
+H200 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
+PLAIN = Case(query_lens=(70, 129), seq_lens=(1100, 400), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
+WITH, WITHOUT = (Table("sm_90", {"groups": (Entry({}, Groups(groups, 2, 184)),)}) for groups in (2, 0))
+SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
+TAKEN = tuple(case for case in LARGE if case.head_size == 128 and max(case.query_lens) > 16 and not case.softcap)
+
+
+@pytest.fixture(autouse=True)
+def kvq_s_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lookup.SWITCH, "")
+    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
+
+
+def asked(mode: str, case: Case, device: Device = H200, table: Table = WITH, **overrides: Any) -> set[str]:
+    """The kinds of choices that a read is planned with. "groups": warp groups could take its rows; not "prefill": they do."""
+    built = scene.build(case, get_backend(mode), torch.device("cpu"))
+    rows = built.q[: sum(case.query_lens)]
+    arguments = built.read_arguments() | {"q": rows} | overrides
+    with ops.planning_with(table), planning_for(device), listening() as questions:
+        built.backend.unified_attention(out=built.fresh_out(len(rows))["rows"], **arguments)
+    return {kind for kind, _ in questions}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES)
+def test_long_plain_prefill_is_taken(mode: str) -> None:
+    for case in (PLAIN, replace(PLAIN, sinks=True), replace(PLAIN, smoothing="balanced"), replace(PLAIN, queries_per_kv=7, block_size=32)):
+        kinds = asked(mode, case)
+        assert "groups" in kinds and "prefill" not in kinds, case
+    # With rows of queries of other dtypes, too, where the pages are not of the same.
+    assert ("prefill" not in asked(mode, replace(PLAIN, dtype=torch.float32))) == (mode != "none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kvq_s_own_table_takes_many_rows(mode: str) -> None:
+    nobody_s = Table("sm_90", {})
+    assert "prefill" not in asked(mode, PLAIN, table=nobody_s)
+    few = replace(PLAIN, query_lens=(63, 20))
+    assert {"groups", "prefill"} <= asked(mode, few, table=nobody_s)
+
+
+REFUSED: dict[str, Case] = {
+    "window": replace(PLAIN, window=500),
+    "softcap": replace(PLAIN, softcap=20.0),
+    "alibi": replace(PLAIN, alibi=True),
+    "query-query bias": replace(PLAIN, qq_bias=8),
+    "prefix": replace(PLAIN, mm_prefix=(((3, 20),), ((0, 3),))),
+    "fp8 output": replace(PLAIN, output=torch.float8_e4m3fn),
+    "heads of 64": replace(PLAIN, head_size=64),
+    "values of 64": replace(PLAIN, head_size_v=64),
+    "sinks that see the mean": replace(PLAIN, sinks=True, smoothing="mean"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_it_cannot_do_is_not_asked_of_it(mode: str, why: str) -> None:
+    kinds = asked(mode, REFUSED[why])
+    assert "groups" not in kinds and "prefill" in kinds
+
+
+def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "groups" not in asked("int4_per_token_head", PLAIN, replace(H200, arch="sm_100"))
+    # vLLM's cells with scales: rows start at multiples of 4 bytes.
+    assert "groups" not in asked("int8_per_token_head", replace(PLAIN, layout="interleaved"))
+    with batch_invariant():
+        assert "groups" not in asked("int4_per_token_head", PLAIN)
+    monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: False)
+    assert "groups" not in asked("int4_per_token_head", PLAIN)
+
+
+def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = launch.DeviceFacts(132, True, "sm_90")
+    monkeypatch.setattr(launch, "_device_facts", lambda device: facts)
+    built = scene.build(PLAIN, get_backend("int4"), torch.device("cpu"))
+    seen: list[Attention] = []
+    monkeypatch.setattr(type(built.backend), "read", lambda backend, attention: seen.append(attention))
+    monkeypatch.setattr(ops, "kernels_run_on", lambda device: True)
+    built.backend.unified_attention(out=built.fresh_out()["rows"], **built.read_arguments())
+    for interpreting in (True, False):
+        monkeypatch.setattr(launch, "interpreting", lambda answer=interpreting: answer)
+        assert launch.groups_fit(seen[0], args.Format(streams=4)) != interpreting
+
+
+def read_by(table: Table, built: Scene, **overrides: Any) -> torch.Tensor:
+    with ops.planning_with(table), listening() as questions:
+        out = built.read(**overrides)
+    # Where warp groups take the rows, no tile is looked up for them.
+    assert ("prefill" in {kind for kind, _ in questions}) == (table is WITHOUT)
+    return out
+
+
+def both_ways(built: Scene, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What warp groups and the portable kernel answer: for unquantized pages the same to the last bit (seen on sm_90)."""
+    return read_by(WITH, built, **overrides), read_by(WITHOUT, built, **overrides)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_attention(mode: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the suite's own error budgets."""
+    place = places.enter("gpu", monkeypatch)
+    built = scene.build(case, get_backend(mode), place.device).fill()
+    with ops.planning_with(WITH):
+        SUITES[mode]().assert_read(built.backend, built, place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [PLAIN, replace(PLAIN, block_size=64, dtype=torch.float16, queries_per_kv=5)], ids=str)
+def test_missing_blocks_and_lengths_beyond_the_table(mode: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are not there are seen by nobody, whatever lies in the block that stands for theirs."""
+    place = places.enter("gpu", monkeypatch)
+    built = scene.build(case, get_backend(mode), place.device).fill()
+    assert_alike(*both_ways(built))
+    table = built.block_table.clone()
+    table[0, 3], table[0, 7], table[1, 1] = -1, built.num_blocks, 2**31 - 1
+    holes = both_ways(built, block_table=table)
+    assert_alike(*holes)
+    assert not torch.equal(holes[0], built.read())
+    assert_alike(*both_ways(built, block_table=built.block_table[:, :9].contiguous()))
+    # No key at all: zeros.
+    table[0] = -1
+    assert not both_ways(built, block_table=table)[0][: case.query_lens[0]].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp8_per_token_head", "fp8_per_tensor"])
+def test_codes_that_are_no_numbers_and_not_to_be_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of 0 takes out all but NaN."""
+    place = places.enter("gpu", monkeypatch)
+    built = scene.build(replace(PLAIN, seq_lens=(1101, 403)), get_backend(mode), place.device).fill()
+    before = read_by(WITH, built)
+    table, block_size = built.block_table.tolist(), built.case.block_size
+    for name in ("key_cache", "value_cache"):
+        codes = built.pages.integers(name)
+        for row, length in zip(table, built.case.seq_lens, strict=False):  # padding sequences have rows, too
+            codes[row[length // block_size], length % block_size :] = 0x7F
+    assert torch.isfinite(before).all() and torch.equal(read_by(WITH, built), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_results_do_not_move(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that overtake each other would show here."""
+    place = places.enter("gpu", monkeypatch)
+    built = scene.build(replace(PLAIN, query_lens=(1024,), seq_lens=(4096,), num_kv_heads=4), get_backend(mode), place.device).fill()
+    first = read_by(WITH, built)
+    with ops.planning_with(WITH):
+        assert all(torch.equal(built.read(), first) for _ in range(20))
+
+
+def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To within what the two kernels' roundings allow, for results of a 16-bit output."""
+    assert torch.isfinite(wanted).all()
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=8e-3 * float(wanted.abs().max()))

@@ -19,7 +19,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -47,17 +47,21 @@ STAGES: dict[str, Any] = {
 }
 
 
-def microseconds(call: Call) -> float:
-    """Median over rounds of the mean time that a call keeps the host."""
-    rounds = []
+def microseconds(calls: Sequence[Call]) -> list[float]:
+    """Median over rounds of the mean time that each of ``calls`` keeps the host. A round has all of them, so that a slow moment of the
+    machine is nobody's alone."""
+    rounds: list[list[float]] = []
     for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        rounds.append((time.perf_counter() - begin) / CALLS * 1e6)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    return statistics.median(rounds)
+        times = []
+        for call in calls:
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times.append((time.perf_counter() - begin) / CALLS * 1e6)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        rounds.append(times)
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def doors(backend: QuantKVBackend, device: torch.device) -> dict[str, Call]:
@@ -66,18 +70,21 @@ def doors(backend: QuantKVBackend, device: torch.device) -> dict[str, Call]:
     return {"write": lambda: backend.reshape_and_cache(**writing), "read": lambda: backend.unified_attention(**reading)}
 
 
-def rows(backend: QuantKVBackend, device: torch.device) -> Iterator[tuple[str, str, list[float]]]:
-    """(mode, door, microseconds of each stage), and their sum."""
-    layer = [0.0] * len(STAGES)
-    for door, call in doors(backend, device).items():
-        times = []
-        for stage in STAGES.values():
-            with stage():
+def rows(backends: Sequence[QuantKVBackend], device: torch.device) -> Iterator[tuple[str, str, list[float]]]:
+    """(mode, door, microseconds of each stage) of all modes, and the sum of a mode's doors."""
+    calls = {(backend.mode, door): call for backend in backends for door, call in doors(backend, device).items()}
+    stages = []
+    for stage in STAGES.values():
+        with stage():
+            for call in calls.values():
                 call()
-                times.append(microseconds(call))
-        layer = [a + b for a, b in zip(layer, times, strict=True)]
-        yield backend.mode, door, times
-    yield backend.mode, "both", layer
+            stages.append(microseconds(list(calls.values())))
+    times = dict(zip(calls, map(list, zip(*stages, strict=True)), strict=True))
+    for backend in backends:
+        write, read = times[backend.mode, "write"], times[backend.mode, "read"]
+        yield backend.mode, "write", write
+        yield backend.mode, "read", read
+        yield backend.mode, "both", [a + b for a, b in zip(write, read, strict=True)]
 
 
 def profile(call: Call) -> None:
@@ -100,17 +107,15 @@ def main() -> None:
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    table: list[tuple[str, str, list[float]]] = []
     with contextlib.nullcontext() if has_gpu else launching_for("sm_90"):
-        for mode in options.modes:
-            if options.profile:
-                for call in doors(get_backend(mode), device).values():
+        backends = [get_backend(mode) for mode in options.modes]
+        if options.profile:
+            for backend in backends:
+                for call in doors(backend, device).values():
                     with STAGES[options.profile]():
                         profile(call)
-                continue
-            table += rows(get_backend(mode), device)
-    if not table:
-        return
+            return
+        table = list(rows(backends, device))
     print(torch.cuda.get_device_name() if has_gpu else "no GPU: nothing is launched")
     print(tabulate([(mode, door, *times) for mode, door, times in table], headers=["mode", "door", *STAGES], floatfmt=".1f"))
     slowest = max(times[-1] for _, door, times in table if door == "both")

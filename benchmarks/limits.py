@@ -46,11 +46,13 @@ AT_ONCE: Final = 8
 LAUNCHES: Final = "launches of the calls: "
 """Begins the line in which the profiled process says which kernels each call has launched, as JSON."""
 
-_STALLS: Final = (
-    *("long_scoreboard", "short_scoreboard", "wait", "barrier", "math_pipe_throttle", "mio_throttle", "lg_throttle", "no_instruction"),
-    *("not_selected", "branch_resolve", "dispatch_stall", "gmma"),
-)
-_STALL: Final = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+_WAITS: Final = {
+    wait: f"smsp__average_warps_issue_stalled_{wait}_per_issue_active.ratio"
+    for wait in (
+        *("long_scoreboard", "short_scoreboard", "wait", "barrier", "math_pipe_throttle", "mio_throttle", "lg_throttle", "no_instruction"),
+        *("not_selected", "branch_resolve", "dispatch_stall", "gmma"),
+    )
+}
 _METRICS: Final = {
     "ns": "gpu__time_duration.sum",
     "memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -125,13 +127,18 @@ def limits_of(said: str) -> list[Limits]:
     if [name for _, name in launched] != [kernel["Kernel Name"] for kernel in seen]:
         raise ValueError(f"the calls launched {launched}, of which the profiler has {[kernel['Kernel Name'] for kernel in seen]}")
 
+    missing = set(_METRICS.values()) - seen[0].keys() if seen else ()
+    if missing:
+        raise ValueError(f"the profiler has no {', '.join(sorted(missing))}")
+
     def number(kernel: dict[str, str], metric: str) -> float:
         return float(kernel[metric].replace(",", ""))
 
     found = []
     for (call, name), kernel in zip(launched, seen, strict=True):
         figures = {fact: number(kernel, metric) for fact, metric in _METRICS.items()}
-        stalls = {stall: number(kernel, _STALL.format(stall)) for stall in _STALLS}
+        # A profiler leaves out, without a word, what it does not know of a GPU.
+        stalls = {stall: number(kernel, metric) for stall, metric in _WAITS.items() if metric in kernel}
         us, registers = figures.pop("ns") / 1e3, int(figures.pop("registers"))
         found.append(Limits(call, name, us, **figures, registers=registers, stalls=stalls))
     return found
@@ -139,7 +146,7 @@ def limits_of(said: str) -> list[Limits]:
 
 def profile(calls: Sequence[str], ncu: str) -> list[Limits]:
     """The kernels of ``calls``, in one process; ``ValueError`` with what was said if it comes to nothing."""
-    metrics = ",".join([*_METRICS.values(), *(_STALL.format(stall) for stall in _STALLS)])
+    metrics = ",".join([*_METRICS.values(), *_WAITS.values()])
     options = ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--metrics", metrics]
     command = [ncu, *options, sys.executable, __file__, "--profiled", *calls]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")

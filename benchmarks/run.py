@@ -1,7 +1,8 @@
 """The whole table, from one command: ``python benchmarks/run.py``.
 
 Decode, prefill and write of every installed mode, against ``none`` and FlashInfer's bf16 kernels in the same run. Nothing is timed
-before every mode has passed the correctness gate. Prints the tables; writes ``benchmarks.json`` and ``benchmarks.png``.
+before every mode has passed the correctness gate. Prints the tables; writes ``benchmarks.json``, setting by setting, so that a run that is
+cut off leaves what it has, and ``benchmarks.png``.
 
 Exit status: 0; 1 if a row ended in an error; 2 for a machine without CUDA or a wrong command line; 3 if the gate is red.
 """
@@ -128,26 +129,36 @@ def gate_is_green(checks: Sequence[gate.Check], device: torch.device, bar: tqdm[
     return not red
 
 
-def measure(backends: Sequence[QuantKVBackend], plan: Plan, timer: Timer, *, peers: bool, bar: tqdm[Any]) -> list[Row]:
-    """Every row of the plan."""
+def measure(
+    backends: Sequence[QuantKVBackend], plan: Plan, timer: Timer, *, peers: bool, bar: tqdm[Any], keep: Callable[[Sequence[Row]], None]
+) -> list[Row]:
+    """Every row of the plan; ``keep`` gets all that there are after each setting."""
     has_peer = {"decode": baselines.flashinfer() is not None, "prefill": baselines.flashinfer() is not None, "write": True}
     bar.reset(total=sum(len(settings) * (len(backends) + (peers and has_peer[op])) for op, settings in plan))
-    found = []
+    found: list[Row] = []
     for op, settings in plan:
-        for row in _RUN[op](backends, settings, timer, peers=peers):
-            bar.set_description(f"{op} {row.setting}, {row.mode}")
-            bar.update()
-            found.append(row)
+        for setting in settings:
+            for row in _RUN[op](backends, (setting,), timer, peers=peers):
+                bar.set_description(f"{op} {row.setting}, {row.mode}")
+                bar.update()
+                found.append(row)
+            keep(found)
     return found
 
 
+def write_json(facts: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
+    """The facts and the rows; what is there already stays whole until the new file is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    fresh.write_text(json.dumps(report.as_json(facts, rows, facts["hbm"]), indent=1) + "\n")
+    fresh.replace(path)
+
+
 def show(plan: Plan, facts: dict[str, Any], rows: Sequence[Row], out: Path) -> None:
-    """Print the tables, write the JSON and the PNG."""
+    """Print the tables, write the PNG."""
     lines = report.lines(rows, facts["hbm"])
     for op, settings in plan:
         print(f"{op}\n" + "\n".join(f"  {setting}" for setting in settings) + f"\n\n{report.table(op, lines)}\n")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "benchmarks.json").write_text(json.dumps(report.as_json(facts, rows, facts["hbm"]), indent=1) + "\n")
     written = [str(out / "benchmarks.json")]
     try:
         report.plot(lines, f"kvq {facts['commit']} on {facts['gpu']}", out / "benchmarks.png")
@@ -184,10 +195,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             with_peers = [] if options.no_peers or baselines.flashinfer() is None else settings
             peers = [setting for setting in with_peers if isinstance(setting, shapes.Read) and setting.plain]
             compile_kernels([*jobs, *gate.jobs_of(checks, here)], peers, bar)
+            bar.write(f"compiled in {time.perf_counter() - begin:.0f} s")
         if not gate_is_green(checks, device, bar):
             return GATE_RED
-        rows = measure(backends, plan, timer, peers=not options.no_peers, bar=bar)
-    facts["seconds"] = round(time.perf_counter() - begin, 1)
+
+        def keep(rows: Sequence[Row]) -> None:
+            facts["seconds"] = round(time.perf_counter() - begin, 1)
+            write_json(facts, rows, options.out / "benchmarks.json")
+
+        rows = measure(backends, plan, timer, peers=not options.no_peers, bar=bar, keep=keep)
     show(plan, facts, rows, options.out)
     if old is not None:
         print("\n" + report.changes_table(old, facts, report.compare(old, rows)))

@@ -545,3 +545,18 @@ def test_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "tiny, none: RuntimeError: does not compile" in printed
     assert "broke" in printed and "same" in printed
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(gate, "PROBLEMS", gate.PROBLEMS[:1])
+    monkeypatch.setattr(shapes, "DEFAULT", (("decode", (SMALL,)), ("write", (TINY,))))
+
+    def cut_off(backend: QuantKVBackend, setting: Write, timer: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_write, "store", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--modes", "int4", "--no-peers", "--out", str(tmp_path)])
+    kept = report.load(tmp_path / "benchmarks.json")
+    assert {(row["op"], row["mode"]) for row in kept["rows"]} == {("decode", "none"), ("decode", "int4_per_token_head")}

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ import limits
 pytestmark = pytest.mark.quick
 
 
-def words(launches: dict[str, list[str]], kernels: list[tuple[str, dict[str, str]]]) -> str:
+def words(launches: dict[str, list[str]], kernels: list[tuple[str, dict[str, str]]], unknown: Sequence[str] = ()) -> str:
     """What Nsight Compute prints of ``kernels``, each with its figures, after what the watched process says."""
-    metrics = [*limits._METRICS.values(), *(limits._STALL.format(stall) for stall in limits._STALLS)]
+    metrics = [metric for metric in (*limits._METRICS.values(), *limits._WAITS.values()) if metric not in unknown]
     lines = io.StringIO()
     table = csv.DictWriter(lines, ["ID", "Kernel Name", *metrics], quoting=csv.QUOTE_ALL)
     table.writeheader()
@@ -33,7 +34,7 @@ READ = (
         limits._METRICS["ns"]: "158,464",
         limits._METRICS["memory"]: "83.5",
         limits._METRICS["registers"]: "168",
-        limits._STALL.format("wait"): "1.75",
+        limits._WAITS["wait"]: "1.75",
     },
 )
 MERGE = ("merge_kernel", {limits._METRICS["ns"]: "6000", limits._METRICS["registers"]: "64"})
@@ -47,6 +48,14 @@ def test_kernels_are_found_and_told_longest_wait_first() -> None:
     assert (merge.call, merge.kernel, merge.us, other.call) == ("int4:A", "merge_kernel", 6.0, "int2:A")
     line = limits.table([read]).splitlines()[-1]
     assert line.split()[:4] == ["int4:A", "attend", "158.5", "84"] and "168  wait 1.8, " in line
+
+
+def test_what_a_profiler_does_not_know_of_a_gpu() -> None:
+    """Some waits; nothing else may be missing."""
+    (read,) = limits.limits_of(words({"int4:A": ["attend"]}, [READ], [limits._WAITS["branch_resolve"]]))
+    assert read.stalls.keys() == limits._WAITS.keys() - {"branch_resolve"}
+    with pytest.raises(ValueError, match="the profiler has no dram__throughput"):
+        limits.limits_of(words({"int4:A": ["attend"]}, [("attend", {})], [limits._METRICS["memory"]]))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import triton
 
 from kvq_core import get_backend, ops
 from kvq_core.kernels.args import Heads
+from kvq_core.launched import triton_is_known
 from kvq_core.offline import planning_for
 from kvq_core.plans import Decode, Groups, Prefill, Table, choose, lookup
 from kvq_core.plans.lookup import SWITCH, listening
@@ -140,7 +141,7 @@ def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) 
             facts = fixed | {"width": width, "lane_bytes": lane_bytes}
             every.add(name_of(choose(target, Prefill, facts)))
             groups = choose(target, Groups, facts | {"rows": 256})
-            if groups.groups and (width, lane_bytes) == (128, 2):
+            if groups.groups and (width, lane_bytes) == (128, 2) and triton_is_known():
                 every.add(name_of(groups))
             for rows, keys in itertools.product((8, 16, 32, 64, 128), (0, *(2**n for n in range(0, 25, 2)))):
                 every.add(name_of(choose(target, Decode, facts | {"rows": rows, "keys_per_sm": keys})))
@@ -173,7 +174,8 @@ def as_built(golden: GoldenCounts) -> list[dict[str, Any]]:
 @pytest.mark.quick
 def test_the_golden_counts_cover_every_kernel() -> None:
     wanted = {f"{mode} {target} {case} {kernel}" for mode in MODES for target in CUDA_TARGETS for case, kernel in kernels(mode, target)}
-    assert GoldenCounts.read(GOLDEN).kernels.keys() == wanted
+    counted = {kernel for kernel in GoldenCounts.read(GOLDEN).kernels if triton_is_known() or " groups-" not in kernel}
+    assert counted == wanted
 
 
 @pytest.mark.quick

@@ -28,11 +28,13 @@ _RESIDENCY = _axis(
 )
 _MERGING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
 _TILES: Final = (32, 64, 128)
+# Without groups, registers are nobody's.
+_GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192)))
 _STAGES = _axis("stages", of=(2, 3))
 _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
     Decode: (_axis("keys", of=(16, *_TILES)), _RESIDENCY, _STAGES),
     Prefill: (_axis("rows", of=_TILES), _axis("keys", of=_TILES), _axis("warps", of=(4, 8)), _STAGES),
-    Groups: (_axis("groups", of=(0, 2)), _axis("registers", of=(176, 184, 192))),
+    Groups: (_GROUPS,),
     Write: (_axis("rows", of=(8, 16, 32, 64)), _axis("warps", of=(1, 2, 4))),
     Merge: (_MERGING, _axis("pieces", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
 }

@@ -257,9 +257,7 @@ def target(out: Path | None, arch: str) -> Path:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="only these (with commas or spaces)")
-    parser.add_argument(
-        "--kinds", metavar="A,B,...", default=",".join(KINDS), help="only these of decode, prefill, groups, write and merge"
-    )
+    parser.add_argument("--kinds", metavar="A,B,...", default=",".join(KINDS), help=f"only these of {', '.join(KINDS)}")
     parser.add_argument("--quick", action="store_true", help="fewer settings; candidates that differ from the present choice in one way")
     parser.add_argument("--out", type=Path, metavar="PATH", help="the table to write or add to, or a folder")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates, measure nothing")

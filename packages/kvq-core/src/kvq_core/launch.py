@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -119,16 +119,17 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     return launched
 
 
-def launch_attention(kernel: Any, attention: Attention, form: args.Format, in_groups: Callable[[], Any] | None = None) -> Launched:
+def launch_attention(kernel: Any, attention: Attention, form: args.Format, in_groups: str = "") -> Launched:
     """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch.
 
-    ``in_groups``: gets the mode's kernel of warp groups (:mod:`kvq_core.kernels.warpgroups`), if it has one, once a plan asks for it.
+    ``in_groups``: the module whose ``attend`` is the mode's kernel of warp groups (:mod:`kvq_core.kernels.warpgroups`), if it has one. It
+    is imported once a plan asks for it, since not every Triton has what it is written in.
     """
     launched = Launched(attention.q.device)
-    problem = problem_of(attention, form, in_groups is not None)
+    problem = problem_of(attention, form, bool(in_groups))
     with sole_use(attention.q.device):
         for launch in schedule.plan(problem):
-            chosen = in_groups() if in_groups is not None and launch.tile.groups else kernel
+            chosen = importlib.import_module(in_groups).attend if launch.tile.groups else kernel
             _launch(launched, chosen, attention, form, problem, launch)
     return launched
 
@@ -175,9 +176,9 @@ def groups_fit(attention: Attention, form: args.Format) -> bool:
     plain = plain and scoring.alibi_slopes is None and scoring.qq_bias is None and scoring.mm_prefix_range is None
     # A sink sees what smoothed scores are short of.
     plain = plain and (attention.smoothing is None or scoring.sinks is None)
-    unpacked = form.streams == 1
+    unquantized = form.streams == 1
     shaped = attention.q.shape[2] == attention.out.shape[2] == 128 and attention.queries_per_kv <= 128
-    if not plain or not shaped or (unpacked and not attention.q.dtype == attention.keys.codes.dtype in (torch.bfloat16, torch.float16)):
+    if not plain or not shaped or (unquantized and not attention.q.dtype == attention.keys.codes.dtype in (torch.bfloat16, torch.float16)):
         return False
     rows = (_row_bytes(attention.keys), _row_bytes(attention.values))
     return min(rows) == ALIGNMENT and attention.keys.block_size * max(_strides(attention.keys) + _strides(attention.values)) < 2**31

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,10 +39,4 @@ class NoneBackend(QuantKVBackend):
         from kvq_core.kernels import args, dense
         from kvq_core.launch import launch_attention
 
-        return launch_attention(dense.attend, attention, args.Format(streams=1), _in_groups)
-
-
-def _in_groups() -> Any:
-    from kvq_core.kernels.warpgroups import dense
-
-    return dense.attend
+        return launch_attention(dense.attend, attention, args.Format(streams=1), "kvq_core.kernels.warpgroups.dense")

@@ -204,7 +204,16 @@ def prefill_tile(problem: Problem) -> Tile:
         facts = {**problem.format_facts, "rows": problem.max_seqlen_q * problem.group}
         way = plans.choose(problem.arch, plans.Groups, facts)
         if way.groups:
-            return Tile(GROUPS_TILE, GROUPS_TILE, 4, way.stages, False, 1, way.registers, groups=way.groups)
+            return Tile(
+                rows=GROUPS_TILE,
+                keys=GROUPS_TILE,
+                warps=4,
+                stages=way.stages,
+                keys_first=False,
+                programs_per_sm=1,
+                registers=way.registers,
+                groups=way.groups,
+            )
     choice = plans.choose(problem.arch, plans.Prefill, problem.plane_facts)
     rows = max(choice.rows, power_of_two(problem.group))
     return Tile(rows, choice.keys, choice.warps, choice.stages, keys_first=False, programs_per_sm=1, registers=choice.registers)

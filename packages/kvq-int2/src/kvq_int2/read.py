@@ -6,8 +6,6 @@ is 0.09 % of a value (rms), against 34 % of the mode itself. Scales never touch 
 probabilities. Queries are rotated like the keys, outputs un-rotated once.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -51,13 +49,7 @@ that the mask keeps."""
 
 def launch_read(attention: Attention) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, FORMAT, _in_groups)
-
-
-def _in_groups() -> Any:
-    from kvq_int2 import prefill
-
-    return prefill.attend
+    return launch_attention(attend, attention, FORMAT, "kvq_int2.prefill")
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

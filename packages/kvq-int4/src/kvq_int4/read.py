@@ -7,10 +7,8 @@ either:
     sum_c q_c (n_c - z) s = s (sum_c q_c n_c - z sum_c q_c)        for K: one multiplication per score, as the product's start
     sum_j p_j s_j (n_j - z_j) = sum_j w_j n_j - sum_j w_j z_j      for V: w = p s, and one sum a row and tile
 
-Queries are rotated like the keys, outputs un-rotated once (codec.py). Each query row is scaled to 64 so that it fits float16.
+Queries are rotated like the keys, outputs un-rotated once (codec.py). Each query row is scaled to fit float16 (row_factors).
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -32,13 +30,7 @@ SUBNORMAL = tl.constexpr(2.0**24)  # float16's smallest step is 2^-24
 
 def launch_read(attention: Attention) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, FORMAT, _in_groups)
-
-
-def _in_groups() -> Any:
-    from kvq_int4 import prefill
-
-    return prefill.attend
+    return launch_attention(attend, attention, FORMAT, "kvq_int4.prefill")
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

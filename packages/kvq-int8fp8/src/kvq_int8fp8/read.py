@@ -5,10 +5,8 @@ in a tensor-core product. The 128 comes off a whole sum at a time: ``sum_c q_c (
 
 fp8: an e4m3 number's exponent and mantissa, moved to where float16 keeps them, are the number times 2^-8; subnormals included.
 
-The values' scales join the probabilities, the keys' the scores. Each query row is scaled to 64 so that it fits float16.
+The values' scales join the probabilities, the keys' the scores. Each query row is scaled to fit float16 (row_factors).
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -41,13 +39,7 @@ FP8_UNIT = tl.constexpr(2.0**8)
 
 def launch_read(attention: Attention, *, is_int8: bool, per_tensor: bool) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, format_of(is_int8, per_tensor), _in_groups)
-
-
-def _in_groups() -> Any:
-    from kvq_int8fp8 import prefill
-
-    return prefill.attend
+    return launch_attention(attend, attention, format_of(is_int8, per_tensor), "kvq_int8fp8.prefill")
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

@@ -6,6 +6,7 @@ import click
 
 from kvq_core.cli.modes import backends_of, mode_option
 from kvq_core.cli.suite import need_gpu, run_suite
+from kvq_core.plans import KINDS
 
 _EXAMPLES = """Examples:
 
@@ -18,7 +19,7 @@ kvq tune --quick --dry-run                     what would be tried, on any machi
 
 @click.command(epilog=_EXAMPLES)
 @mode_option
-@click.option("--kinds", metavar="KIND,...", help="Only these of decode, prefill, write and merge.")
+@click.option("--kinds", metavar="KIND,...", help=f"Only these of {', '.join(KINDS)}.")
 @click.option("--quick", is_flag=True, help="Fewer settings; candidates that differ from the present choice in one way only.")
 @click.option("--out", type=click.Path(), metavar="PATH", help="The table to write or add to.  [default: where kvq reads it]")
 @click.option("--dry-run", is_flag=True, help="List the candidates and measure nothing; needs no GPU.")

@@ -41,7 +41,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     """A group's rows into its part of the query tile, in the order of the keys' operands; what is left to multiply scores by, [HALF].
 
     Rows for packed keys are brought to a peak of 1/2 to 1, so that no score overflows, by the score's factor and a power of two. That power
-    of two is what is left: all products with it are exact. Rows for unquantized keys stay as they are.
+    of two is what is left, as in kvq_core.kernels.queries.row_factors. Rows for unquantized keys stay as they are.
     """
     D: gl.constexpr = C.head_size
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)

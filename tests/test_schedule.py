@@ -150,13 +150,14 @@ def test_decode_tiles_are_looked_up_by_the_keys_there_are_for_a_multiprocessor(c
     assert kind == "decode" and facts["keys_per_sm"] == keys_per_sm
 
 
-def test_long_decode_takes_wider_tiles_where_that_was_measured() -> None:
-    """On sm_90, int4 from 16384 keys a multiprocessor, int2 from 4096 (as a batch of one has at 131072)."""
-    one = {"arch": "sm_90", "num_seqs": 1, "max_seqlen_k": 131072}
-    problems = [replace(A, **facts, lanes=128 // n, streams=n) for facts in ({"arch": "sm_90"}, one) for n in (4, 8)]
-    assert [plan(problem)[0].tile.keys for problem in problems] == [128, 128, 64, 128]
-    tiles = {plan(replace(problem, max_seqlen_k=4096, num_seqs=1))[0].tile.keys for problem in problems}
-    assert tiles == {64}
+def test_long_decode_takes_other_tiles_where_that_was_measured() -> None:
+    """On sm_90: int4 a second buffer from 4096 keys a multiprocessor, int2 wider tiles from there and a second buffer from 16384."""
+    one = {"num_seqs": 1, "max_seqlen_k": 131072}
+    problems = [replace(A, arch="sm_90", lanes=128 // n, streams=n, **facts) for facts in ({}, one) for n in (4, 8)]
+    tiles = [plan(problem)[0].tile for problem in problems]
+    assert [(tile.keys, tile.stages) for tile in tiles] == [(64, 5), (128, 5), (64, 5), (128, 2)]
+    short = {plan(replace(problem, max_seqlen_k=4096, num_seqs=1))[0].tile for problem in problems}
+    assert {(tile.keys, tile.stages) for tile in short} == {(64, 2)}
 
 
 def test_one_short_sequence_takes_shorter_tiles_and_shares() -> None:

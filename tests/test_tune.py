@@ -61,11 +61,11 @@ def test_candidates_are_bounded_valid_and_begin_with_the_present_choice(kind: st
 
 @pytest.mark.quick
 def test_quick_candidates_differ_in_one_way() -> None:
-    """In one field, or in those that say together how many programs share a multiprocessor."""
-    residency = {"warps", "registers", "programs_per_sm"}
+    """In one field, or in those that say together how many programs share a multiprocessor, or how tiles are buffered."""
+    together = ({"warps", "registers", "programs_per_sm"}, {"stages", "parts"})
     for choice in candidates(PRESENT["decode"], quick=True)[1:]:
         differ = {name for name, value in asdict(choice).items() if value != getattr(PRESENT["decode"], name)}
-        assert len(differ) == 1 or differ <= residency
+        assert len(differ) == 1 or any(differ <= names for names in together)
 
 
 @pytest.mark.quick
@@ -76,7 +76,8 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
     assert where["keys_per_sm"] == Range(16384, 131071)
     assert class_of("decode", {**facts, "keys_per_sm": 131072})["keys_per_sm"] == Range(131072, None)
     assert class_of("decode", {**facts, "keys_per_sm": 16383})["keys_per_sm"] == Range(4096, 16383)
-    assert class_of("decode", {**facts, "keys_per_sm": 64})["keys_per_sm"] == Range(64, 4095)
+    assert class_of("decode", {**facts, "keys_per_sm": 512})["keys_per_sm"] == Range(512, 4095)
+    assert class_of("decode", {**facts, "keys_per_sm": 64})["keys_per_sm"] == Range(64, 511)
     assert class_of("decode", {**facts, "keys_per_sm": 0})["keys_per_sm"] == Range(None, 15)
     table = Table("sm_90", {"decode": (tune.Entry(where, PRESENT["decode"]),)})
     assert table.find("decode", facts)
@@ -192,13 +193,14 @@ def by_name(found: Sequence[tune.Class]) -> dict[str, tune.Class]:
 def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
     backend = get_backend(mode)
     found = by_name(tune.classes(backend, "decode", tune.ASSUMED, quick=False))
-    long, middling, short = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even", "b32-512, b1-4096"
-    assert found.keys() == {"ragged", long, middling, short, "b1-512", "A-q4, A-g16", "A-q8", "A-d64", "A-d192, A-d256"}
+    long, middling = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even"
+    assert found.keys() == {"ragged", long, middling, "b32-512", "b1-4096", "b1-512", "A-q4, A-g16", "A-q8", "A-d64", "A-d192, A-d256"}
     for name, keys in (
         ("ragged", Range(131072, None)),
         (long, Range(16384, 131071)),
         (middling, Range(4096, 16383)),
-        (short, Range(64, 4095)),
+        ("b32-512", Range(512, 4095)),
+        ("b1-4096", Range(64, 511)),
         ("b1-512", Range(16, 63)),
     ):
         assert found[name].where["keys_per_sm"] == keys

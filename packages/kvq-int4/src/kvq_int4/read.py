@@ -19,7 +19,7 @@ from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of
+from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of, unmasked_tiles
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
@@ -63,8 +63,9 @@ def attend(
         state = softmax_start(C.rows)
         acc = accumulator(C)
         largest = 1e-30
+        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
-            tiles = tiles_of(work, batch, table_stride, num_blocks, scoring, part, C)
+            tiles = tiles_of(work, unmasked, part, C)
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
                 tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
                 k_place, v_place = places(keys, values, tile, C)

@@ -95,11 +95,15 @@ class SoftmaxState(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A program's units of work, ``next`` up to ``stop``; every program has ``size`` of them."""
+    """A program's units of work, ``next`` up to ``stop``; every program has ``size`` of them.
+
+    ``row_units``: as so many units every row block counts, some at the end of shorter ones empty; 0: each as its own.
+    """
 
     next: Any
     stop: Any
     size: Any
+    row_units: Any
 
 
 class Work(NamedTuple):
@@ -175,6 +179,15 @@ class Format:
     rotated: bool = False
     signs: int | None = None
     variant: str = ""
+
+    @property
+    def stream_signs(self) -> tuple[int | None, ...]:
+        """``signs`` stream by stream: bit i of the s-th is that of channel ``streams * i + s``."""
+        signs = self.signs
+        if signs is None:
+            return (None,) * self.streams
+        lanes = range(-(-signs.bit_length() // self.streams))
+        return tuple(sum((signs >> (self.streams * i + s) & 1) << i for i in lanes) for s in range(self.streams))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from kvq_core.kernels.queries import in_own_dtype, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, next_work, places, query_rows, take_share, tiles_of
+from kvq_core.kernels.tiles import key_tile, load_lanes, next_work, places, query_rows, take_share, tiles_of, unmasked_tiles
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
@@ -41,8 +41,9 @@ def attend(
         left = softmax_unit(unit, scoring)
         state = softmax_start(C.rows)
         acc = accumulator(C)
+        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
-            tiles = tiles_of(work, batch, table_stride, num_blocks, scoring, part, C)
+            tiles = tiles_of(work, unmasked, part, C)
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
                 tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
                 k_place, v_place = places(keys, values, tile, C)

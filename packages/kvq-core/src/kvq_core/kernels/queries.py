@@ -20,7 +20,7 @@ def head_offset(head, head_stride, C: tl.constexpr):
 def load_queries(queries, rows, C: tl.constexpr):
     """The tile's query rows as streams [ROWS, WIDTH]: balanced, and rotated, if the keys are (then float32)."""
     HEADS: tl.constexpr = C.key_heads
-    SIGNS: tl.constexpr = C.format.signs
+    FORMAT: tl.constexpr = C.format
     channel = tl.arange(0, HEADS.width * HEADS.streams)
     mask = rows.valid[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
@@ -32,7 +32,7 @@ def load_queries(queries, rows, C: tl.constexpr):
         x = x.to(tl.float32) * factor[None, :]
     streams = to_streams(x, C.rows, HEADS.width, HEADS.streams)
     if C.format.rotated:
-        streams = rotate(streams, HEADS, SIGNS, C.upcast_dots)
+        streams = rotate(streams, HEADS, FORMAT, C.upcast_dots)
     return streams
 
 
@@ -84,9 +84,9 @@ def row_factors(peak, factor):
 def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr):
     """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order."""
     HEADS: tl.constexpr = C.value_heads
-    SIGNS: tl.constexpr = C.format.signs
+    FORMAT: tl.constexpr = C.format
     if C.format.rotated:
-        streams = unrotate(streams, HEADS, SIGNS, C.upcast_dots)
+        streams = unrotate(streams, HEADS, FORMAT, C.upcast_dots)
     x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
     channel = tl.arange(0, HEADS.width * HEADS.streams)[None, :]
     mask = valid[:, None]

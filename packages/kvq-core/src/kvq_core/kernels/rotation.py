@@ -39,8 +39,10 @@ def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.co
     channel = channel % BLOCK
     bit = tl.zeros_like(channel)
     for word in tl.static_range((BLOCK + 31) // 32):
-        bits = sign_word(SIGNS, word, channel)
-        bit = tl.where(channel // 32 == word, (bits >> (channel % 32)) & 1, bit)
+        here = (sign_word(SIGNS, word, channel) >> (channel % 32)) & 1
+        if BLOCK > 32:
+            here = tl.where(channel // 32 == word, here, bit)
+        bit = here
     if x.dtype == tl.float32:
         flip = (1 - bit) << 31
         y = (x.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
@@ -54,9 +56,12 @@ def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
-def stream_channels(STREAM: tl.constexpr, HEADS: tl.constexpr):
-    """The channels of a stream's lanes, [1, WIDTH]."""
-    return (tl.arange(0, HEADS.width) * HEADS.streams + STREAM)[None, :]
+def apply_stream_signs(x, STREAM: tl.constexpr, HEADS: tl.constexpr, FORMAT: tl.constexpr):
+    """D x of a stream [R, WIDTH]; x itself if the format has no signs. A stream's own bits fill fewer words than all channels' do."""
+    if FORMAT.signs is not None:
+        SIGNS: tl.constexpr = FORMAT.stream_signs[STREAM]
+        x = apply_signs(x, tl.arange(0, HEADS.width)[None, :], SIGNS, HEADS.block_lanes)
+    return x
 
 
 @triton.jit
@@ -87,16 +92,14 @@ def butterfly_pairs(streams, STREAMS: tl.constexpr):
 
 
 @triton.jit
-def rotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.constexpr):
-    """H D x (H x if SIGNS is None) of rows [R, WIDTH] x STREAMS, any float dtype -> float32. Padding lanes must be and stay 0."""
+def rotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
+    """H D x (H x without signs) of rows [R, WIDTH] x STREAMS, any float dtype -> float32. Padding lanes must be and stay 0."""
     STREAMS: tl.constexpr = HEADS.streams
     WIDTH: tl.constexpr = HEADS.width
     matrix = lane_matrix(WIDTH, HEADS.block_lanes)
     mixed = ()
     for s in tl.static_range(STREAMS):
-        x = streams[s]
-        if SIGNS is not None:
-            x = apply_signs(x, stream_channels(s, HEADS), SIGNS, HEADS.block)
+        x = apply_stream_signs(streams[s], s, HEADS, FORMAT)
         mixed = mixed + (dot_signs(x, matrix, UPCAST),)
     return butterfly(mixed, STREAMS)
 
@@ -148,18 +151,15 @@ def unstacked_pairs(stacked, STREAMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def unrotate(streams, HEADS: tl.constexpr, SIGNS: tl.constexpr, UPCAST: tl.constexpr):
-    """D H y (H y if SIGNS is None) of float32 rows; the caller divides by the block if the format asks for it."""
+def unrotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
+    """D H y (H y without signs) of float32 rows; the caller divides by the block if the format asks for it."""
     STREAMS: tl.constexpr = HEADS.streams
     WIDTH: tl.constexpr = HEADS.width
     matrix = lane_matrix(WIDTH, HEADS.block_lanes)
     mixed = butterfly(streams, STREAMS)
     result = ()
     for s in tl.static_range(STREAMS):
-        x = dot_signs(mixed[s], matrix, UPCAST)
-        if SIGNS is not None:
-            x = apply_signs(x, stream_channels(s, HEADS), SIGNS, HEADS.block)
-        result = result + (x,)
+        result = result + (apply_stream_signs(dot_signs(mixed[s], matrix, UPCAST), s, HEADS, FORMAT),)
     return result
 
 

@@ -64,23 +64,53 @@ def units_of(keys, splits, C: tl.constexpr):
 @triton.jit
 def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
     """This program's :class:`Share`; empty if there is nothing left for it."""
+    row_units = 0
     # A single sequence needs no scan: its programs are short, and wait for every load in a row.
     if num_seqs == 1:
         row_blocks, keys = sequence_facts(0, num_seqs, batch, scoring, C)
         units, _ = units_of(keys, splits, C)
         total = row_blocks * units
+        size = share_size(total, splits, C)
     else:
         counts = tl.zeros([SCAN], tl.int32)
+        blocks = tl.zeros([SCAN], tl.int32)
+        longest = tl.zeros([SCAN], tl.int32)
         for base in range(0, num_seqs, SCAN):
             row_blocks, keys = sequence_facts(base + tl.arange(0, SCAN), num_seqs, batch, scoring, C)
             units, _ = units_of(keys, splits, C)
             counts += row_blocks * units
+            blocks += row_blocks
+            longest = tl.maximum(longest, tl.where(row_blocks > 0, units, 0))
         total = tl.sum(counts)
+        size = share_size(total, splits, C)
+        if C.split == "shares":
+            size, row_units = whole_pieces(size, total, tl.sum(blocks), tl.max(longest, 0))
+            total = tl.where(row_units > 0, tl.sum(blocks) * row_units, total)
+    first = tl.program_id(0) * size
+    return Share(first, tl.minimum(first + size, total), size, row_units)
+
+
+@triton.jit
+def share_size(total, splits, C: tl.constexpr):
+    """Units of an equal share."""
     size = 1
     if C.split == "shares":
         size = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), splits.least)
-    first = tl.program_id(0) * size
-    return Share(first, tl.minimum(first + size, total), size)
+    return size
+
+
+@triton.jit
+def whole_pieces(size, total, blocks, longest):
+    """(share size, row_units) for row blocks of about the same length: each is cut into as many pieces as fit, and a program has one.
+
+    A share that runs from one sequence into the next begins there anew, with queries to load and a piece more to merge. So shares may be
+    longer by a sixteenth if that spares it; if one is a whole row block, nothing is left to merge.
+    """
+    pieces = tl.maximum(longest // size, 1)
+    even = (longest + pieces - 1) // pieces
+    row_units = pieces * even
+    fits = (blocks * pieces <= tl.num_programs(0)) & (even * 16 <= size * 17) & (blocks * row_units * 16 <= total * 17)
+    return tl.where(fits, even, size), tl.where(fits, row_units, 0)
 
 
 @triton.jit
@@ -95,6 +125,7 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
             seqs = base + tl.arange(0, SCAN)
             row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
             units, _ = units_of(keys, splits, C)
+            units = tl.where(share.row_units > 0, share.row_units, units)
             ends = running + tl.cumsum(row_blocks * units, 0)
             passed = (ends <= share.next) & (seqs < num_seqs)
             seq += tl.sum(passed.to(tl.int32))
@@ -103,6 +134,7 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
             running = tl.max(ends)
     row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
     units, length = units_of(keys, splits, C)
+    units = tl.where(share.row_units > 0, share.row_units, units)
     block = (share.next - before) // units
     unit = (share.next - before) % units
     count = tl.minimum(share.stop - share.next, units - unit)
@@ -125,7 +157,7 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
     start = tl.maximum(origin + unit * length, low)
     stop = tl.minimum(tl.minimum(origin + (unit + count) * length, high), table_width * C.block_size)
     work = Work(seq, row_start, num_rows, first_token, context_len, seq_len, start, stop, unit, num_pieces, item)
-    return work, Share(share.next + count, share.stop, share.size)
+    return work, Share(share.next + count, share.stop, share.size, share.row_units)
 
 
 @triton.jit
@@ -154,29 +186,33 @@ def query_rows(work, queries, kv_head, scoring, C: tl.constexpr):
 
 
 @triton.jit
-def tiles_of(work, batch, table_stride, num_blocks, scoring, PART: tl.constexpr, C: tl.constexpr):
-    """The tiles of a piece that belong to one of its parts.
-
-    Part 0: tiles of keys that all rows see, in blocks that all exist, so that nothing there needs a mask. Part 1: the others. If there is
-    one part, it has all of them.
-    """
+def unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
+    """(first, end) of a piece's tiles whose keys all rows see, in blocks that all exist: found once a piece. One part has no use for it."""
     first = work.start // C.keys
-    last = tl.cdiv(work.stop, C.keys)
-    if C.parts == 1:
-        tiles = Tiles(first, last, last, 0)
-    else:
+    end = tl.cdiv(work.stop, C.keys)
+    if C.parts > 1:
+        last = end
         position = work.context_len + work.row_start
-        begin = first
         if scoring.window_left is not None:
             seen_by_all = tl.maximum(position + work.num_rows - 1 - scoring.window_left, 0)
-            begin = tl.minimum(tl.maximum(tl.cdiv(seen_by_all, C.keys), first), last)
+            first = tl.minimum(tl.maximum(tl.cdiv(seen_by_all, C.keys), first), last)
         end = tl.minimum(position + 1, work.stop) // C.keys
-        end = tl.maximum(tl.minimum(end, last), begin)
-        end = tl.where(blocks_exist(begin * C.keys, end * C.keys, work, batch, table_stride, num_blocks, C), end, begin)
-        if PART == 0:
-            tiles = Tiles(begin, end, end, 0)
-        else:
-            tiles = Tiles(first, last - (end - begin), begin, end - begin)
+        end = tl.maximum(tl.minimum(end, last), first)
+        end = tl.where(blocks_exist(first * C.keys, end * C.keys, work, batch, table_stride, num_blocks, C), end, first)
+    return first, end
+
+
+@triton.jit
+def tiles_of(work, unmasked, PART: tl.constexpr, C: tl.constexpr):
+    """The tiles of a piece that belong to one of its parts.
+
+    Part 0: those of :func:`unmasked_tiles`, so that nothing there needs a mask. Part 1: the others. If there is one part, it has all.
+    """
+    begin, end = unmasked
+    if PART == 0:
+        tiles = Tiles(begin, end, end, 0)
+    else:
+        tiles = Tiles(work.start // C.keys, tl.cdiv(work.stop, C.keys) - (end - begin), begin, end - begin)
     return tiles
 
 

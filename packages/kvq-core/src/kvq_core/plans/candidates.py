@@ -30,10 +30,11 @@ _MERGING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
 _TILES: Final = (32, 64, 128)
 # Without groups, registers are nobody's.
 _GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192)))
-_STAGES = _axis("stages", of=(2, 3))
+# Five stages are a second buffer of tiles, which only the loop without masks leaves registers for.
+_BUFFERS = _axis("stages", "parts", of=((2, 1), (5, 2)))
 _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
-    Decode: (_axis("keys", of=(16, *_TILES)), _RESIDENCY, _STAGES),
-    Prefill: (_axis("rows", of=_TILES), _axis("keys", of=_TILES), _axis("warps", of=(4, 8)), _STAGES),
+    Decode: (_axis("keys", of=(16, *_TILES)), _RESIDENCY, _BUFFERS),
+    Prefill: (_axis("rows", of=_TILES), _axis("keys", of=_TILES), _axis("warps", of=(4, 8)), _axis("stages", of=(2, 3))),
     Groups: (_GROUPS,),
     Write: (_axis("rows", of=(8, 16, 32, 64)), _axis("warps", of=(1, 2, 4))),
     Merge: (_MERGING, _axis("pieces", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
@@ -49,7 +50,7 @@ _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 """These are tried one at a time, with all other fields as they are."""
 
 _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
-    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (15, 63, 4095, 16383, 131071)},
+    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (15, 63, 511, 4095, 16383, 131071)},
     "prefill": {"width": (64, 128, 256, 512)},
     "groups": {"width": (64, 128, 256, 512), "rows": (255,)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},

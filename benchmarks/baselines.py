@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +14,8 @@ from shapes import DTYPE, Read, Write
 from timing import Call
 
 WORKSPACE_BYTES = 512 << 20
+HEAD_SIZES: Final = (64, 128, 256, 512)
+"""Those that FlashInfer dispatches (0.6.4, DISPATCH_HEAD_DIM). What it builds for heads of 96 faults, and no kernel runs after that."""
 
 
 def flashinfer() -> Any | None:
@@ -24,6 +26,11 @@ def flashinfer() -> Any | None:
         return importlib.import_module("flashinfer")
     except Exception:  # whatever its import does on a machine that it does not know
         return None
+
+
+def has(setting: Read) -> bool:
+    """Whether FlashInfer is here, and has kernels for ``setting``."""
+    return setting.plain and setting.head_size in HEAD_SIZES and flashinfer() is not None
 
 
 def _needed() -> Any:

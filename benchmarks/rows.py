@@ -34,8 +34,19 @@ class Row:
     error: str = ""
 
 
+class DeviceLostError(RuntimeError):
+    """A kernel's fault after which nothing runs on the device in this process; ``row`` says where."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row.error)
+        self.row = row
+
+
 def measured(timer: Timer, row: Row, build: Callable[[], Call], *, allow_eager: bool = False) -> Row:
-    """``row`` with the times of what ``build`` returns, or with the error; the memory is free again either way."""
+    """``row`` with the times of what ``build`` returns, or with the error; the memory is free again either way.
+
+    :class:`DeviceLostError` if the device is of no more use.
+    """
     error = ""
     call: Call | None = None
     try:
@@ -49,7 +60,10 @@ def measured(timer: Timer, row: Row, build: Callable[[], Call], *, allow_eager: 
     finally:
         call = None
         release(timer.device)
-    return replace(row, error=error)
+    failed = replace(row, error=error)
+    if is_lost(timer.device):
+        raise DeviceLostError(failed)
+    return failed
 
 
 def brief(error: Exception) -> str:
@@ -62,5 +76,16 @@ def release(device: torch.device) -> None:
     """Give memory that nothing refers to back to the device."""
     gc.collect()
     if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # after a kernel's fault everything fails; each row will say so
+        with contextlib.suppress(RuntimeError):  # after a kernel's fault everything fails
             torch.cuda.empty_cache()
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel's fault has ended this process's use of the device."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

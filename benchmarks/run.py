@@ -37,7 +37,7 @@ import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend  # noqa: E402
 from kvq_core.environment import installed, nvidia_driver, source_version  # noqa: E402
 from kvq_core.offline import Device  # noqa: E402
-from rows import Row  # noqa: E402
+from rows import DeviceLostError, Row  # noqa: E402
 from timing import Timer  # noqa: E402
 
 OK, ROW_ERROR, CANNOT_RUN, GATE_RED = 0, 1, 2, 3
@@ -132,16 +132,23 @@ def gate_is_green(checks: Sequence[gate.Check], device: torch.device, bar: tqdm[
 def measure(
     backends: Sequence[QuantKVBackend], plan: Plan, timer: Timer, *, peers: bool, bar: tqdm[Any], keep: Callable[[Sequence[Row]], None]
 ) -> list[Row]:
-    """Every row of the plan; ``keep`` gets all that there are after each setting."""
-    has_peer = {"decode": baselines.flashinfer() is not None, "prefill": baselines.flashinfer() is not None, "write": True}
-    bar.reset(total=sum(len(settings) * (len(backends) + (peers and has_peer[op])) for op, settings in plan))
+    """Every row of the plan, or those up to a fault that loses the device; ``keep`` gets all that there are after each setting."""
+    every = [setting for _, settings in plan for setting in settings]
+    with_peer = sum(isinstance(setting, shapes.Write) or baselines.has(setting) for setting in every) if peers else 0
+    bar.reset(total=len(every) * len(backends) + with_peer)
     found: list[Row] = []
-    for op, settings in plan:
-        for setting in settings:
+    for op, setting in ((op, setting) for op, settings in plan for setting in settings):
+        try:
             for row in _RUN[op](backends, (setting,), timer, peers=peers):
                 bar.set_description(f"{op} {row.setting}, {row.mode}")
                 bar.update()
                 found.append(row)
+        except DeviceLostError as lost:
+            found.append(lost.row)
+            fault = f"{op} {lost.row.setting}, {lost.row.mode}: {lost}"
+            bar.write(f"{fault}; no kernel runs on this device any more, what was to follow is left out", file=sys.stderr)
+            break
+        finally:
             keep(found)
     return found
 
@@ -158,6 +165,8 @@ def show(plan: Plan, facts: dict[str, Any], rows: Sequence[Row], out: Path) -> N
     """Print the tables, write the PNG."""
     lines = report.lines(rows, facts["hbm"])
     for op, settings in plan:
+        if not any(row.op == op for row in rows):
+            continue
         print(f"{op}\n" + "\n".join(f"  {setting}" for setting in settings) + f"\n\n{report.table(op, lines)}\n")
     written = [str(out / "benchmarks.json")]
     try:
@@ -192,8 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         checks = gate.checks_of(backends, settings, here)
         if here is not None:
             jobs = [precompile.Job(backend.mode, (setting,), (), here) for backend in backends for setting in settings]
-            with_peers = [] if options.no_peers or baselines.flashinfer() is None else settings
-            peers = [setting for setting in with_peers if isinstance(setting, shapes.Read) and setting.plain]
+            reads = [] if options.no_peers else [setting for setting in settings if isinstance(setting, shapes.Read)]
+            peers = [setting for setting in reads if baselines.has(setting)]
             compile_kernels([*jobs, *gate.jobs_of(checks, here)], peers, bar)
             bar.write(f"compiled in {time.perf_counter() - begin:.0f} s")
         if not gate_is_green(checks, device, bar):

@@ -508,6 +508,35 @@ def test_flashinfer_comes_first_and_may_fail(op: str, monkeypatch: pytest.Monkey
     assert (ours.op, ours.mode, ours.us, ours.error) == (op, "none", 10.0, "")
     assert (peer.bytes, peer.flops) == (ours.bytes, ours.flops) == (SMALL.bytes(get_backend("none")), SMALL.flops)
     assert [row.mode for row in bench.run(*arguments, peers=False)] == ["none"]
+    other: Any = ([get_backend("none")], [replace(SMALL, head_size=96)], FakeTimer())
+    assert [row.mode for row in bench.run(*other)] == ["none"]  # FlashInfer has no such kernels
+
+
+def test_a_fault_that_loses_the_device_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What was measured before it is kept, the row says why, and nothing is tried after it."""
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(gate, "PROBLEMS", gate.PROBLEMS[:1])
+    monkeypatch.setattr(shapes, "DEFAULT", (("decode", (SMALL,)), ("write", (TINY, replace(TINY, name="never")))))
+    lost: list[bool] = []
+
+    def fault(backend: QuantKVBackend, setting: Write, timer: Any) -> Any:
+        lost.append(True)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench_write, "store", fault)
+    monkeypatch.setattr("rows.is_lost", lambda device: bool(lost))
+    assert run.main(["--modes", "int4", "--no-peers", "--out", str(tmp_path)]) == run.ROW_ERROR
+    assert len(lost) == 1
+    said = capsys.readouterr()
+    assert "illegal memory access was encountered; no kernel runs on this device any more" in said.err and "never" not in said.err
+    kept = report.load(tmp_path / "benchmarks.json")["rows"]
+    assert [(row["op"], row["mode"], bool(row["error"])) for row in kept] == [
+        ("decode", "none", False),
+        ("decode", "int4_per_token_head", False),
+        ("write", "none", True),
+    ]
 
 
 @pytest.mark.quick

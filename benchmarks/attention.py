@@ -39,7 +39,7 @@ def run(
     """A row for each mode in each setting, after that of FlashInfer's ``peer``."""
     for setting in settings:
         assert isinstance(setting, Read)
-        if peers and baselines.has(setting):
+        if peers and baselines.flashinfer_serves(setting):
             known = replace(unmeasured(op, get_backend("none"), setting), mode=FLASHINFER)
             yield measured(timer, known, partial(peer, setting, timer.device), allow_eager=True)
         for backend in backends:

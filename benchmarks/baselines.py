@@ -28,7 +28,7 @@ def flashinfer() -> Any | None:
         return None
 
 
-def has(setting: Read) -> bool:
+def flashinfer_serves(setting: Read) -> bool:
     """Whether FlashInfer is here, and has kernels for ``setting``."""
     return setting.plain and setting.head_size in HEAD_SIZES and flashinfer() is not None
 

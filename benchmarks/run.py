@@ -134,7 +134,7 @@ def measure(
 ) -> list[Row]:
     """Every row of the plan, or those up to a fault that loses the device; ``keep`` gets all that there are after each setting."""
     every = [setting for _, settings in plan for setting in settings]
-    with_peer = sum(isinstance(setting, shapes.Write) or baselines.has(setting) for setting in every) if peers else 0
+    with_peer = sum(isinstance(setting, shapes.Write) or baselines.flashinfer_serves(setting) for setting in every) if peers else 0
     bar.reset(total=len(every) * len(backends) + with_peer)
     found: list[Row] = []
     for op, setting in ((op, setting) for op, settings in plan for setting in settings):
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if here is not None:
             jobs = [precompile.Job(backend.mode, (setting,), (), here) for backend in backends for setting in settings]
             reads = [] if options.no_peers else [setting for setting in settings if isinstance(setting, shapes.Read)]
-            peers = [setting for setting in reads if baselines.has(setting)]
+            peers = [setting for setting in reads if baselines.flashinfer_serves(setting)]
             compile_kernels([*jobs, *gate.jobs_of(checks, here)], peers, bar)
             bar.write(f"compiled in {time.perf_counter() - begin:.0f} s")
         if not gate_is_green(checks, device, bar):

@@ -70,6 +70,7 @@ class Choice:
 class Decode(Choice):
     """Tiles of few query rows, keys first.
 
+    ``stages``: Triton's, for which block ids are a level of loads: 2 to 4 keep one buffer of tiles, 5 two, 7 three.
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
     ``least_share``: keys that a program of a split takes at least, and below which nothing is split.
     ``parts``: of a tile of single tokens; 2: a loop without masks takes the tiles of which every key counts, a second one the rest.

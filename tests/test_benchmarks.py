@@ -246,7 +246,7 @@ def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> Non
             arguments["out"][-1] = 0
 
     read = type(backend).unified_attention
-    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 0}
+    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 0, "longest": 0}
     monkeypatch.setattr(type(backend), "unified_attention", wrong_when_wide)
     plain, planned = gate.check_all([gate.Check(backend, CASES[0]), gate.Check(backend, CASES[0], (wide,))], CPU)
     assert plain.green and planned.fault.startswith("read: relative error")

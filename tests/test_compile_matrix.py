@@ -143,8 +143,8 @@ def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) 
             groups = choose(target, Groups, facts | {"rows": 256})
             if groups.groups and (width, lane_bytes) == (128, 2) and triton_is_known():
                 every.add(name_of(groups))
-            for rows, keys in itertools.product((8, 16, 32, 64, 128), (0, *(2**n for n in range(0, 25, 2)))):
-                every.add(name_of(choose(target, Decode, facts | {"rows": rows, "keys_per_sm": keys})))
+            for rows, keys, longest in itertools.product((8, 16, 32, 64, 128), (0, *(2**n for n in range(25))), (0, 512, 513)):
+                every.add(name_of(choose(target, Decode, facts | {"rows": rows, "keys_per_sm": keys, "longest": longest})))
     assert found.keys() == every
 
 

@@ -133,6 +133,31 @@ def test_decode_takes_one_wave() -> None:
     assert launch.tile.registers == 168 and launch.tile.programs_per_sm == 12
 
 
+@pytest.mark.parametrize("group", [1, 4, 7, 16, 80])
+@pytest.mark.parametrize("query_len", [1, 2, 8, 16])
+def test_query_rows_over_packed_keys_are_spread_over_tiles(query_len: int, group: int) -> None:
+    """More than 16 rows beside packed keys have no registers; rows of one group stay together, and every token has its tile."""
+    packed, plain = (plan(replace(A, streams=n, lanes=128 // n, max_seqlen_q=query_len, group=group))[0] for n in (4, 1))
+    assert packed.tile.rows == min(plain.tile.rows, max(16, power_of_two(group)))
+    for launch in (packed, plain):
+        assert (launch.max_row_blocks - 1) * (launch.tile.rows // group) < query_len <= launch.max_row_blocks * (launch.tile.rows // group)
+
+
+@pytest.mark.parametrize(
+    ("changed", "waits"),
+    [
+        ({"num_seqs": 1, "max_seqlen_k": 512}, True),
+        ({"num_seqs": 1, "max_seqlen_k": 131072}, False),
+        ({"num_seqs": 32, "max_seqlen_k": 1024}, False),
+        ({}, False),
+        ({"num_seqs": 1, "max_seqlen_k": 512, "batch_invariant": True}, False),
+    ],
+)
+def test_a_merge_waits_from_the_start_where_programs_get_no_share(changed: dict[str, Any], waits: bool) -> None:
+    (launch,) = plan(replace(A, arch="sm_90", **changed))
+    assert launch.split and launch.merge_waits == waits
+
+
 @pytest.mark.parametrize(
     ("changed", "keys_per_sm"),
     [

@@ -28,6 +28,7 @@ class Shape:
     tokens: int = 1
     min_query_len: int = 1
     max_query_len: int = 1
+    overlap: str = ""
 
 
 class Piece(NamedTuple):

@@ -279,7 +279,8 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         registers=(tile.registers or 0) if tile.groups else 0,
         use_asm=_device_facts(attention.q.device).use_asm,
-        overlap=bool(launch.split) and _overlaps(attention.q.device),
+        fp8_hardware=_device_facts(attention.q.device).fp8_hardware,
+        overlap=("start" if launch.merge_waits else "end") if launch.split and _overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )
 

@@ -19,8 +19,10 @@ from kvq_core import plans
 
 # Query lengths up to this are served by the decode launch.
 DECODE_QUERY_LEN = 16
-# A decode tile holds at most this many query rows (tokens x heads of a group); more rows take more tiles.
+# A decode tile holds at most this many query rows (tokens x heads of a group); more rows take more tiles, each of which reads the keys.
 DECODE_ROWS = 64
+# The same over packed keys: more rows beside them find no registers, which costs more than to unpack the keys again for the next rows.
+PACKED_ROWS = 16
 # Rows and keys of a tile that warp groups work on.
 GROUPS_TILE = 128
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
@@ -98,7 +100,8 @@ class Launch:
     """One launch of the attention kernel and, if its keys are split, of the merge after it.
 
     ``split``: "" (a program has a whole row block), "shares" (``programs`` equal shares of the batch's tiles, ``least`` of them or more),
-    "chunks" (``chunk`` keys each) or "segments" (an engine's). ``max_items``: pieces there can be.
+    "chunks" (``chunk`` keys each) or "segments" (an engine's). ``max_items``: pieces there can be. ``merge_waits``: the merge is put in
+    place, to wait, when the programs have begun rather than when they end (where a GPU can).
     """
 
     tile: Tile
@@ -111,6 +114,7 @@ class Launch:
     least: int = 0
     chunk: int = 0
     segments: int = 0
+    merge_waits: bool = False
 
 
 class _Switch:
@@ -163,7 +167,8 @@ def plan(problem: Problem) -> tuple[Launch, ...]:
 
 
 def _decode(problem: Problem, longest: int) -> Launch:
-    rows = max(8, min(power_of_two(longest * problem.group), max(DECODE_ROWS, power_of_two(problem.group))))
+    most = PACKED_ROWS if problem.streams > 1 else DECODE_ROWS
+    rows = max(8, min(power_of_two(longest * problem.group), max(most, power_of_two(problem.group))))
     tile = decode_tile(problem, rows)
     row_blocks = -(-longest // (rows // problem.group))
     blocks = problem.num_seqs * row_blocks
@@ -179,7 +184,9 @@ def _decode(problem: Problem, longest: int) -> Launch:
         # A merge costs more than it saves.
         return Launch(tile, 1, longest, row_blocks)
     programs = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
-    return Launch(tile, 1, longest, row_blocks, "shares", programs, programs + blocks, tile.least)
+    # Programs that get no share leave room for the merge; beside busy ones it would have none.
+    waits = blocks * problem.max_seqlen_k <= programs * tile.least * tile.keys
+    return Launch(tile, 1, longest, row_blocks, "shares", programs, programs + blocks, tile.least, merge_waits=waits)
 
 
 def _prefill(problem: Problem) -> Launch:
@@ -191,8 +198,9 @@ def _prefill(problem: Problem) -> Launch:
 
 def decode_tile(problem: Problem, rows: int) -> Tile:
     """Few query rows, keys first."""
-    keys = 0 if problem.batch_invariant else problem.num_seqs * problem.max_seqlen_k * problem.num_kv_heads // problem.num_sms
-    choice = plans.choose(problem.arch, plans.Decode, {**problem.plane_facts, "rows": rows, "keys_per_sm": keys})
+    longest = 0 if problem.batch_invariant else problem.max_seqlen_k
+    keys = problem.num_seqs * longest * problem.num_kv_heads // problem.num_sms
+    choice = plans.choose(problem.arch, plans.Decode, {**problem.plane_facts, "rows": rows, "keys_per_sm": keys, "longest": longest})
     least = max(1, choice.least_share // choice.keys)
     return Tile(rows, choice.keys, choice.warps, choice.stages, True, choice.programs_per_sm, choice.registers, least, choice.parts)
 

@@ -61,7 +61,9 @@ def attend(
 ):
     INT8: tl.constexpr = C.format.variant == "int8"
     PER_TENSOR: tl.constexpr = C.format.variant == "fp8_per_tensor"
-    UNIT: tl.constexpr = INT8_UNIT if INT8 else FP8_UNIT
+    # Where the hardware converts, a code of NaN is one: those of invalid keys must not come in.
+    CONVERTED: tl.constexpr = not INT8 and C.fp8_hardware
+    UNIT: tl.constexpr = INT8_UNIT if INT8 else (1.0 if C.fp8_hardware else FP8_UNIT)
     # Sums of fp8 codes times the scale of a huge key overflow, unless the query's small factor comes first.
     SMALL_FIRST: tl.constexpr = not INT8 and not PER_TENSOR
     K_HEADS: tl.constexpr = C.key_heads
@@ -92,8 +94,8 @@ def attend(
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
                 tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
                 k_place, v_place = places(keys, values, tile, C)
-                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, C)
-                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
+                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, C, CLEAR=CONVERTED)
+                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first, CLEAR=CONVERTED)
                 if PER_TENSOR:
                     k_scale = None
                 else:
@@ -142,7 +144,9 @@ def unpack(lanes, INT8: tl.constexpr, C: tl.constexpr):
             offset = lanes ^ 0x8080
             streams = ((offset & 0x00FF).to(tl.float16, bitcast=True), (offset >> 8).to(tl.float16, bitcast=True))
     else:
-        if C.use_asm:
+        if C.fp8_hardware:
+            streams = convert_fp8_asm(lanes)
+        elif C.use_asm:
             streams = unpack_fp8_asm(lanes)
         else:
             low = ((lanes & 0x0080) << 8) | ((lanes & 0x007F) << 7)
@@ -183,6 +187,27 @@ def unpack_fp8_asm(lanes):
         shr.u32 size, $2, 1;
         and.b32 size, size, 0x3f803f80;
         lop3.b32 $1, $2, 0x80008000, size, 0xea;
+        }
+        """,
+        "=&r,=&r,r",
+        [lanes],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def convert_fp8_asm(lanes):
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        .reg .b32 bytes;
+        prmt.b32 bytes, $2, 0, 0x3120;
+        mov.b32 {low, high}, bytes;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
         }
         """,
         "=&r,=&r,r",

@@ -249,7 +249,8 @@ class ReadConfig:
     output: str
     registers: int  # of a thread that multiplies, in a kernel of warp groups; else 0
     use_asm: bool
-    overlap: bool  # the merge is launched before the shares are done, and waits on the device
+    fp8_hardware: bool  # it converts e4m3 to float16, NaN included
+    overlap: str  # the merge is put in place at the "start" or "end" of shares, and waits on the device; else ""
     upcast_dots: bool
 
     @property

@@ -51,7 +51,7 @@ def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
     first_token = tl.load(batch.cu_seqlens_q + seq, mask=exists, other=0)
     query_len = tl.load(batch.cu_seqlens_q + seq + 1, mask=exists, other=0) - first_token
     served = exists & (query_len >= C.min_query_len) & (query_len <= C.max_query_len) & (row_start < query_len)
-    if C.overlap:
+    if C.overlap != "":
         # What comes next is the work of the launch before.
         gdc_wait()
     num_pieces = tl.load(partials.plan + number * 2, mask=served, other=1)

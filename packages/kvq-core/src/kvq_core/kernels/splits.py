@@ -16,8 +16,8 @@ from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 @triton.jit
 def finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C: tl.constexpr):
     """End of a piece: the result itself if the whole row is here, else this piece's share of it."""
-    if C.overlap:
-        # The merge may be put in place; it waits for this launch's end before it reads.
+    if C.overlap == "end":
+        # The merge is put in place; it waits for this launch's end before it reads.
         gdc_launch_dependents()
     if C.shifted and scoring.softcap is None:
         # Scores were all short of it, which the softmax does not see, but a sink does. A softcap has had it.

@@ -9,6 +9,7 @@ lengths change between replays.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvq_core.kernels.args import KeyTile, QueryRows, Share, Tiles, Work
 from kvq_core.kernels.queries import score_shift
@@ -64,6 +65,8 @@ def units_of(keys, splits, C: tl.constexpr):
 @triton.jit
 def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
     """This program's :class:`Share`; empty if there is nothing left for it."""
+    if C.overlap == "start":
+        gdc_launch_dependents()
     row_units = 0
     # A single sequence needs no scan: its programs are short, and wait for every load in a row.
     if num_seqs == 1:
@@ -114,6 +117,13 @@ def whole_pieces(size, total, blocks, longest):
 
 
 @triton.jit
+def units_in(share, keys, splits, C: tl.constexpr):
+    """:func:`units_of`; where shares are whole pieces, every row block is numbered as if it had the same number of units."""
+    units, length = units_of(keys, splits, C)
+    return tl.where(share.row_units > 0, share.row_units, units), length
+
+
+@triton.jit
 def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.constexpr):
     """(the next piece of a share that is not empty, the rest of the share)."""
     seq = 0
@@ -124,8 +134,7 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
         for base in range(0, num_seqs, SCAN):
             seqs = base + tl.arange(0, SCAN)
             row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
-            units, _ = units_of(keys, splits, C)
-            units = tl.where(share.row_units > 0, share.row_units, units)
+            units, _ = units_in(share, keys, splits, C)
             ends = running + tl.cumsum(row_blocks * units, 0)
             passed = (ends <= share.next) & (seqs < num_seqs)
             seq += tl.sum(passed.to(tl.int32))
@@ -133,8 +142,7 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
             blocks_before += tl.sum(tl.where(passed, row_blocks, 0))
             running = tl.max(ends)
     row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
-    units, length = units_of(keys, splits, C)
-    units = tl.where(share.row_units > 0, share.row_units, units)
+    units, length = units_in(share, keys, splits, C)
     block = (share.next - before) // units
     unit = (share.next - before) % units
     count = tl.minimum(share.stop - share.next, units - unit)

@@ -50,7 +50,12 @@ _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 """These are tried one at a time, with all other fields as they are."""
 
 _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
-    "decode": {"width": (64, 128, 256, 512), "rows": (8, 16, 32, 64), "keys_per_sm": (15, 63, 511, 4095, 16383, 131071)},
+    "decode": {
+        "width": (64, 128, 256, 512),
+        "rows": (8, 16, 32, 64),
+        "keys_per_sm": (15, 63, 511, 1023, 4095, 16383, 131071),
+        "longest": (512,),
+    },
     "prefill": {"width": (64, 128, 256, 512)},
     "groups": {"width": (64, 128, 256, 512), "rows": (255,)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},

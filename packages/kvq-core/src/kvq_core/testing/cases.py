@@ -158,6 +158,8 @@ LARGE = (
     Case(query_lens=(513, 2), seq_lens=(700, 3000), head_size=128, softcap=30.0, dtype=torch.bfloat16, smoothing="mean"),
     Case(query_lens=(1,) * 70, seq_lens=tuple(range(100, 170)), num_kv_heads=1, queries_per_kv=1, head_size=112, block_size=8),
     Case(query_lens=(70, 1, 129, 64), seq_lens=(1100, 1600, 129, 2000), queries_per_kv=7, head_size=128, block_size=32, sinks=True),
+    # Short ones, of which there are enough to fill a GPU without a split.
+    Case(query_lens=(1,) * 19, seq_lens=tuple(range(1, 513, 27)), num_kv_heads=8, queries_per_kv=4, head_size=128, dtype=torch.bfloat16),
     Case(
         query_lens=(300, 33),
         seq_lens=(1300, 33),

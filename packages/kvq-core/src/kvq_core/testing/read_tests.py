@@ -141,7 +141,7 @@ class ReadTests(Subject):
     def test_longest_sequence_is_a_hint(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """``max_seqlen_k`` steers the plan only: too small or too large, the result is the same."""
         built = self.build(backend, case, place).fill()
-        for hint in (1, 100_000):
+        for hint in (1, 100_000, 1 << 19):
             self.assert_read(backend, built, place, max_seqlen_k=hint)
 
     def test_query_lengths_are_bounded_from_above(self, backend: QuantKVBackend, place: Place) -> None:

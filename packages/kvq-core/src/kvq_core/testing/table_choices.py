@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 HEAD_SIZES: Final = (128, 64, 256, 512, 576)
 """One of each padded width that a table tells apart, the most usual first."""
-QUERY_LENS: Final = (1, 4, 8, 16, 32, 64)
-"""With groups of four heads: decode tiles of 8, 16, 32 and 64 rows, prefill of few rows, and of so many that warp groups may take them."""
+QUERIES: Final = ((4, 1, 4), (4, 4, 4), (4, 8, 4), (4, 16, 4), (4, 32, 4), (4, 64, 4), (4, 1, 32), (4, 1, 64), (100, 1, 4))
+"""Sequences, the query tokens of each, and the heads of a group: decode tiles of 8, 16, 32 and 64 rows, prefill of few rows, and of so many
+that warp groups may take them; groups that alone are 32 and 64 rows, where tokens would be spread over tiles; many short sequences."""
 LONGEST: Final = (512, 2048, 1 << 17, 1 << 19, 1 << 24)
 """What a call says of its longest sequence: one short one, little to read, two middling figures, and more than any table asks for."""
 COMPILED: Final = ("rows", "keys", "warps", "groups", "stages", "registers", "parts")
@@ -86,8 +87,8 @@ def _tried(backend: QuantKVBackend) -> Iterator[Problem]:
                 backend.check_head_size(head_size, "head_size")
             except ArgumentError:
                 continue
-            for query_len in QUERY_LENS:
-                lengths: dict[str, Any] = {"query_lens": (query_len,) * 4, "seq_lens": (query_len + 9,) * 4}
-                case = Case(**lengths, head_size=head_size, queries_per_kv=4, dtype=dtype)
+            for num_seqs, query_len, group in QUERIES:
+                lengths: dict[str, Any] = {"query_lens": (query_len,) * num_seqs, "seq_lens": (query_len + 9,) * num_seqs}
+                case = Case(**lengths, head_size=head_size, queries_per_kv=group, dtype=dtype)
                 made = scene.build(case, backend, torch.device("cpu"))
                 yield from (Problem(made, longest) for longest in LONGEST)

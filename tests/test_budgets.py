@@ -10,6 +10,7 @@ from kvq_core.hadamard import block_of, single_rht
 from kvq_core.testing import budgets, oracle, scene
 from kvq_core.testing.cases import OPTIONS, Case
 from kvq_core.testing.oracle import Exact
+from kvq_int2 import Int2PerTokenHead, codec
 
 CPU = torch.device("cpu")
 PLAIN = Case(query_lens=(7, 1), seq_lens=(60, 200))
@@ -96,8 +97,25 @@ def test_float32_is_held_to_float32() -> None:
 def test_a_level_error_counts() -> None:
     exact = exacts(PLAIN)[0]
     plain = bound(exact, PLAIN, torch.float16)
-    assert bool((budgets.read(exact, PLAIN.head_size**-0.5, 0.0, 2.0**-11, level_error=1e-3) > plain).all())
-    assert budgets.level_error(get_backend("none")) == 0.0
+    for error in (budgets.LevelError(shared=1e-3), budgets.LevelError(spread=1e-3)):
+        assert bool((budgets.read(exact, PLAIN.head_size**-0.5, 0.0, 2.0**-11, error) > plain).all())
+    assert budgets.level_error(get_backend("none")) == budgets.NO_LEVEL_ERROR
+
+
+@pytest.mark.quick
+def test_a_level_error_is_what_it_does_to_rows_of_levels() -> None:
+    """Of any mixture of levels, one level alone included."""
+    errors = torch.tensor(Int2PerTokenHead.read_level_errors, dtype=torch.float64)
+    allowed = budgets.level_error(get_backend("int2"))
+    for outer in range(129):
+        chosen = (torch.arange(128) < outer).long()
+        y = torch.tensor((codec.INNER, codec.OUTER), dtype=torch.float64)[chosen]
+        moved = y * errors[chosen]
+        gain = float(moved @ y / (y @ y))
+        assert abs(gain) <= allowed.shared * (1 + 1e-12)
+        assert float((moved - gain * y).norm() / y.norm()) <= allowed.spread * (1 + 1e-12)
+        if not outer:
+            assert gain == pytest.approx(allowed.shared)
 
 
 @pytest.mark.quick

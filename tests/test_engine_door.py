@@ -247,7 +247,7 @@ class Runner:
         first = int(arguments["cu_seqlens_q"][position])
         exact = oracle.attend(arguments["q"][first : first + out.shape[0]], *stored, present, position, arguments)
         operands = torch.bfloat16 if self.backend.mode == "none" else torch.float16
-        u, level_error = budgets.F32, 0.0
+        u, level_error = budgets.F32, budgets.NO_LEVEL_ERROR
         if self.place.kernels:
             u, level_error = self.place.unit_roundoff(operands), budgets.level_error(self.backend)
         bound = budgets.read(exact, arguments["softmax_scale"], arguments["softcap"], u, level_error)

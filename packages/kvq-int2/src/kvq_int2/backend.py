@@ -21,8 +21,8 @@ class Int2PerTokenHead(QuantKVBackend):
     packing_factor = 4
     head_size_multiple = 8
     max_head_size = 256
-    read_level_error = max(abs(55 * codec.READ_LEVEL - codec.INNER), abs(183 * codec.READ_LEVEL - codec.OUTER))
-    """How far the attention kernel's levels are from the centroids, relative to a row's root mean square."""
+    read_level_errors = (55 * codec.READ_LEVEL / codec.INNER - 1, 183 * codec.READ_LEVEL / codec.OUTER - 1)
+    """How far the attention kernel's levels are from the centroids, relative to these."""
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8

@@ -2,7 +2,7 @@
 
 **Reads.** A kernel rounds the query once (after rotating it, where the mode rotates) and each probability once, to the 16-bit
 operands of the tensor cores; everything else is float32, and the result is rounded to ``out``'s dtype. Let u be the unit roundoff of
-the operands, f = 2^-24 that of float32, and r the mode's ``read_level_error`` (:func:`level_error`). To first order an error e of the
+the operands, f = 2^-24 that of float32, and r and r' the mode's :func:`level_error`. To first order an error e of the
 query moves the result by ``scale * sum_d e_d G_dc``, with ``G_dc = sum_j p_j c_j k_jd (v_jc - out_c)`` and c_j the softcap's slope.
 Rounding errors are independent and spread evenly over +-u|q_d|, so that this has the standard deviation ``sigma_c`` below, and the sum
 over channels is near Gaussian: 6 sigma is one in 5e8. The rest is bounded by the triangle inequality::
@@ -10,9 +10,9 @@ over channels is near Gaussian: 6 sigma is one in 5e8. The rest is bounded by th
     scores    (6 sigma_c + sum_j p_j w_j (|v_j| + |out|)) / (sum_j p_j e^-d_j + p_sink)
               sigma_c = u / sqrt(3) * scale * sqrt(sum_d q_d^2 G_dc^2)
               d_j = 6 u / sqrt(3) * scale * sqrt(sum_d q_d^2 k_jd^2) + t_j           w_j = e^d_j - 1 - d_j + t_j + d_j^2 / softcap
-              t_j = r (|s_j - a| + 6 scale |q| |k_j| / sqrt(D)) + D f (scale |q| |k_j| + sum |a|) + 8 f (|s_j| + softcap)
+              t_j = r |s_j - a| + 6 r' scale |q| |k_j| / sqrt(D) + D f (scale |q| |k_j| + sum |a|) + 8 f (|s_j| + softcap)
               a: the part of smoothed keys' scores that is their mean's, where a softcap or a sink sees it; sum |a|: of its terms
-    products  u sum_j p_j |v_j|  +  f (6 sqrt(n) + 16) sum_j p_j ||v_j||  +  r sum_j p_j (|v_j| + 6 ||v_j|| / sqrt(Dv))
+    products  u sum_j p_j |v_j|  +  f (6 sqrt(n) + 16) sum_j p_j ||v_j||  +  sum_j p_j (r |v_j| + 6 r' ||v_j|| / sqrt(Dv))
               +  Dv 2^-126, since numbers below float32's smallest normal one may be flushed
               +  2^-32 n max_j ||v_j||, since weights may be float16, with 256 for the largest scale of values in a tile: what rounds to
                  a multiple of 2^-24 loses half of it, times codes of up to twice that row's peak (those of affine levels)
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -41,19 +42,34 @@ SMALLEST = 2.0**-126
 """Below this float32 is subnormal, and hardware may flush it to zero."""
 
 
-def level_error(backend: object) -> float:
-    """``backend.read_level_error``, for modes whose kernels take levels a little beside ``decode``'s: at most how far, relative to the
-    root mean square of the row (where the mode quantizes it). 0 if the mode does not say."""
-    return float(getattr(backend, "read_level_error", 0.0))
+class LevelError(NamedTuple):
+    """What a row y of levels becomes where each is off by a factor 1 + e of its own: (1 + g) y + z.
+
+    With g the mean of e over y's energy, z is orthogonal to y; ``shared`` bounds |g|, ``spread`` ||z|| / ||y|| (a standard deviation is at
+    most half the range). A row all of whose codes are one level has no z, and all of that level's e in g.
+    """
+
+    shared: float = 0.0
+    spread: float = 0.0
 
 
-def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: float = 0.0) -> torch.Tensor:
+def level_error(backend: object) -> LevelError:
+    """From ``backend.read_level_errors``, for modes whose kernels take levels a little beside ``decode``'s: how far each is, relative to
+    itself. Nothing if the mode does not say."""
+    errors = getattr(backend, "read_level_errors", ())
+    return LevelError(max(map(abs, errors)), (max(errors) - min(errors)) / 2) if errors else LevelError()
+
+
+NO_LEVEL_ERROR = LevelError()
+
+
+def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: LevelError = NO_LEVEL_ERROR) -> torch.Tensor:
     """The bound [Hq, n, Dv] on |float32 result - exact.out| where matrix operands have unit roundoff ``u``; 0: they are not rounded."""
     deviation = SIGMAS * u / math.sqrt(3) * softmax_scale
     size, num_keys = exact.q.shape[-1], exact.k.shape[1]
     lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
-    rest = level_error * ((exact.raw - exact.shift).abs() + SIGMAS * lengths / math.sqrt(size)) + size * F32 * lengths
-    rest = rest + size * F32 * exact.shift_terms
+    rest = level_error.shared * (exact.raw - exact.shift).abs() + level_error.spread * SIGMAS * lengths / math.sqrt(size)
+    rest = rest + size * F32 * (lengths + exact.shift_terms)
     rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
     from_query = deviation * _largest_spread(exact.q, exact.k) if u else torch.zeros_like(rest)
 
@@ -75,7 +91,7 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     # Sums run over codes in the mode's own basis, so that what float32 loses there is relative to the whole row.
     rows = p @ exact.v.norm(dim=-1, keepdim=True)
     products = u * (p @ v) + (SIGMAS * math.sqrt(num_keys) + 16) * F32 * rows
-    levels = level_error * (p @ v + SIGMAS / math.sqrt(v.shape[-1]) * rows)
+    levels = level_error.shared * (p @ v) + level_error.spread * SIGMAS / math.sqrt(v.shape[-1]) * rows
     lost = 2 * num_keys * FLOAT16_WEIGHT * exact.v.norm(dim=-1).amax(-1)[:, None, None] if num_keys else 0.0
     return weights + products + levels + lost + v.shape[-1] * SMALLEST
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DECODE = Case(query_lens=(1, 1, 1), seq_lens=(70, 1, 33))
 _ROWS = Case(query_lens=(3, 1, 8), seq_lens=(70, 45, 33), queries_per_kv=3)
+_ALIKE = Case(query_lens=(3, 1), seq_lens=(30, 41), head_size=256, softcap=0.5)
 _MANY_KEYS = 200
 """More than that are written by ``encode`` where kernels are interpreted: theirs takes longer than the read, row by row the same."""
 _SPLIT = (
@@ -149,6 +150,14 @@ class ReadTests(Subject):
         self.assert_read(backend, built, place, max_seqlen_q=50)
 
     # -- what must not spread -------------------------------------------------------------------------------------------
+
+    @places.each((_ALIKE,), quick=(_ALIKE,))
+    def test_rows_of_one_value(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """All rows are the same, so that nothing else hides what a level is off by; rotated, all channels but one have the same code."""
+        built = self.build(backend, case, place)
+        built.key.fill_(1.7)
+        built.value.fill_(1.7)
+        self.assert_read(backend, built.fill(), place)
 
     @pytest.mark.quick
     def test_bad_query_row_stays_alone(self, backend: QuantKVBackend, place: Place) -> None:

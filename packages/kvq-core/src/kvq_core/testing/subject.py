@@ -152,7 +152,7 @@ class Subject:
         case = built.case
         arguments = built.read_arguments(seqs) | overrides
         u = place.unit_roundoff(self.operand_dtype(case.dtype)) if place.kernels else budgets.F32
-        level_error = budgets.level_error(backend) if place.kernels else 0.0
+        level_error = budgets.level_error(backend) if place.kernels else budgets.NO_LEVEL_ERROR
         for position, seq in enumerate(range(case.num_seqs) if seqs is None else seqs):
             if not case.query_lens[seq]:
                 continue

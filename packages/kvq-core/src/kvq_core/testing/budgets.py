@@ -45,8 +45,8 @@ SMALLEST = 2.0**-126
 class LevelError(NamedTuple):
     """What a row y of levels becomes where each is off by a factor 1 + e of its own: (1 + g) y + z.
 
-    With g the mean of e over y's energy, z is orthogonal to y; ``shared`` bounds |g|, ``spread`` ||z|| / ||y|| (a standard deviation is at
-    most half the range). A row all of whose codes are one level has no z, and all of that level's e in g.
+    With g the mean of e over y's energy, z is orthogonal to y. ``shared`` bounds the size of g; ``spread`` the length of z relative to y's,
+    which is a standard deviation, and so at most half the range. A row of one level alone has no z, and all of that level's e in g.
     """
 
     shared: float = 0.0

@@ -8,8 +8,8 @@ moves no error; a wrong code or scale, or a row in a wrong slot, does.
 
 **Read**: against :func:`kvq_core.reference.attention` in float64 over the decoded pages. A kernel rounds the query, the probabilities and
 the result once each, to bf16 at worst (unit roundoff u = 2^-8), and spreads each evenly: relative errors of the result well below u a
-piece. Modes whose kernels take levels beside ``decode``'s say how far (``read_level_error``). Allowed are 3 u and twice that; a key lost
-among n moves the result by about 1 / sqrt(n), more than that for every sequence here but the longest.
+piece. Modes whose kernels take levels beside ``decode``'s say how far (``read_level_errors``). Allowed are 3 u and the largest of those; a
+key lost among n moves the result by about 1 / sqrt(n), more than that for every sequence here but the longest.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _class(query_len: int) -> int:
 
 def allowed_error(backend: QuantKVBackend) -> float:
     """The largest relative error of a read that the gate lets pass."""
-    return 3 * UNIT_ROUNDOFF + 2 * float(getattr(backend, "read_level_error", 0.0))
+    return 3 * UNIT_ROUNDOFF + max(map(abs, getattr(backend, "read_level_errors", ())), default=0.0)
 
 
 def check(backend: QuantKVBackend, problem: Read, device: torch.device) -> Verdict:

@@ -115,7 +115,8 @@ def _share(
         "mm_prefix_range": None,
     }
     exact = oracle.attend(query[:, new].transpose(0, 1), k, v, torch.ones(k.shape[0], dtype=torch.bool), 0, arguments)
-    bound = budgets.read(exact, scaling, softcap or 0.0, 0.0, decoding_error(k.shape[-1], v.shape[-1]))
+    lost = decoding_error(k.shape[-1], v.shape[-1])
+    bound = budgets.read(exact, scaling, softcap or 0.0, 0.0, budgets.LevelError(lost, lost))
     bound = budgets.stored(bound, exact.out, out.dtype, torch.finfo(out.dtype).eps / 2)
     return float(((out[new].double().transpose(0, 1) - exact.out).abs() / bound).max())
 

@@ -118,7 +118,7 @@ def _class(query_len: int) -> int:
 
 def allowed_error(backend: QuantKVBackend) -> float:
     """The largest relative error of a read that the gate lets pass."""
-    return 3 * UNIT_ROUNDOFF + max(map(abs, getattr(backend, "read_level_errors", ())), default=0.0)
+    return 3 * UNIT_ROUNDOFF + max(map(abs, backend.read_level_errors), default=0.0)
 
 
 def check(backend: QuantKVBackend, problem: Read, device: torch.device) -> Verdict:

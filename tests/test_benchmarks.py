@@ -158,15 +158,6 @@ def test_problems_go_through_the_doors(mode: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("mode", ["none", "int4"])
-def test_a_window_is_planned_as_the_keys_that_it_leaves(mode: str) -> None:
-    backend = get_backend(mode)
-    windowed, short, long = (shapes.chosen([name])[0][1][0] for name in ("B-window-1024", "b1-1024", "B"))
-    assert windowed.seq_lens == long.seq_lens
-    asked = [precompile.asked(backend, setting, tune.ASSUMED) for setting in (windowed, short, long)]
-    assert asked[0] == asked[1] != asked[2]
-
-
 def test_a_window_bounds_bytes_and_operations() -> None:
     """Those of the last keys alone; one that hides nothing changes neither."""
     backend, sizes = get_backend("int4"), {"query_heads": 4, "kv_heads": 2, "head_size": 64}

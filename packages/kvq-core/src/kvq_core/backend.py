@@ -59,6 +59,10 @@ class QuantKVBackend(ABC):
     reads_scales: ClassVar[bool] = True
     """Whether the doors need ``k_scale_cache`` and ``v_scale_cache`` at all (``fp8_per_tensor``: given, read, never written)."""
 
+    read_level_errors: ClassVar[tuple[float, ...]] = ()
+    """How far the levels of the attention kernel are from :meth:`decode`'s, each relative to itself, where a mode takes others to save time
+    (``int2``). Checks of reads allow for it."""
+
     @property
     def takes_scales(self) -> bool:
         """Whether the caller gives the scales, one float32 for all keys of a layer and one for all its values."""

@@ -144,14 +144,10 @@ def problem_of(attention: Attention, form: args.Format, has_groups: bool = False
         may_split = False
     elif attention.scratch is not None and attention.scratch.output.shape[0] >= q.shape[0]:
         segments = attention.scratch.num_segments
-    longest_q, longest_k, scoring = min(batch.max_seqlen_q, q.shape[0]), batch.max_seqlen_k, attention.scoring
-    if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
-        # Planned is what is read.
-        longest_k = min(longest_k, scoring.window_left + longest_q)
     return schedule.Problem(
         num_seqs=batch.num_seqs,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=schedule.power_of_two(longest_k),
+        max_seqlen_q=min(batch.max_seqlen_q, q.shape[0]),
+        max_seqlen_k=schedule.power_of_two(batch.max_seqlen_k),
         max_keys=batch.block_table.shape[1] * attention.keys.block_size,
         uniform=batch.num_seqs * batch.max_seqlen_q == q.shape[0],
         group=attention.queries_per_kv,

@@ -34,8 +34,7 @@ UNLIMITED = 2**30
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist; of keys, those that a
-    window leaves.
+    """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
     ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own. ``groups_fit``: warp groups can take many rows.
     """

@@ -64,6 +64,6 @@ def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens
     attention = Attention(q, out, planes[0], planes[1], batch, Scoring(HEAD_SIZE**-0.5))
     exact = reference.attention(attention, lambda plane, blocks: eager.gather(backend, plane, blocks))
     error = float((out.float() - exact).norm() / exact.norm())
-    if not error <= READ_TOLERANCE + max(map(abs, getattr(backend, "read_level_errors", ())), default=0.0):
+    if not error <= READ_TOLERANCE + max(map(abs, backend.read_level_errors), default=0.0):
         raise SelfCheckError(f"mode {backend.mode}: its read is off by {error:.2g} from attention over its own bytes on {device}")
     return SelfCheck(cache.bits_per_element, lost, error)

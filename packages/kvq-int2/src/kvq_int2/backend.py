@@ -22,7 +22,6 @@ class Int2PerTokenHead(QuantKVBackend):
     head_size_multiple = 8
     max_head_size = 256
     read_level_errors = (55 * codec.READ_LEVEL / codec.INNER - 1, 183 * codec.READ_LEVEL / codec.OUTER - 1)
-    """How far the attention kernel's levels are from the centroids, relative to these."""
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8

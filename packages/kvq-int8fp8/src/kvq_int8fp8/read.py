@@ -1,9 +1,10 @@
-"""int8 and fp8 attention over 16-bit lanes of two codes. No conversion instruction touches an element.
+"""int8 and fp8 attention over 16-bit lanes of two codes. No integer is converted to a float.
 
 int8: with its sign bit flipped a code is ``n = code + 128`` in 0..255, and ``n`` read as float16 is the subnormal ``n * 2^-24``, exact
 in a tensor-core product. The 128 comes off a whole sum at a time: ``sum_c q_c (n_c - 128) = sum_c q_c n_c - 128 sum_c q_c``.
 
-fp8: an e4m3 number's exponent and mantissa, moved to where float16 keeps them, are the number times 2^-8; subnormals included.
+fp8: an e4m3 number's exponent and mantissa, moved to where float16 keeps them, are the number times 2^-8; subnormals included. Where the
+hardware converts two at once (sm_89 and later), it does, and they are the number itself, or NaN.
 
 The values' scales join the probabilities, the keys' the scores. Each query row is scaled to fit float16 (row_factors).
 """
@@ -136,7 +137,7 @@ def half_queries(q, factor, UNIT: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def unpack(lanes, INT8: tl.constexpr, C: tl.constexpr):
-    """16-bit lanes -> float16 operands: ``code + 128`` in units of 2^-24, or the e4m3 number in units of 2^-8."""
+    """16-bit lanes -> float16 operands: ``code + 128`` in units of 2^-24; the e4m3 number in units of 2^-8, or of 1 from the hardware."""
     if INT8:
         if C.use_asm:
             streams = unpack_int8_asm(lanes)
@@ -199,6 +200,7 @@ def unpack_fp8_asm(lanes):
 
 @triton.jit
 def convert_fp8_asm(lanes):
+    # A lane's two codes go to two streams; an instruction converts two of one stream, which are a lane apart.
     return tl.inline_asm_elementwise(
         """
         {

@@ -27,12 +27,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kvq_core.hadamard import block_hadamard, block_of, single_rht
 from kvq_core.testing.oracle import Exact
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
 
 F32 = 2.0**-24
 SIGMAS = 6.0
@@ -53,10 +56,9 @@ class LevelError(NamedTuple):
     spread: float = 0.0
 
 
-def level_error(backend: object) -> LevelError:
-    """From ``backend.read_level_errors``, for modes whose kernels take levels a little beside ``decode``'s: how far each is, relative to
-    itself. Nothing if the mode does not say."""
-    errors = getattr(backend, "read_level_errors", ())
+def level_error(backend: QuantKVBackend) -> LevelError:
+    """From :attr:`~kvq_core.QuantKVBackend.read_level_errors`."""
+    errors = backend.read_level_errors
     return LevelError(max(map(abs, errors)), (max(errors) - min(errors)) / 2) if errors else LevelError()
 
 

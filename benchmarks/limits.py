@@ -1,8 +1,9 @@
 """What limits a kernel, as NVIDIA's profiler has it: ``python benchmarks/limits.py [MODE:SETTING ...]``.
 
-Each call of a mode in one of the benchmarks' settings (shapes.py) runs once under Nsight Compute (``ncu``), with a cold cache, and each of
-its kernels becomes a line: its time alone, the shares of what the memory bus, the issue slots and the tensor cores can do, and what a warp
-waits for between two instructions. Several calls share a process; lines come as each is done, and one that fails costs no others.
+Each call of a mode in one of the benchmarks' settings (shapes.py) runs once under Nsight Compute (``ncu``), with a cold cache and the GPU's
+own clocks, and each of its kernels becomes a line: its time alone, the shares of what the memory bus, the issue slots and the tensor cores
+can do, and what a warp waits for between two instructions. Several calls share a process; lines come as each is done, and one that fails
+costs no others.
 
 Exit status: 0; 1 if some calls were not measured; 2 for a machine without CUDA or ncu, or a wrong command line.
 """
@@ -148,6 +149,8 @@ def profile(calls: Sequence[str], ncu: str) -> list[Limits]:
     """The kernels of ``calls``, in one process; ``ValueError`` with what was said if it comes to nothing."""
     metrics = ",".join([*_METRICS.values(), *_WAITS.values()])
     options = ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--metrics", metrics]
+    # A profiler that sets clocks sets them for everybody on the GPU.
+    options += ["--clock-control", "none"]
     command = [ncu, *options, sys.executable, __file__, "--profiled", *calls]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     return limits_of(done.stdout if done.returncode == 0 else f"{done.stdout[-700:]}\n{done.stderr[-700:]}")

@@ -166,7 +166,7 @@ OPTIONS = (
     Read("A-token-major", (8192,) * 64, layout="token_major"),
     Read("A-cells", (8192,) * 64, layout="interleaved"),
 )
-"""Decode settings with options of attention and other layouts: planned as setting A is, or B."""
+"""Decode settings with options of attention and other layouts: planned as setting A is, or as one short sequence."""
 MORE = (*VARIED, *OPTIONS)
 """What only ``--settings`` asks for (``more``: all of it)."""
 

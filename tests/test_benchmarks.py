@@ -30,7 +30,7 @@ import shapes  # noqa: E402
 import tune  # noqa: E402
 from kvq_core import QuantKVBackend, __version__, get_backend, list_backends  # noqa: E402
 from kvq_core.environment import source_version  # noqa: E402
-from kvq_core.plans import Decode, choose, lookup  # noqa: E402
+from kvq_core.plans import Choice, Decode, choose, lookup  # noqa: E402
 from rows import COPY, FLASHINFER, Row, brief, measured  # noqa: E402
 from shapes import Read, Write  # noqa: E402
 from timing import LEAST_REPEATS, MOST_REPEATS, repeats_for  # noqa: E402
@@ -167,6 +167,19 @@ def test_a_window_bounds_bytes_and_operations() -> None:
     assert (rows.bytes(backend), rows.flops) == (wide.bytes(backend), wide.flops)
     by_name = {s.name: s for s in shapes.MORE if isinstance(s, Read)}
     assert by_name["B-window-1024"].bytes(backend) == by_name["b1-1024"].bytes(backend)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES)
+def test_a_windowed_read_is_planned_as_the_keys_that_its_window_leaves(mode: str) -> None:
+    """A long sequence with a short window as a short one; a window that hides nothing changes no plan."""
+    by_name = {s.name: s for s in (*shapes.DECODE, *shapes.MORE) if isinstance(s, Read)}
+
+    def planned(name: str) -> tuple[Choice, ...]:
+        return precompile.choices_of(get_backend(mode), by_name[name], tune.ASSUMED)
+
+    assert planned("B-window-1024") == planned("b1-1024") != planned("B")
+    assert planned("A-window") == planned("A")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

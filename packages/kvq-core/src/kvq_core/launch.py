@@ -139,6 +139,11 @@ def problem_of(attention: Attention, form: args.Format, has_groups: bool = False
     batch, q = attention.batch, attention.q
     device = _device_facts(q.device)
     head = args.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
+    max_seqlen_q = min(batch.max_seqlen_q, q.shape[0])
+    max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
+    if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
+        # What a window leaves of a long sequence is read as a short one is.
+        max_seqlen_k = min(max_seqlen_k, scoring.window_left + max_seqlen_q)
     segments, may_split = 0, True
     if attention.seq_threshold_3d is not None and batch.num_seqs > attention.seq_threshold_3d:
         may_split = False
@@ -146,8 +151,8 @@ def problem_of(attention: Attention, form: args.Format, has_groups: bool = False
         segments = attention.scratch.num_segments
     return schedule.Problem(
         num_seqs=batch.num_seqs,
-        max_seqlen_q=min(batch.max_seqlen_q, q.shape[0]),
-        max_seqlen_k=schedule.power_of_two(batch.max_seqlen_k),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=schedule.power_of_two(max_seqlen_k),
         max_keys=batch.block_table.shape[1] * attention.keys.block_size,
         uniform=batch.num_seqs * batch.max_seqlen_q == q.shape[0],
         group=attention.queries_per_kv,

@@ -36,6 +36,7 @@ UNLIMITED = 2**30
 class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
+    ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
     ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own. ``groups_fit``: warp groups can take many rows.
     """
 

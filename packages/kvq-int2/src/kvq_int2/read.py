@@ -79,7 +79,7 @@ def attend(
         q, unit = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
         q = query_operand(q, C)
         left = softmax_unit(unit, scoring)
-        state = softmax_start(C.rows)
+        state = softmax_start(C)
         acc = accumulator(C)
         largest = 1e-30
         unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
@@ -97,7 +97,7 @@ def attend(
                 weights, shrink, largest = weigh(p, v_scale, largest, C)
                 acc = accumulate(weights, v, acc, alpha * shrink, None, C)
         acc = accumulated_rows(acc, LEVEL * unweigh(largest), C)
-        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

@@ -60,7 +60,7 @@ def attend(
         q, unit, q_sum = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
         q = query_operand(q, C)
         left = softmax_unit(unit, scoring)
-        state = softmax_start(C.rows)
+        state = softmax_start(C)
         acc = accumulator(C)
         largest = 1e-30
         unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
@@ -82,7 +82,7 @@ def attend(
                 zeros = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
                 acc = accumulate(weights, v, acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
         acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
-        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

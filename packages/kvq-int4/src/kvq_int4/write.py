@@ -5,6 +5,7 @@ import triton.language as tl
 
 from kvq_core.hadamard import sign_bits
 from kvq_core.kernels.args import Format
+from kvq_core.kernels.packing import from_streams
 from kvq_core.kernels.rotation import rotated_pairs, stream
 from kvq_core.kernels.rounding import reciprocal
 from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
@@ -42,37 +43,45 @@ def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.c
 @triton.jit
 def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     SIGNS: tl.constexpr = C.format.signs
-    pairs = rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, SIGNS, C)
+    # Of few rows the rotation's matrix would be most of the work.
+    FINE: tl.constexpr = HEADS.finer if C.rows < 16 else HEADS
+    STREAMS: tl.constexpr = FINE.streams
+    pairs = rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C)
     # The larger of a + b and a - b is a + |b|: additions have twice the rate of comparisons.
-    low = tl.minimum(pairs[0] - tl.abs(pairs[1]), pairs[2] - tl.abs(pairs[3]))
-    high = tl.maximum(pairs[0] + tl.abs(pairs[1]), pairs[2] + tl.abs(pairs[3]))
+    low = pairs[0] - tl.abs(pairs[1])
+    high = pairs[0] + tl.abs(pairs[1])
+    for i in tl.static_range(1, STREAMS // 2):
+        low = tl.minimum(low, pairs[2 * i] - tl.abs(pairs[2 * i + 1]))
+        high = tl.maximum(high, pairs[2 * i] + tl.abs(pairs[2 * i + 1]))
     # Padding lanes are 0, and 0 is in the range.
     low = tl.minimum(tl.min(low, 1), 0.0)
     high = tl.maximum(tl.max(high, 1), 0.0)
     step = tl.maximum((high - low) * STEP, MIN_SCALE)
     inverse = reciprocal(step, C.use_asm)
     zero = tl.minimum(tl.maximum(tl.floor((low + CLIP * (high - low)) * -inverse + 0.5), 0.0), 15.0)
-    if C.use_asm:
-        # Of sums of floats, which have twice the rate of shifts, the last mantissa bits are the lane: offsets and zero points make codes.
-        lanes = (zero * (4369.0 / 16) + 524288.0)[:, None] + tl.zeros_like(pairs[0])
-    else:
-        lanes = tl.zeros_like(pairs[0]).to(tl.int32)
+    lanes = ()
     length = tl.zeros_like(pairs[0])
     shadow = tl.zeros_like(pairs[0])
-    for s in tl.static_range(4):
-        y = stream(pairs, s)
+    for first in tl.static_range(0, STREAMS, 4):
         if C.use_asm:
-            offset = sixteenths(y, inverse, zero)
-            lanes += offset * (1 << (4 * s))
+            # Of sums of floats, at twice the rate of shifts, the last mantissa bits are the lane: offsets and zero points make codes.
+            lane = (zero * (4369.0 / 16) + 524288.0)[:, None] + tl.zeros_like(pairs[0])
         else:
-            # Clamped below 16 first: flooring gives the same code.
-            code = tl.floor(tl.minimum(tl.maximum(y * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)).to(tl.int32)
-            offset = code.to(tl.float32) - zero[:, None]
-            lanes += code << (4 * s)
-        length += y * y
-        shadow += y * offset
-    bits = lanes.to(tl.int32, bitcast=True)
-    store_lanes(plane, rows, bits.to(tl.uint16), HEADS, C)
+            lane = tl.zeros_like(pairs[0]).to(tl.int32)
+        for s in tl.static_range(4):
+            y = stream(pairs, first + s)
+            if C.use_asm:
+                offset = sixteenths(y, inverse, zero)
+                lane += offset * (1 << (4 * s))
+            else:
+                # Clamped below 16 first: flooring gives the same code.
+                code = tl.floor(tl.minimum(tl.maximum(y * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)).to(tl.int32)
+                offset = code.to(tl.float32) - zero[:, None]
+                lane += code << (4 * s)
+            length += y * y
+            shadow += y * offset
+        lanes = lanes + (lane.to(tl.int32, bitcast=True).to(tl.uint16),)
+    store_lanes(plane, rows, from_streams(lanes, C.rows, FINE.width, STREAMS // 4), HEADS, C)
     UNIT: tl.constexpr = 16.0 if C.use_asm else 1.0
     length = tl.sum(length, 1)
     # What is NaN passes both tests.
@@ -83,12 +92,13 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def sixteenths(y, inverse, zero):
-    """Codes less the zero point, over 16. A saturating multiply-add clamps to [0, 1] for nothing, NaN to 0; 2^19 plus that, rounded down,
-    has whole sixteenths."""
+    """Codes less the zero point, over 16. A saturating multiply-add clamps to [0, 1] for nothing, NaN to 0; that times a little less than
+    1, plus 2^19 and rounded down, has whole sixteenths, 15 at most."""
+    LESS: tl.constexpr = 1 - 2.0**-10
     code = tl.inline_asm_elementwise(
-        "fma.rn.sat.f32 $0, $1, $2, $3; min.f32 $0, $0, 0f3F780000; add.rz.f32 $0, $0, 0f49000000;",
+        "fma.rn.sat.f32 $0, $1, $2, $3; fma.rz.f32 $0, $0, 0f3F7FC000, 0f49000000;",
         "=&f,f,f,f",
-        [y, (inverse * 0.0625)[:, None], ((zero + 0.5) * 0.0625)[:, None]],
+        [y, (inverse * (0.0625 / LESS))[:, None], ((zero + 0.5) * (0.0625 / LESS))[:, None]],
         dtype=tl.float32,
         is_pure=True,
         pack=1,

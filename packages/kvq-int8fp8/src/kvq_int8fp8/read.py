@@ -86,7 +86,7 @@ def attend(
         if SMALL_FIRST:
             one = tl.full(unit.shape, 1.0, tl.float32)
         left = softmax_unit(one, scoring)
-        state = softmax_start(C.rows)
+        state = softmax_start(C)
         acc = accumulator(C)
         largest = 1e-30
         unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
@@ -119,7 +119,7 @@ def attend(
         if PER_TENSOR:
             largest = tl.load(values.scales)
         acc = accumulated_rows(acc, UNIT * unweigh(largest), C)
-        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

@@ -219,6 +219,13 @@ class Heads:
     def block_lanes(self) -> int:
         return max(1, self.block // self.streams)
 
+    @property
+    def finer(self) -> "Heads":
+        """The same channels in twice as many streams, or as they are where that takes more padding. A rotation's matrix is over lanes."""
+        finer = Heads(self.size, 2 * self.streams, self.least)
+        fits = self.size % finer.streams == 0 and finer.width * finer.streams == self.width * self.streams
+        return finer if fits else self
+
 
 @dataclass(frozen=True)
 class ReadConfig:
@@ -262,6 +269,11 @@ class ReadConfig:
     def edge_stages(self) -> int:
         """Stages of a second part's loop: in decode it is one tile long, if that, and no place for a pipeline's code and buffers."""
         return 1 if self.keys_first else self.stages
+
+    @property
+    def sum_parts(self) -> int:
+        """In how many parts a row's sum of weights is kept while its keys are gone through, so that a warp's threads need not meet for it."""
+        return 8 if self.keys_first and self.warps == 1 else 1
 
     @property
     def joined(self) -> bool:

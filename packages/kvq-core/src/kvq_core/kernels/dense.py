@@ -39,7 +39,7 @@ def attend(
         q = query_operand(in_own_dtype(load_queries(queries, rows, C), queries), C)
         unit = tl.full([ROWS], 1.0, tl.float32) * score_unit(scoring)
         left = softmax_unit(unit, scoring)
-        state = softmax_start(C.rows)
+        state = softmax_start(C)
         acc = accumulator(C)
         unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
@@ -53,4 +53,4 @@ def attend(
                 p, alpha, state = softmax_step(s, left, state, C, EXACT=False)
                 acc = accumulate(p.to(v.dtype), (v,), acc, alpha, None, C)
         acc = accumulated_rows(acc, 1.0, C)
-        finish(acc, softmax_end(state, left), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+        finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)

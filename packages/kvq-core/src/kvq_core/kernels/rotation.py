@@ -37,20 +37,18 @@ def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.co
     """D x, where x holds these channels (its shape, or one that broadcasts): a flipped sign bit, exact in every dtype. ASM: 16-bit ones
     two at a time."""
     channel = channel % BLOCK
-    bit = tl.zeros_like(channel)
-    for word in tl.static_range((BLOCK + 31) // 32):
-        here = (sign_word(SIGNS, word, channel) >> (channel % 32)) & 1
-        if BLOCK > 32:
-            here = tl.where(channel // 32 == word, here, bit)
-        bit = here
+    words = sign_word(SIGNS, 0, channel)
+    for word in tl.static_range(1, (BLOCK + 31) // 32):
+        words = tl.where(channel // 32 == word, sign_word(SIGNS, word, channel), words)
+    minus = (~words >> (channel % 32)) & 1
     if x.dtype == tl.float32:
-        flip = (1 - bit) << 31
+        flip = minus << 31
         y = (x.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
     elif ASM:
-        flip = tl.broadcast_to(((1 - bit) << 15).to(tl.uint16), x.shape)
+        flip = tl.broadcast_to((minus << 15).to(tl.uint16), x.shape)
         y = tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, flip], dtype=x.dtype, is_pure=True, pack=2)
     else:
-        flip = ((1 - bit) << 15).to(tl.uint16)
+        flip = (minus << 15).to(tl.uint16)
         y = (x.to(tl.uint16, bitcast=True) ^ flip).to(x.dtype, bitcast=True)
     return y
 

@@ -8,9 +8,15 @@ from kvq_core.kernels.masks import by_row
 
 
 @triton.jit
-def softmax_start(ROWS: tl.constexpr):
-    """Nothing seen yet."""
-    return SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
+def softmax_start(C: tl.constexpr):
+    """Nothing seen yet. The state of a loop: its sums may be in parts (:func:`sum_in_parts`) until :func:`softmax_end`."""
+    ROWS: tl.constexpr = C.rows
+    PARTS: tl.constexpr = C.sum_parts
+    if PARTS > 1:
+        total = tl.zeros([PARTS, ROWS], tl.float32)
+    else:
+        total = tl.zeros([ROWS], tl.float32)
+    return SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), total)
 
 
 @triton.jit
@@ -30,13 +36,28 @@ def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
     else:
         p = tl.exp2((s - by_row(safe, C)) * by_row(unit, C))
     alpha = tl.exp2((state.max - safe) * unit)
-    return p, alpha, SoftmaxState(top, state.sum * alpha + tl.sum(p, AXIS))
+    if C.sum_parts > 1:
+        total = state.sum * alpha[None, :] + sum_in_parts(p, C)
+    else:
+        total = state.sum * alpha + tl.sum(p, AXIS)
+    return p, alpha, SoftmaxState(top, total)
 
 
 @triton.jit
-def softmax_end(state, unit):
-    """The state in log2 units. (A plain product may be merged with a difference that follows, see :func:`softmax_step`.)"""
-    return SoftmaxState(tl.fma(state.max, unit, 0.0), state.sum)
+def sum_in_parts(p, C: tl.constexpr):
+    """Sums over every eighth key, [8, ROWS]: of [KEYS, ROWS] as the tensor cores leave it a warp's thread has those keys to itself."""
+    PARTS: tl.constexpr = C.sum_parts
+    ROWS: tl.constexpr = C.rows
+    return tl.sum(tl.reshape(p, [C.keys // PARTS, PARTS, ROWS]), 0)
+
+
+@triton.jit
+def softmax_end(state, unit, C: tl.constexpr):
+    """The state in log2 units, its sums whole. (A plain product may be merged with a difference that follows, see :func:`softmax_step`.)"""
+    total = state.sum
+    if C.sum_parts > 1:
+        total = tl.sum(total, 0)
+    return SoftmaxState(tl.fma(state.max, unit, 0.0), total)
 
 
 @triton.jit

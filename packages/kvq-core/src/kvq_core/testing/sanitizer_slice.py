@@ -41,7 +41,7 @@ _DECODE = Case(query_lens=(1, 1, 0), seq_lens=(300, 37, 9), padding=0, dtype=tor
 _ROWS = Case(query_lens=(20, 3, 1), seq_lens=(45, 18, 33), padding=0)
 PROBLEMS: tuple[tuple[Case, dict[str, Any]], ...] = (
     *((replace(_DECODE, layout=layout), {}) for layout in LAYOUTS),
-    (replace(_DECODE, head_size=96, window=100, sinks=True, softcap=20.0), {}),
+    (replace(_DECODE, head_size=96, window=200, sinks=True, softcap=20.0), {}),
     (_DECODE, {"seq_threshold_3D": 0}),
     (_DECODE, {"seq_threshold_3D": 8, "segments": 3}),
     (replace(_DECODE, query_lens=(4, 2, 1), queries_per_kv=3), {}),

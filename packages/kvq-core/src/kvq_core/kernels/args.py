@@ -272,7 +272,7 @@ class ReadConfig:
 
     @property
     def sum_parts(self) -> int:
-        """In how many parts a row's sum of weights is kept while its keys are gone through, so that a warp's threads need not meet for it."""
+        """In how many parts a row's sum of weights is kept while its keys are gone through: threads of a warp need not meet for it."""
         return 8 if self.keys_first and self.warps == 1 else 1
 
     @property

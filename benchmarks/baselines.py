@@ -93,7 +93,13 @@ def build(settings: Sequence[Read], index: int) -> None:
 
 
 def copy(setting: Write, device: torch.device) -> Call:
-    """A bf16 write that need not even scatter: K and V, side by side, copied in one launch."""
-    rows = torch.randn(2, setting.tokens, setting.kv_heads, setting.head_size, device=device).to(DTYPE)
-    pages = torch.empty_like(rows)
-    return lambda: pages.copy_(rows)
+    """A bf16 write that need not even scatter: K and V, side by side, copied in one launch a layer."""
+    shape = (2, setting.tokens, setting.kv_heads, setting.head_size)
+    layers = [torch.randn(shape, device=device).to(DTYPE) for _ in range(setting.layers)]
+    copies = [(torch.empty_like(rows), rows) for rows in layers]
+
+    def call() -> None:
+        for pages, rows in copies:
+            pages.copy_(rows)
+
+    return call

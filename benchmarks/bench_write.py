@@ -17,8 +17,7 @@ OP = "write"
 
 def store(backend: QuantKVBackend, setting: Write, timer: Timer) -> Call:
     """The call that is timed: the door itself."""
-    arguments = problems.write(backend, setting, timer.device)
-    return lambda: backend.reshape_and_cache(**arguments)
+    return problems.write_call(backend, setting, timer.device)
 
 
 def run(backends: Sequence[QuantKVBackend], settings: Sequence[Setting], timer: Timer, *, peers: bool = True) -> Iterator[Row]:

@@ -100,8 +100,7 @@ def _call(name: str) -> Callable[[], object]:
     backend, setting = parsed(name)
     device = torch.device("cuda", torch.cuda.current_device())
     if isinstance(setting, shapes.Write):
-        rows = problems.write(backend, setting, device)
-        return lambda: backend.reshape_and_cache(**rows)
+        return problems.write_call(backend, setting, device)
     read = problems.read(backend, setting, device)
     return lambda: backend.unified_attention(**read)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +136,7 @@ def slots(setting: Write, device: torch.device) -> torch.Tensor:
 
 
 def write(backend: QuantKVBackend, setting: Write, device: torch.device) -> dict[str, Any]:
-    """Arguments of ``reshape_and_cache`` for ``setting``: random rows into poisoned pages."""
+    """Arguments of ``reshape_and_cache`` for a layer of ``setting``: random rows into poisoned pages."""
     caches = allocate(backend, setting.num_blocks, setting.block_size, setting.kv_heads, setting.head_size, device)
     key, value = (torch.randn(setting.tokens, setting.kv_heads, setting.head_size, device=device).to(DTYPE) for _ in range(2))
     return {
@@ -146,3 +147,14 @@ def write(backend: QuantKVBackend, setting: Write, device: torch.device) -> dict
         "slot_mapping": slots(setting, device),
         **caches.scales,
     }
+
+
+def write_call(backend: QuantKVBackend, setting: Write, device: torch.device) -> Callable[[], None]:
+    """The write door, once for each layer."""
+    layers = [write(backend, setting, device) for _ in range(setting.layers)]
+
+    def call() -> None:
+        for rows in layers:
+            backend.reshape_and_cache(**rows)
+
+    return call

@@ -168,13 +168,14 @@ def plot(everything: Sequence[Line], title: str, path: Path) -> None:
         op = "decode" if panel == "hbm" else panel
         mine = [line for line in good if line.row.op == op]
         peer = any(line.x_peer is not None for line in mine)
-        settings = list(dict.fromkeys(line.row.setting for line in mine))
-        modes = list(dict.fromkeys(line.row.mode for line in mine if panel == "hbm" or line.row.mode not in PEERS))
+        # What has no such figure, as a setting that the peer does not serve, has no place in the panel.
+        shown = {(line.row.mode, line.row.setting): height for line in mine if (height := _height(line, panel, peer)) is not None}
+        settings = list(dict.fromkeys(setting for _, setting in shown))
+        modes = [mode for mode in dict.fromkeys(mode for mode, _ in shown) if panel == "hbm" or mode not in PEERS]
         width = 0.84 / max(len(modes), 1)
         for i, mode in enumerate(modes):
-            found = {line.row.setting: line for line in mine if line.row.mode == mode}
-            at = [j + (i - (len(modes) - 1) / 2) * width for j, setting in enumerate(settings) if setting in found]
-            values = [_height(found[setting], panel, peer) for setting in settings if setting in found]
+            at = [j + (i - (len(modes) - 1) / 2) * width for j, setting in enumerate(settings) if (mode, setting) in shown]
+            values = [shown[mode, setting] for setting in settings if (mode, setting) in shown]
             bars = axis.bar(at, values, width * 0.92, label=mode, color=color[mode])
             axis.bar_label(bars, [f"{v:.2f}" if panel != "hbm" else f"{v:.0f}" for v in values], fontsize=6)
         axis.set_xticks(range(len(settings)), settings)
@@ -196,7 +197,7 @@ def plot(everything: Sequence[Line], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _height(line: Line, panel: str, peer: bool) -> float:
+def _height(line: Line, panel: str, peer: bool) -> float | None:
     if panel == "hbm":
-        return 100 * (line.hbm or 0.0)
-    return (line.x_peer if peer else line.x_none) or 0.0
+        return None if line.hbm is None else 100 * line.hbm
+    return line.x_peer if peer else line.x_none

@@ -101,7 +101,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Write:
-    """``tokens`` new K and V rows for each head. ``scattered``: each goes to another block (decode), or they fill blocks (prefill)."""
+    """``tokens`` new K and V rows for each head. ``scattered``: each goes to another block (decode), or they fill blocks (prefill).
+
+    ``layers``: as many writes one after the other, each of rows and to pages of its own, as the layers of a model have them.
+    """
 
     name: str
     tokens: int
@@ -109,18 +112,22 @@ class Write:
     kv_heads: int = 8
     head_size: int = 128
     block_size: int = 16
+    layers: int = 1
 
     @property
     def num_blocks(self) -> int:
+        """Of a layer."""
         return self.tokens if self.scattered else -(-self.tokens // self.block_size)
 
     def bytes(self, backend: QuantKVBackend) -> int:
         """Rows read and packed rows written, K and V, and the slots."""
-        return 2 * self.tokens * self.kv_heads * (self.head_size * DTYPE.itemsize + row_bytes(backend, self.head_size)) + 8 * self.tokens
+        rows = 2 * self.tokens * self.kv_heads * (self.head_size * DTYPE.itemsize + row_bytes(backend, self.head_size))
+        return self.layers * (rows + 8 * self.tokens)
 
     def __str__(self) -> str:
         where = "scattered" if self.scattered else "in whole blocks"
-        return f"{self.name}: {self.tokens} tokens {where}, {self.kv_heads} heads of {self.head_size}, K and V"
+        layers = f", {self.layers} layers one after the other" if self.layers > 1 else ""
+        return f"{self.name}: {self.tokens} tokens {where}, {self.kv_heads} heads of {self.head_size}, K and V{layers}"
 
 
 Setting = Read | Write
@@ -167,7 +174,9 @@ OPTIONS = (
     Read("A-cells", (8192,) * 64, layout="interleaved"),
 )
 """Decode settings with options of attention and other layouts: planned as setting A is, or as one short sequence."""
-MORE = (*VARIED, *OPTIONS)
+LAYERS = tuple(Write(f"{one.name}-8", one.tokens, one.scattered, layers=8) for one in WRITE)
+"""Writes as a graph of a model's step has them: the launches of one layer hide behind the work of the one before."""
+MORE: tuple[Setting, ...] = (*VARIED, *OPTIONS, *LAYERS)
 """What only ``--settings`` asks for (``more``: all of it)."""
 
 DEFAULT = (("decode", DECODE), ("prefill", PREFILL), ("write", WRITE))
@@ -176,7 +185,11 @@ QUICK = (("decode", HEADLINE),)
 
 def chosen(names: list[str]) -> tuple[tuple[str, tuple[Setting, ...]], ...]:
     """The settings of these names (or of an operation's name: all its default ones) by operation; ``ValueError`` for others."""
-    everything: tuple[tuple[str, tuple[Setting, ...]], ...] = (("decode", DECODE + MORE), ("prefill", PREFILL), ("write", WRITE))
+    everything: tuple[tuple[str, tuple[Setting, ...]], ...] = (
+        ("decode", DECODE + VARIED + OPTIONS),
+        ("prefill", PREFILL),
+        ("write", WRITE + LAYERS),
+    )
     defaults: dict[str, tuple[Setting, ...]] = {**dict(DEFAULT), "more": MORE}
     wanted = {n for name in names for n in ([s.name for s in defaults[name]] if name in defaults else [name])}
     known = {s.name for _, settings in everything for s in settings}

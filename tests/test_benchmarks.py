@@ -137,6 +137,18 @@ def test_slots_are_distinct_and_inside(scattered: bool) -> None:
         assert len(set((slots // setting.block_size).tolist())) == 53
 
 
+def test_layers_are_written_to_pages_of_their_own() -> None:
+    backend, one = get_backend("int4"), TINY
+    three = replace(one, layers=3)
+    assert three.bytes(backend) == 3 * one.bytes(backend)
+    assert str(three) == f"{one}, 3 layers one after the other"
+    seen: list[dict[str, Any]] = []
+    problems.write_call(broken("int4", reshape_and_cache=lambda _, **rows: seen.append(rows)), three, CPU)()
+    for name in ("key", "value", "key_cache", "value_cache", "k_scale_cache"):
+        assert len({rows[name].data_ptr() for rows in seen}) == 3
+    baselines.copy(three, CPU)()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_problems_go_through_the_doors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random pages are like real ones: finite rows of unit variance, and results of the size that averaging leaves."""
@@ -402,9 +414,17 @@ def test_compare_refuses_what_is_no_run(content: str | None, tmp_path: Path, cap
     assert str(path) in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("error")
 def test_plot_is_written(tmp_path: Path) -> None:
+    """Whatever is missing: peers altogether, the peer of a setting that it does not serve, all rows."""
     pytest.importorskip("matplotlib")
-    for name, rows in (("all", ROWS), ("no peers", [r for r in ROWS if r.mode not in (FLASHINFER, COPY)]), ("none", [])):
+    alone = [replace(ROWS[1], setting="A-d96"), replace(ROWS[2], setting="A-d96")]
+    for name, rows in (
+        ("all", ROWS),
+        ("no peers", [r for r in ROWS if r.mode not in (FLASHINFER, COPY)]),
+        ("not served", ROWS + alone),
+        ("none", []),
+    ):
         report.plot(report.lines(rows, 4e12), "title", tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").exists() == bool(rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,18 +83,36 @@ class WriteTests(Subject):
     @pytest.mark.quick
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
     def test_bad_values_stay_in_their_row(self, backend: QuantKVBackend, place: Place, bad: float) -> None:
+        def spoil(built: Scene) -> None:
+            built.key[7, 1, 11] = bad
+            built.value[9, 0, 3] = bad
+
+        self.assert_others_unchanged(backend, place, spoil, f"{bad} in")
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("size", [0.0, 1e-30, 1e30])
+    def test_extreme_rows_leave_the_others_alone(self, backend: QuantKVBackend, place: Place, size: float) -> None:
+        """A row whose squares overflow or vanish may take another way, but not those beside it."""
+
+        def spoil(built: Scene) -> None:
+            built.key[7, 1] *= size
+            built.value[9, 0] *= size
+
+        self.assert_others_unchanged(backend, place, spoil, f"a row times {size} as")
+
+    def assert_others_unchanged(self, backend: QuantKVBackend, place: Place, spoil: Callable[[Scene], None], what: str) -> None:
+        """All stored rows are the same bytes after ``spoil`` has changed key (7, 1) and value (9, 0), but for those two."""
         built = self.build(backend, Case(head_size=96, num_kv_heads=3), place)
         built.write()
         clean = {name: _bytes_of_rows(built, name).clone() for name in built.pages.fields}
-        built.key[7, 1, 11] = bad
-        built.value[9, 0, 3] = bad
+        spoil(built)
         built.pages.restore()
         built.write()
         for name, before in clean.items():
             row = (7, 1) if name.startswith("k") else (9, 0)
             same = (_bytes_of_rows(built, name) == before).all(-1)
             same[row] = True
-            assert bool(same.all()), f"{bad} in row {row} changed other rows of {name}"
+            assert bool(same.all()), f"{what} row {row} changed other rows of {name}"
 
     @pytest.mark.quick
     def test_nothing_to_write(self, backend: QuantKVBackend, place: Place) -> None:

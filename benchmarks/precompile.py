@@ -22,7 +22,7 @@ import problems  # noqa: E402
 from kvq_core import QuantKVBackend, get_backend, ops  # noqa: E402
 from kvq_core.environment import kernels_of  # noqa: E402
 from kvq_core.offline import Device, compiling_for, planning_for  # noqa: E402
-from kvq_core.plans import KINDS, Choice, Entry, Groups, Prefill, Table, choose  # noqa: E402
+from kvq_core.plans import KINDS, Choice, Decode, Entry, Groups, Prefill, Table, choose  # noqa: E402
 from kvq_core.plans.lookup import Asked, listening  # noqa: E402
 from rows import brief  # noqa: E402
 from shapes import Setting, Write  # noqa: E402
@@ -43,9 +43,9 @@ class Job:
 
 
 def only(arch: str, *choices: Choice) -> Table:
-    """A table that has each of ``choices`` for every problem of its kind. A tile for many rows alone: no warp groups take them."""
+    """A table that has each of ``choices`` for every problem of its kind. A tile alone: no warp groups take its rows."""
     entries = {choice.kind: (Entry({}, choice),) for choice in choices}
-    if Prefill.kind in entries:
+    if Prefill.kind in entries or Decode.kind in entries:
         entries.setdefault(Groups.kind, (Entry({}, NO_GROUPS),))
     return Table(arch, entries)
 

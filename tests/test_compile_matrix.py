@@ -140,9 +140,10 @@ def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) 
         for lane_bytes in (2, 4) if fixed["streams"] == 1 else (2,):
             facts = fixed | {"width": width, "lane_bytes": lane_bytes}
             every.add(name_of(choose(target, Prefill, facts)))
-            groups = choose(target, Groups, facts | {"rows": 256})
-            if groups.groups and (width, lane_bytes) == (128, 2) and triton_is_known():
-                every.add(name_of(groups))
+            for rows in (32, 64, 256):
+                groups = choose(target, Groups, facts | {"rows": rows})
+                if groups.groups and (width, lane_bytes) == (128, 2) and triton_is_known():
+                    every.add(name_of(groups))
             for rows, keys, longest in itertools.product((8, 16, 32, 64, 128), (0, *(2**n for n in range(25))), (0, 512, 513)):
                 every.add(name_of(choose(target, Decode, facts | {"rows": rows, "keys_per_sm": keys, "longest": longest})))
     assert found.keys() == every

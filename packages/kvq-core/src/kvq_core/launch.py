@@ -119,23 +119,25 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     return launched
 
 
-def launch_attention(kernel: Any, attention: Attention, form: args.Format, in_groups: str = "") -> Launched:
+def launch_attention(kernel: Any, attention: Attention, form: args.Format, in_groups: str = "", of_drafts: str = "") -> Launched:
     """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch.
 
-    ``in_groups``: the module whose ``attend`` is the mode's kernel of warp groups (:mod:`kvq_core.kernels.warpgroups`), if it has one. It
-    is imported once a plan asks for it, since not every Triton has what it is written in.
+    ``in_groups``, ``of_drafts``: the modules whose ``attend`` are the mode's kernels of warp groups (:mod:`kvq_core.kernels.warpgroups`)
+    for many query rows and for a few, if it has them. They are imported once a plan asks for them, since not every Triton has what they
+    are written in.
     """
     launched = Launched(attention.q.device)
-    problem = problem_of(attention, form, bool(in_groups))
+    problem = problem_of(attention, form, bool(in_groups), bool(of_drafts))
     with sole_use(attention.q.device):
         for launch in schedule.plan(problem):
-            chosen = importlib.import_module(in_groups).attend if launch.tile.groups else kernel
+            module = ("", of_drafts, in_groups)[launch.tile.groups]
+            chosen = importlib.import_module(module).attend if module else kernel
             _launch(launched, chosen, attention, form, problem, launch)
     return launched
 
 
-def problem_of(attention: Attention, form: args.Format, has_groups: bool = False) -> schedule.Problem:
-    """The facts that the plan depends on. ``has_groups``: the mode has a kernel of warp groups."""
+def problem_of(attention: Attention, form: args.Format, has_groups: bool = False, has_drafts: bool = False) -> schedule.Problem:
+    """The facts that the plan depends on. ``has_groups``, ``has_drafts``: the mode has a kernel of warp groups for many rows, for few."""
     batch, q = attention.batch, attention.q
     device = _device_facts(q.device)
     head = args.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
@@ -168,6 +170,7 @@ def problem_of(attention: Attention, form: args.Format, has_groups: bool = False
         arch=device.arch,
         variant=form.variant,
         groups_fit=has_groups and groups_fit(attention, form),
+        drafts_fit=has_drafts and groups_fit(attention, form),
     )
 
 
@@ -223,7 +226,7 @@ def _launch(
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **({"maxnreg": tile.registers} if tile.registers and config.use_asm and not tile.groups else {}),
+        **({"maxnreg": tile.registers} if tile.registers and config.use_asm and tile.groups < 2 else {}),
     )
     if not launch.split:
         return
@@ -282,9 +285,10 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         shifted=attention.smoothing is not None and (attention.scoring.softcap > 0 or attention.scoring.sinks is not None),
         output=_FP8_NAMES.get(attention.out.dtype, ""),
-        registers=(tile.registers or 0) if tile.groups else 0,
+        registers=(tile.registers or 0) if tile.groups > 1 else 0,
         use_asm=_device_facts(attention.q.device).use_asm,
         fp8_hardware=_device_facts(attention.q.device).fp8_hardware,
+        least_pieces=1 if tile.groups else 2,
         overlap=("start" if launch.merge_waits else "end") if launch.split and _overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )

@@ -25,6 +25,13 @@ DECODE_ROWS = 64
 PACKED_ROWS = 16
 # Rows and keys of a tile that warp groups work on.
 GROUPS_TILE = 128
+# Keys of a tile that one warp group works on, the rows it has at most, and the keys below which it is not worth its start.
+DRAFTS_KEYS = 64
+DRAFTS_ROWS = 64
+DRAFTS_SHARE = 128
+# Registers of a multiprocessor, and threads of a warp group.
+SM_REGISTERS = 65536
+GROUP_THREADS = 128
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
 INVARIANT_CHUNK = 2048
 # Rows on a multiprocessor that the merge of such a split is planned for, whatever is there.
@@ -37,7 +44,8 @@ class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
     ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
-    ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own. ``groups_fit``: warp groups can take many rows.
+    ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own. ``groups_fit``, ``drafts_fit``: warp
+    groups can take many rows; one can take few.
     """
 
     num_seqs: int
@@ -58,6 +66,7 @@ class Problem:
     arch: str = ""
     variant: str = ""
     groups_fit: bool = False
+    drafts_fit: bool = False
 
     @property
     def width(self) -> int:
@@ -81,7 +90,7 @@ class Tile:
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
     ``least``: tiles that a program of a split takes at least. ``parts``: loops over its keys, where its rows are those of one token.
-    ``groups``: warp groups that multiply, in kernels that have such; their ``registers`` are those groups' alone.
+    ``groups``: warp groups that multiply, in kernels that have such; of two, ``registers`` are those groups' alone.
     """
 
     rows: int
@@ -168,6 +177,9 @@ def plan(problem: Problem) -> tuple[Launch, ...]:
 
 
 def _decode(problem: Problem, longest: int) -> Launch:
+    drafts = drafts_tile(problem, longest * problem.group)
+    if drafts is not None and not (problem.engine_segments and longest == 1):
+        return _shared(problem, drafts, longest)
     most = PACKED_ROWS if problem.streams > 1 else DECODE_ROWS
     rows = max(8, min(power_of_two(longest * problem.group), max(most, power_of_two(problem.group))))
     tile = decode_tile(problem, rows)
@@ -184,6 +196,13 @@ def _decode(problem: Problem, longest: int) -> Launch:
     if not problem.may_split or problem.max_seqlen_k <= tile.least * tile.keys:
         # A merge costs more than it saves.
         return Launch(tile, 1, longest, row_blocks)
+    return _shared(problem, tile, longest)
+
+
+def _shared(problem: Problem, tile: Tile, longest: int) -> Launch:
+    """Keys in equal shares."""
+    row_blocks = -(-longest // (tile.rows // problem.group))
+    blocks = problem.num_seqs * row_blocks
     programs = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
     # Programs that get no share leave room for the merge; beside busy ones it would have none.
     waits = blocks * problem.max_seqlen_k <= programs * tile.least * tile.keys
@@ -206,13 +225,34 @@ def decode_tile(problem: Problem, rows: int) -> Tile:
     return Tile(rows, choice.keys, choice.warps, choice.stages, True, choice.programs_per_sm, choice.registers, least, choice.parts)
 
 
+def drafts_tile(problem: Problem, rows: int) -> Tile | None:
+    """Query rows for one warp group, keys first, if it can take them and the table wants it to. All sequences have as many."""
+    small = rows <= PACKED_ROWS or problem.max_seqlen_k <= DRAFTS_SHARE
+    if not problem.drafts_fit or problem.batch_invariant or not problem.uniform or not problem.may_split or small:
+        return None
+    way = plans.choose(problem.arch, plans.Groups, {**problem.format_facts, "rows": rows})
+    if way.groups != 1 or problem.group > DRAFTS_ROWS:
+        return None
+    return Tile(
+        rows=min(power_of_two(rows), DRAFTS_ROWS),
+        keys=DRAFTS_KEYS,
+        warps=4,
+        stages=way.stages,
+        keys_first=True,
+        programs_per_sm=SM_REGISTERS // (GROUP_THREADS * way.registers),
+        registers=way.registers,
+        least=DRAFTS_SHARE // DRAFTS_KEYS,
+        groups=1,
+    )
+
+
 def prefill_tile(problem: Problem) -> Tile:
     """Many query rows, which come first; all of a group's heads are in one tile."""
     # Which kernel a row is in must not follow from the batch, where results may not.
     if problem.groups_fit and not problem.batch_invariant:
         facts = {**problem.format_facts, "rows": problem.max_seqlen_q * problem.group}
         way = plans.choose(problem.arch, plans.Groups, facts)
-        if way.groups:
+        if way.groups > 1:
             return Tile(
                 rows=GROUPS_TILE,
                 keys=GROUPS_TILE,

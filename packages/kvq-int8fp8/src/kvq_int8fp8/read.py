@@ -40,7 +40,7 @@ FP8_UNIT = tl.constexpr(2.0**8)
 
 def launch_read(attention: Attention, *, is_int8: bool, per_tensor: bool) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, format_of(is_int8, per_tensor), "kvq_int8fp8.prefill")
+    return launch_attention(attend, attention, format_of(is_int8, per_tensor), "kvq_int8fp8.prefill", "kvq_int8fp8.drafts")
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

@@ -254,9 +254,10 @@ class ReadConfig:
     alibi_sqrt: bool
     shifted: bool  # a softcap or sinks would notice that smoothed keys lack their mean
     output: str
-    registers: int  # of a thread that multiplies, in a kernel of warp groups; else 0
+    registers: int  # of a thread that multiplies, where other warp groups have other numbers; else 0
     use_asm: bool
     fp8_hardware: bool  # it converts e4m3 to float16, NaN included
+    least_pieces: int  # of a row that the merge is left: one, or two where the attention kernel itself finishes a row in one piece
     overlap: str  # the merge is put in place at the "start" or "end" of shares, and waits on the device; else ""
     upcast_dots: bool
 

@@ -29,7 +29,7 @@ def merge_kernel(output, output_scale, batch, scoring, splits, partials, num_row
     place = tl.program_id(0)
     if place < num_row_blocks * TILES:
         block = row_block(place // TILES, num_row_blocks, batch, partials, C)
-        if (block.num_pieces > 1) & (block.num_pieces <= TILE.few):
+        if (block.num_pieces >= C.least_pieces) & (block.num_pieces <= TILE.few):
             merge_rows(place % TILES * 8 + tl.arange(0, 8), block, output, output_scale, scoring, splits, partials, C)
     else:
         place -= num_row_blocks * TILES
@@ -44,7 +44,7 @@ def merge_kernel(output, output_scale, batch, scoring, splits, partials, num_row
 
 @triton.jit
 def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
-    """Facts of row blocks (scalar or vector); one piece where there is nothing to merge."""
+    """Facts of row blocks (scalar or vector); no piece where there is nothing to merge."""
     exists = number < num_row_blocks
     seq = number // C.max_row_blocks
     row_start = number % C.max_row_blocks * C.tokens
@@ -54,7 +54,7 @@ def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
     if C.overlap != "":
         # What comes next is the work of the launch before.
         gdc_wait()
-    num_pieces = tl.load(partials.plan + number * 2, mask=served, other=1)
+    num_pieces = tl.load(partials.plan + number * 2, mask=served, other=0)
     item = tl.load(partials.plan + number * 2 + 1, mask=served, other=0)
     return RowBlock(first_token, row_start, query_len, num_pieces, item)
 

@@ -67,13 +67,12 @@ def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
     """This program's :class:`Share`; empty if there is nothing left for it."""
     if C.overlap == "start":
         gdc_launch_dependents()
-    row_units = 0
     # A single sequence needs no scan: its programs are short, and wait for every load in a row.
     if num_seqs == 1:
         row_blocks, keys = sequence_facts(0, num_seqs, batch, scoring, C)
         units, _ = units_of(keys, splits, C)
         total = row_blocks * units
-        size = share_size(total, splits, C)
+        share = share_of(total, share_size(total, splits, C), 0)
     else:
         counts = tl.zeros([SCAN], tl.int32)
         blocks = tl.zeros([SCAN], tl.int32)
@@ -84,11 +83,23 @@ def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
             counts += row_blocks * units
             blocks += row_blocks
             longest = tl.maximum(longest, tl.where(row_blocks > 0, units, 0))
-        total = tl.sum(counts)
-        size = share_size(total, splits, C)
-        if C.split == "shares":
-            size, row_units = whole_pieces(size, total, tl.sum(blocks), tl.max(longest, 0))
-            total = tl.where(row_units > 0, tl.sum(blocks) * row_units, total)
+        share = equal_share(tl.sum(counts), tl.sum(blocks), tl.max(longest, 0), splits, C)
+    return share
+
+
+@triton.jit
+def equal_share(total, blocks, longest, splits, C: tl.constexpr):
+    """This program's share of ``total`` units in ``blocks`` row blocks, the longest of which has ``longest``."""
+    size = share_size(total, splits, C)
+    row_units = 0
+    if C.split == "shares":
+        size, row_units = whole_pieces(size, total, blocks, longest)
+        total = tl.where(row_units > 0, blocks * row_units, total)
+    return share_of(total, size, row_units)
+
+
+@triton.jit
+def share_of(total, size, row_units):
     first = tl.program_id(0) * size
     return Share(first, tl.minimum(first + size, total), size, row_units)
 
@@ -141,6 +152,12 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
             before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
             blocks_before += tl.sum(tl.where(passed, row_blocks, 0))
             running = tl.max(ends)
+    return piece_of(seq, before, blocks_before, share, num_seqs, table_width, batch, scoring, splits, C)
+
+
+@triton.jit
+def piece_of(seq, before, blocks_before, share, num_seqs, table_width, batch, scoring, splits, C: tl.constexpr):
+    """(the next piece of a share, the rest of the share): of sequence ``seq``, before which are so many units and row blocks."""
     row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
     units, length = units_in(share, keys, splits, C)
     block = (share.next - before) // units

@@ -57,7 +57,7 @@ _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
         "longest": (512,),
     },
     "prefill": {"width": (64, 128, 256, 512)},
-    "groups": {"width": (64, 128, 256, 512), "rows": (255,)},
+    "groups": {"width": (64, 128, 256, 512), "rows": (16, 64, 255)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},
     "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 32, 64), "pieces": (32, 64)},
 }

@@ -111,10 +111,10 @@ class Prefill(Choice):
 
 @dataclass(frozen=True)
 class Groups(Choice):
-    """Whether warp groups take many query rows (:mod:`kvq_core.kernels.warpgroups`), where they can: then no tile is looked up for them.
+    """Whether warp groups take a call's query rows (:mod:`kvq_core.kernels.warpgroups`), where they can: then no tile is looked up.
 
-    ``groups`` that multiply: 0, or 2 beside the one that unpacks. ``registers``: of each of their threads. ``stages``: tiles in shared
-    memory.
+    ``groups`` that multiply: 0; 1, which loads and unpacks as well, for a few rows and split keys; or 2 beside one that unpacks, for many.
+    ``registers``: of each of their threads. ``stages``: tiles in shared memory.
     """
 
     kind = "groups"
@@ -125,9 +125,9 @@ class Groups(Choice):
         }
     )
 
-    groups: int = _value(Values("0 or 2", lambda x: type(x) is int and x in (0, 2)))
-    stages: int = _value(_whole(1, 3))
-    registers: int = _value(Values("a multiple of 8 from 152 to 216", lambda x: type(x) is int and 152 <= x <= 216 and x % 8 == 0))
+    groups: int = _value(_whole(0, 2))
+    stages: int = _value(_whole(1, 6))
+    registers: int = _value(Values("a multiple of 8 from 152 to 248", lambda x: type(x) is int and 152 <= x <= 248 and x % 8 == 0))
 
 
 @dataclass(frozen=True)

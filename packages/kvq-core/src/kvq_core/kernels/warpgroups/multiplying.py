@@ -26,7 +26,7 @@ def multiply_tiles(
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
     total = gl.zeros([HALF], gl.float32, ROWS)
     largest = gl.full([HALF], 1e-30, gl.float32, ROWS)
-    whole = gl.where(all_exist(span.whole * C.keys, span, C), span.whole, 0)
+    whole = gl.where(all_exist(0, span.whole * C.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
     for n in range(0, whole):
         acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, False, C)

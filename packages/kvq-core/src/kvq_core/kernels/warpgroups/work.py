@@ -1,8 +1,12 @@
-"""From a program's number to a sequence, its query rows and its keys. No keys are split here: a program has a whole row block."""
+"""From a program's number to a sequence, its query rows and its keys: a whole row block of many rows, a share of the keys of a few.
+
+Shares are those of the portable kernels (:mod:`kvq_core.kernels.tiles`), but for the scan over sequences, which makes tensors.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.tiles import equal_share, piece_of, sequence_facts, units_in, units_of
 from kvq_core.kernels.warpgroups.layouts import VECTOR
 
 SCAN = gl.constexpr(128)  # sequences looked at together
@@ -49,16 +53,51 @@ def row_blocks_of(query_len, C: gl.constexpr):
 
 
 @gluon.jit
+def take_share(num_seqs, batch, scoring, splits, C: gl.constexpr):
+    """This program's share of all sequences' tiles."""
+    counts = gl.zeros([SCAN], gl.int32, VECTOR)
+    blocks = gl.zeros([SCAN], gl.int32, VECTOR)
+    longest = gl.zeros([SCAN], gl.int32, VECTOR)
+    for base in range(0, num_seqs, SCAN):
+        row_blocks, keys = sequence_facts(base + gl.arange(0, SCAN, VECTOR), num_seqs, batch, scoring, C)
+        units, _ = units_of(keys, splits, C)
+        counts += row_blocks * units
+        blocks += row_blocks
+        longest = gl.maximum(longest, gl.where(row_blocks > 0, units, 0))
+    return equal_share(gl.sum(counts, 0), gl.sum(blocks, 0), gl.max(longest, 0), splits, C)
+
+
+@gluon.jit
+def next_work(share, num_seqs, table_width, batch, scoring, splits, C: gl.constexpr):
+    """(the next piece of a share that is not empty, the rest of the share)."""
+    seq = 0
+    before = 0
+    blocks_before = 0
+    running = 0
+    for base in range(0, num_seqs, SCAN):
+        seqs = base + gl.arange(0, SCAN, VECTOR)
+        row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
+        units, _ = units_in(share, keys, splits, C)
+        ends = running + gl.associative_scan(row_blocks * units, 0, plus)
+        passed = (ends <= share.next) & (seqs < num_seqs)
+        seq += gl.sum(passed.to(gl.int32), 0)
+        before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
+        blocks_before += gl.sum(gl.where(passed, row_blocks, 0), 0)
+        running = gl.max(ends, 0)
+    return piece_of(seq, before, blocks_before, share, num_seqs, table_width, batch, scoring, splits, C)
+
+
+@gluon.jit
 def plus(a, b):
     return a + b
 
 
 @gluon.jit
-def all_exist(stop, span, C: gl.constexpr):
-    """Whether every block of the keys before ``stop`` is one of the cache's."""
+def all_exist(start, stop, span, C: gl.constexpr):
+    """Whether every block of the keys from ``start`` to ``stop`` is one of the cache's."""
     last = gl.cdiv(stop, C.block_size)
     missing = gl.zeros([BLOCKS], gl.int32, VECTOR)
-    for base in range(0, last, BLOCKS):
+    for base in range(start // C.block_size, last, BLOCKS):
         entries = base + gl.arange(0, BLOCKS, VECTOR)
         block = gl.load(span.table + entries, mask=entries < last, other=0)
         missing |= ((block < 0) | (block >= span.num_blocks)).to(gl.int32)

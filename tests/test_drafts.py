@@ -1,0 +1,236 @@
+"""A few query rows by one warp group: which calls take it, and that it answers as float64 attention and as the portable kernels do.
+
+kvq's table for sm_90 plans it from 17 to 64 query rows (tokens x heads of a group) of each sequence over pages of int8 and fp8.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import test_backends
+
+from kvq_core import get_backend, launch, ops
+from kvq_core.offline import Device, planning_for
+from kvq_core.plans import Entry, Groups, Table, lookup
+from kvq_core.plans.lookup import listening
+from kvq_core.schedule import batch_invariant
+from kvq_core.testing import places, scene
+from kvq_core.testing.cases import Case
+from kvq_core.testing.scene import Scene
+
+MODES = ["fp8_per_tensor", "fp8_per_token_head", "int8_per_token_head"]
+H200 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
+DRAFTS = Case(query_lens=(8,) * 3, seq_lens=(1100, 400, 77), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
+NOBODY_S, WITHOUT = Table("sm_90", {}), Table("sm_90", {"groups": (Entry({}, Groups(0, 2, 184)),)})
+SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
+
+TAKEN: tuple[Case, ...] = (
+    DRAFTS,
+    replace(DRAFTS, dtype=torch.float16),
+    replace(DRAFTS, dtype=torch.float32, layout="token_major", rows="fused"),
+    replace(DRAFTS, sinks=True, block_size=32),
+    replace(DRAFTS, smoothing="balanced", layout="paired", rows="transposed"),
+    replace(DRAFTS, smoothing="mean", block_size=64),
+    # Some keys far above the others, and rows that see no key at all but their own.
+    replace(DRAFTS, score_gain=400.0, dtype=torch.float16, query_lens=(8, 8, 8), seq_lens=(3000, 8, 65)),
+    # Rows that do not fill the tile; one token of many heads; two tiles of 64 rows; lengths around the tile's 64 keys.
+    replace(DRAFTS, query_lens=(3,) * 4, seq_lens=(700, 3, 129, 64), queries_per_kv=7, num_kv_heads=3),
+    replace(DRAFTS, query_lens=(1,) * 5, seq_lens=(4000, 1, 127, 128, 193), queries_per_kv=32, num_kv_heads=1),
+    replace(DRAFTS, query_lens=(16,) * 2, seq_lens=(2049, 16), queries_per_kv=4, dtype=torch.float16),
+    replace(DRAFTS, query_lens=(2,) * 130, seq_lens=tuple(range(2, 392, 3)), queries_per_kv=12, num_kv_heads=1),
+    replace(DRAFTS, query_lens=(2,), seq_lens=(20000,), queries_per_kv=16, num_kv_heads=1, block_size=128),
+)
+
+
+@pytest.fixture(autouse=True)
+def kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lookup.SWITCH, "")
+    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(launch, "triton_is_known", lambda: True)
+    elif not launch.triton_is_known():
+        pytest.skip("this Triton's Gluon is not known to kvq")
+
+
+def rows_alone(built: Scene) -> dict[str, Any]:
+    """Without the scene's padding rows, so that a batch of one kind is seen to be one; longer than is worth no start."""
+    return {"q": built.q[: sum(built.case.query_lens)], "max_seqlen_k": max(*built.case.seq_lens, 129)}
+
+
+def kinds_asked(mode: str, case: Case, device: Device = H200, **overrides: Any) -> set[str]:
+    """The kinds of choices that a read is planned with. "groups": a warp group could take its rows; not "decode": it does."""
+    built = scene.build(case, get_backend(mode), torch.device("cpu"))
+    arguments = built.read_arguments() | rows_alone(built) | overrides
+    with ops.planning_with(NOBODY_S), planning_for(device), listening() as questions:
+        built.backend.unified_attention(out=built.fresh_out(len(arguments["q"]))["rows"], **arguments)
+    return {kind for kind, _ in questions}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES)
+def test_kvq_s_own_table_takes_drafts(mode: str) -> None:
+    for case in TAKEN:
+        kinds = kinds_asked(mode, case)
+        assert {"groups", "merge"} <= kinds and "decode" not in kinds, case
+
+
+REFUSED: dict[str, Case] = {
+    "window": replace(DRAFTS, window=500),
+    "softcap": replace(DRAFTS, softcap=20.0),
+    "alibi": replace(DRAFTS, alibi=True),
+    "query-query bias": replace(DRAFTS, qq_bias=8),
+    "prefix": replace(DRAFTS, mm_prefix=(((3, 20),), ((0, 3),), ())),
+    "fp8 output": replace(DRAFTS, output=torch.float8_e4m3fn),
+    "heads of 64": replace(DRAFTS, head_size=64),
+    "values of 64": replace(DRAFTS, head_size_v=64),
+    "sinks that see the mean": replace(DRAFTS, sinks=True, smoothing="mean"),
+    "16 rows": replace(DRAFTS, query_lens=(4,) * 3),
+    "unlike lengths": replace(DRAFTS, query_lens=(8, 8, 7)),
+    "a group of more heads than a tile has rows": replace(DRAFTS, query_lens=(1,) * 3, queries_per_kv=65, num_kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_it_cannot_do_is_not_asked_of_it(mode: str, why: str) -> None:
+    assert "decode" in kinds_asked(mode, REFUSED[why])
+
+
+def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = "int8_per_token_head"
+    assert "groups" not in kinds_asked(mode, DRAFTS, replace(H200, arch="sm_100"))
+    assert "groups" not in kinds_asked(mode, replace(DRAFTS, seq_lens=(100, 40, 77)), max_seqlen_k=100)
+    assert "groups" not in kinds_asked("int4_per_token_head", DRAFTS) and "groups" not in kinds_asked("none", DRAFTS)
+    with batch_invariant():
+        assert "groups" not in kinds_asked(mode, DRAFTS)
+    monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: False)
+    assert "groups" not in kinds_asked(mode, DRAFTS)
+
+
+def read(built: Scene, table: Table = NOBODY_S, **overrides: Any) -> torch.Tensor:
+    with ops.planning_with(table), listening() as questions:
+        out = built.read(**rows_alone(built) | overrides)
+    # Where a warp group takes the rows, no tile is looked up for them.
+    assert ("decode" in {kind for kind, _ in questions}) == (table is WITHOUT)
+    return out
+
+
+def on_gpu(mode: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Scene, Callable[..., None]]:
+    """The case, filled, and what fails unless it is read as float64 attention reads it, within the suite's own error budgets."""
+    place = places.enter("gpu", monkeypatch)
+    built = scene.build(case, get_backend(mode), place.device).fill()
+    suite = SUITES[mode]()
+
+    def assert_read(**overrides: Any) -> None:
+        suite.assert_exact(built.backend, built, place, read(built, **overrides), **rows_alone(built) | overrides)
+
+    return built, assert_read
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_attention(mode: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, assert_read = on_gpu(mode, case, monkeypatch)
+    assert_read()
+    assert_alike(read(built), read(built, WITHOUT))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rising", [0.02, 0.2, 3.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, rising: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maximum that sums are relative to is raised in some tiles and not in others, for some rows more than for others."""
+    built, _ = on_gpu(mode, replace(DRAFTS, seq_lens=(1500, 900, 1100), dtype=torch.float32), monkeypatch)
+    for seq in range(built.case.num_seqs):
+        rows = slice(built.first_key(seq), built.first_key(seq + 1))
+        steps = torch.arange(built.key[rows].shape[0], device=built.key.device)
+        built.key[rows, :, 0] = (rising * steps)[:, None]
+        built.value[rows] *= torch.exp2((steps // 90).float())[:, None, None] if mode != "fp8_per_tensor" else 1.0
+    built.q[:, ::3, 0] = 3.0
+    built.fill()
+    place = places.enter("gpu", monkeypatch)
+    SUITES[mode]().assert_exact(built.backend, built, place, read(built), **rows_alone(built))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_the_largest_of_huge_scores_wins(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent."""
+    built, _ = on_gpu(mode, DRAFTS, monkeypatch)
+    direction = built.key[0].clone()
+    order = torch.randperm(built.key.shape[0], generator=torch.Generator().manual_seed(0)).to(built.key.device)
+    built.key[:] = (1e22 * 1.02 ** order[:, None, None].double() * direction.double()).clamp(-1e37, 1e37).to(built.key.dtype)
+    built.q[:] = direction.repeat_interleave(built.case.queries_per_kv, 0)
+    built.fill()
+    got, wanted = read(built), read(built, WITHOUT)
+    assert got.isfinite().all()
+    if mode != "fp8_per_tensor":  # a scale of the whole tensor clamps such keys to one length
+        assert_alike(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_that_is_no_number_stays_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, _ = on_gpu(mode, DRAFTS, monkeypatch)
+    before = read(built)
+    built.q[9, 5, 77] = torch.nan
+    after = read(built)
+    alone = torch.zeros(after.shape[:2], dtype=torch.bool, device=after.device)
+    alone[9, 5] = True
+    assert after[alone].isnan().all() and torch.equal(after[~alone], before[~alone])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_missing_blocks_and_lengths_beyond_the_table(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are not there are seen by nobody, whatever lies in the block that stands for theirs."""
+    built, _ = on_gpu(mode, DRAFTS, monkeypatch)
+    table = built.block_table.clone()
+    table[0, 3], table[0, 7], table[1, 1] = -1, built.num_blocks, 2**31 - 1
+    holes = read(built, block_table=table)
+    assert_alike(holes, read(built, WITHOUT, block_table=table))
+    assert not torch.equal(holes, read(built))
+    short = built.block_table[:, :9].contiguous()
+    assert_alike(read(built, block_table=short), read(built, WITHOUT, block_table=short))
+    # No key at all: zeros.
+    table[0] = -1
+    assert not read(built, block_table=table)[: DRAFTS.query_lens[0]].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp8_per_token_head", "fp8_per_tensor"])
+def test_codes_that_are_no_numbers_and_not_to_be_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of 0 takes out all but NaN."""
+    built, _ = on_gpu(mode, replace(DRAFTS, seq_lens=(1101, 403, 79)), monkeypatch)
+    before = read(built)
+    table, block_size = built.block_table.tolist(), built.case.block_size
+    for name in ("key_cache", "value_cache"):
+        codes = built.pages.integers(name)
+        for row, length in zip(table, built.case.seq_lens, strict=False):  # padding sequences have rows, too
+            codes[row[length // block_size], length % block_size :] = 0x7F
+    assert torch.isfinite(before).all() and torch.equal(read(built), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_results_do_not_move(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps that overtake each other would show here."""
+    case = replace(DRAFTS, query_lens=(8,) * 12, seq_lens=tuple(range(500, 6500, 500)), num_kv_heads=8)
+    built, _ = on_gpu(mode, case, monkeypatch)
+    first = read(built)
+    with ops.planning_with(NOBODY_S):
+        assert all(torch.equal(built.read(**rows_alone(built)), first) for _ in range(30))
+
+
+def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To within what the two kernels' roundings allow, for results of a 16-bit output."""
+    assert torch.isfinite(wanted).all()
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=8e-3 * float(wanted.abs().max()))

@@ -52,7 +52,7 @@ ASSUMED = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
 SETTINGS: dict[str, tuple[shapes.Setting, ...]] = {
     "decode": (*shapes.DECODE, *shapes.VARIED),
     "prefill": shapes.PREFILL,
-    "groups": shapes.PREFILL,
+    "groups": (*shapes.PREFILL, *(setting for setting in shapes.VARIED if setting.query_len == 8)),
     "write": shapes.WRITE,
     "merge": shapes.DECODE,
 }

@@ -60,6 +60,15 @@ def test_candidates_are_bounded_valid_and_begin_with_the_present_choice(kind: st
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("quick", [True, False])
+def test_one_group_is_tried_beside_none_and_two_beside_none(quick: bool) -> None:
+    """The same kind serves few rows and many, which no other number of groups can take."""
+    few, many = (candidates(Groups(groups, 2, 184), quick=quick) for groups in (1, 2))
+    assert {choice.groups for choice in few if isinstance(choice, Groups)} == {0, 1}
+    assert {choice.groups for choice in many if isinstance(choice, Groups)} == {0, 2}
+
+
+@pytest.mark.quick
 def test_quick_candidates_differ_in_one_way() -> None:
     """In one field, or in those that say together how many programs share a multiprocessor, or how tiles are buffered."""
     together = ({"warps", "registers", "programs_per_sm"}, {"stages", "parts"})

@@ -30,6 +30,8 @@ _MERGING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
 _TILES: Final = (32, 64, 128)
 # Without groups, registers are nobody's.
 _GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192)))
+# One group, with as many registers as two programs leave it, or three.
+_DRAFTS = _axis("groups", "registers", of=((0, 184), (1, 168), (1, 248)))
 # Five stages are a second buffer of tiles, which only the loop without masks leaves registers for.
 _BUFFERS = _axis("stages", "parts", of=((2, 1), (5, 2)))
 _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
@@ -67,6 +69,8 @@ _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
 def candidates(present: Choice, *, quick: bool = False) -> list[Choice]:
     """``present`` first, and what to try beside it, each once. ``quick``: only what differs from it along one axis."""
     crossed, alone = _CROSSED[type(present)], _ALONE[type(present)]
+    if isinstance(present, Groups) and present.groups == 1:
+        crossed, alone = (_DRAFTS,), (_axis("stages", of=(3, 4, 5)),)
     found = {present: None}
     if not quick:
         for together in itertools.product(*crossed):

@@ -1,10 +1,12 @@
-"""Prefill by warp groups on sm_90, written in Gluon: layouts, barriers and who does what are explicit.
+"""Prefill, and decode of a few query rows, by warp groups on sm_90, written in Gluon: layouts, barriers and who does what are explicit.
 
-In the portable kernels the same warps load, unpack, multiply and take the softmax, one after the other, and each waits for all. Here a
-program has three groups of four warps:
+In the portable kernels of prefill the same warps load, unpack, multiply and take the softmax, one after the other, and each waits for all.
+Here a program has three groups of four warps:
 
     unpacking     turns tiles of codes into operands in shared memory, two tiles ahead        (unpacking.py)
     multiplying   64 query rows each: scores, softmax, weighted values                        (multiplying.py)
+
+(A few rows over split keys have one group, which does everything: drafts.py.)
 
 The two multiplying groups never wait for each other, so that one's products run while the other has its softmax. A tile's operands are what
 ``wgmma`` reads, [KEYS, channels] in 16 bits, the channels in whatever order unpacks cheapest: queries are brought into that order once,

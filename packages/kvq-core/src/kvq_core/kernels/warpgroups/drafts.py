@@ -28,6 +28,9 @@ from kvq_core.kernels.warpgroups.layouts import HALF, PLAIN, QUERY, VECTOR, Code
 from kvq_core.kernels.warpgroups.multiplying import LOG2E
 from kvq_core.kernels.warpgroups.work import all_exist, next_work, take_share
 
+# Triton 3.6 has the barrier of a program's threads under its first name.
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
 STREAMS = gl.constexpr(2)
 HEADROOM = gl.constexpr(7.0)
 """How far scores may be above their row's maximum as last looked up, in log2 units: weights of float16 reach 2^16, and 256 is their usual
@@ -179,7 +182,7 @@ def attend_drafts(
         state = State(nothing, nothing, total, top, gl.to_tensor(1e-30 if SCALED else 1.0), gl.to_tensor(256.0))
         if first < last:
             async_copy.wait_group(STAGES - 2)
-            gl.thread_barrier()
+            thread_barrier()
             s = begin_scores(0, rows, tiles, UNPACK_KEYS, C)
             state = weigh(first, first, warpgroup_mma_wait(0, deps=(s,)), state, rows, tiles, span, True, SCALED, SHRUNK, C)
             # What is copied meanwhile is two tiles ahead: those away from the edges need no mask in either.
@@ -188,13 +191,13 @@ def attend_drafts(
                 state = step(n, first, state, rows, k, v, tiles, span, False, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
             for n in range(middle, last):
                 state = step(n, first, state, rows, k, v, tiles, span, True, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
-            gl.thread_barrier()
+            thread_barrier()
             low, high = begin_values(last - 1 - first, state, tiles, UNPACK_VALUES, C)
             low, high = warpgroup_mma_wait(0, deps=(low, high))
             state = State(low, high, state.total, state.top, state.largest, state.grow)
         async_copy.wait_group(0)
         # The next piece's copies come over this one's tiles.
-        gl.thread_barrier()
+        thread_barrier()
         if C.overlap == "end":
             gdc_launch_dependents()
         note_plan(work, kv_head, partials, C)
@@ -210,7 +213,7 @@ def step(
     """Tile n's scores and weights, and the values of the tile before it."""
     STAGES: gl.constexpr = C.stages
     async_copy.wait_group(STAGES - 3)
-    gl.thread_barrier()
+    thread_barrier()
     places = find_tile(n + STAGES - 2, k, v, span, EDGE, SCALED, C)
     s = begin_scores((n - first) % STAGES, rows, tiles, UNPACK_KEYS, C)
     low, high = begin_values(n - 1 - first, state, tiles, UNPACK_VALUES, C)

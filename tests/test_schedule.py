@@ -54,6 +54,8 @@ def problems(draw: st.DrawFn) -> Problem:
         may_split=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         arch=draw(st.sampled_from(record_plans.ARCHITECTURES)),
+        groups_fit=draw(st.booleans()),
+        drafts_fit=draw(st.booleans()),
     )
 
 
@@ -141,6 +143,18 @@ def test_query_rows_over_packed_keys_are_spread_over_tiles(query_len: int, group
     assert packed.tile.rows == min(plain.tile.rows, max(16, power_of_two(group)))
     for launch in (packed, plain):
         assert (launch.max_row_blocks - 1) * (launch.tile.rows // group) < query_len <= launch.max_row_blocks * (launch.tile.rows // group)
+
+
+@pytest.mark.parametrize(("query_len", "group", "rows"), [(5, 4, 32), (8, 4, 32), (16, 4, 64), (9, 7, 64), (1, 32, 32)])
+def test_one_warp_group_takes_drafts_where_it_can(query_len: int, group: int, rows: int) -> None:
+    drafts = replace(A, max_seqlen_q=query_len, group=group, streams=2, lanes=64, variant="int8", arch="sm_90", drafts_fit=True)
+    (launch,) = plan(drafts)
+    assert (launch.tile.groups, launch.tile.rows, launch.tile.keys, launch.tile.warps) == (1, rows, 64, 4)
+    assert (launch.split, launch.max_row_blocks, launch.programs) == ("shares", 1, 2 * 132 // 8)
+    # Two programs find their registers on a multiprocessor.
+    assert launch.tile.programs_per_sm == 2 and 2 * 128 * (launch.tile.registers or 255) <= 65536
+    for other in ({"drafts_fit": False}, {"uniform": False}, {"may_split": False}, {"batch_invariant": True}, {"max_seqlen_k": 128}):
+        assert all(launch.tile.groups == 0 for launch in plan(replace(drafts, **other)))
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def test_the_core_offers_what_it_lists() -> None:
         _ = kvq_core.nothing
 
 
+@pytest.mark.quick
 def test_files_stay_readable() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in source_files()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}

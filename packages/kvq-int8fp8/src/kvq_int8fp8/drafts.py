@@ -7,7 +7,7 @@ code's byte beside 0x64 is the float16 1024 + n, n = code + 128, and one multipl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.warpgroups.drafts import attend_drafts
+from kvq_core.kernels.warpgroups.drafts.kernel import attend_drafts
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

@@ -6,7 +6,7 @@ Here a program has three groups of four warps:
     unpacking     turns tiles of codes into operands in shared memory, two tiles ahead        (unpacking.py)
     multiplying   64 query rows each: scores, softmax, weighted values                        (multiplying.py)
 
-(A few rows over split keys have one group, which does everything: drafts.py.)
+(A few rows over split keys have one group, which does everything: drafts/.)
 
 The two multiplying groups never wait for each other, so that one's products run while the other has its softmax. A tile's operands are what
 ``wgmma`` reads, [KEYS, channels] in 16 bits, the channels in whatever order unpacks cheapest: queries are brought into that order once,

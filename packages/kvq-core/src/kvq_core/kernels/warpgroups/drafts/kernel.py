@@ -1,0 +1,157 @@
+"""From a share of the keys to its part of the results: the loop, in which one tile's values are multiplied beside the next one's scores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kvq_core.kernels.splits import note_plan
+from kvq_core.kernels.warpgroups.drafts.copying import copy_tile, find_tile
+from kvq_core.kernels.warpgroups.drafts.layouts import LANES_TILE, STREAMS, State, Tiles, left_operand, product, right_operand
+from kvq_core.kernels.warpgroups.drafts.queries import load_queries, write_share
+from kvq_core.kernels.warpgroups.drafts.weights import sum_of_threads, weigh
+from kvq_core.kernels.warpgroups.layouts import HALF, PLAIN, Codes, Span
+from kvq_core.kernels.warpgroups.multiplying import LOG2E
+from kvq_core.kernels.warpgroups.work import all_exist, next_work, take_share
+
+# Triton 3.6 has the barrier of a program's threads under its first name.
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@gluon.jit
+def attend_drafts(
+    queries,
+    keys,
+    values,
+    batch,
+    scoring,
+    splits,
+    partials,
+    num_seqs,
+    table_stride,
+    table_width,
+    num_blocks,
+    key_worth,
+    value_worth,
+    SCALED: gl.constexpr,
+    SHRUNK: gl.constexpr,
+    PEAK: gl.constexpr,
+    UNIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    UNPACK_KEYS: gl.constexpr,
+    UNPACK_VALUES: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Arguments as those of the portable kernels (args.py), and what a mode brings:
+
+    ``key_worth``, ``value_worth``: factors of all keys and values beside their rows' scales. SCALED: rows have such; SHRUNK: keys' are
+    taken times it, and PEAK: rows of queries are brought to a peak of PEAK to twice that, so that no sum overflows. UNPACK_KEYS,
+    UNPACK_VALUES(lanes [64, n], a left operand): operands of both streams; a key's is UNIT times (number - OFFSET).
+    """
+    ROWS: gl.constexpr = C.rows
+    KEYS: gl.constexpr = C.keys
+    STAGES: gl.constexpr = C.stages
+    P: gl.constexpr = product(ROWS)
+    gl.static_assert(C.head_size == 128 and C.head_size_v == 128 and C.format.streams == STREAMS, "heads of 128 in two streams")
+    gl.static_assert(not C.format.rotated and C.format.signs is None, "no rotation")
+    gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
+    gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
+    gl.static_assert(scoring.qq_bias is None and scoring.ranges is None and not C.shifted, "no bias, no prefix ranges, no shift")
+    gl.static_assert(C.split == "shares" and C.least_pieces == 1, "equal shares, all of them merged")
+    kv_head = gl.program_id(1)
+    head = kv_head.to(gl.int64)
+    # All strides of codes are multiples of 16 bytes; said in a way that the compiler sees.
+    k_codes = keys.codes + head * (keys.head_stride // 8) * 8
+    v_codes = values.codes + head * (values.head_stride // 8) * 8
+    k_scale = queries.ptr
+    v_scale = queries.ptr
+    if SCALED:
+        k_scale = keys.scales + head * keys.scale_head_stride
+        v_scale = values.scales + head * values.scale_head_stride
+    k = Codes(k_codes, k_scale, keys.block_stride, keys.slot_stride, keys.scale_block_stride, keys.scale_slot_stride)
+    v = Codes(v_codes, v_scale, values.block_stride, values.slot_stride, values.scale_block_stride, values.scale_slot_stride)
+    tiles = Tiles(
+        gl.allocate_shared_memory(gl.uint16, [STAGES, KEYS, HALF], LANES_TILE),
+        gl.allocate_shared_memory(gl.uint16, [STAGES, KEYS, HALF], LANES_TILE),
+        gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.float16, [2, KEYS, ROWS], right_operand(ROWS)),
+        gl.allocate_shared_memory(gl.float16, [STREAMS, ROWS, HALF], right_operand(HALF)),
+    )
+    score_unit = key_worth * scoring.softmax_scale * LOG2E
+    share = take_share(num_seqs, batch, scoring, splits, C)
+    while share.next < share.stop:
+        work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
+        first = work.start // KEYS
+        last = gl.maximum(gl.cdiv(work.stop, KEYS), first)
+        whole = gl.maximum(gl.minimum(work.context_len + work.row_start + 1, work.stop) // KEYS, first)
+        span = Span(batch.block_table + work.seq.to(gl.int64) * table_stride, num_blocks, whole, last, work.stop)
+        whole = gl.where(all_exist(first * KEYS, whole * KEYS, span, C), whole, first)
+        for ahead in gl.static_range(STAGES - 1):
+            copy_tile(find_tile(first + ahead, k, v, span, True, SCALED, C), ahead, k, v, tiles, True, SCALED, C)
+        rows = load_queries(queries, tiles, work, kv_head, score_unit, PEAK, UNIT, OFFSET, C)
+        nothing = gl.zeros([HALF, ROWS], gl.float32, P)
+        total = sum_of_threads(gl.zeros([KEYS, ROWS], gl.float32, P), C)
+        top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, P))
+        state = State(nothing, nothing, total, top, gl.to_tensor(1e-30 if SCALED else 1.0), gl.to_tensor(256.0))
+        if first < last:
+            async_copy.wait_group(STAGES - 2)
+            thread_barrier()
+            s = begin_scores(0, rows, tiles, UNPACK_KEYS, C)
+            state = weigh(first, first, warpgroup_mma_wait(0, deps=(s,)), state, rows, tiles, span, True, SCALED, SHRUNK, C)
+            # What is copied meanwhile is two tiles ahead: those away from the edges need no mask in either.
+            middle = gl.maximum(whole - (STAGES - 2), first + 1)
+            for n in range(first + 1, middle):
+                state = step(n, first, state, rows, k, v, tiles, span, False, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
+            for n in range(middle, last):
+                state = step(n, first, state, rows, k, v, tiles, span, True, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
+            thread_barrier()
+            low, high = begin_values(last - 1 - first, state, tiles, UNPACK_VALUES, C)
+            low, high = warpgroup_mma_wait(0, deps=(low, high))
+            state = State(low, high, state.total, state.top, state.largest, state.grow)
+        async_copy.wait_group(0)
+        # The next piece's copies come over this one's tiles.
+        thread_barrier()
+        if C.overlap == "end":
+            gdc_launch_dependents()
+        note_plan(work, kv_head, partials, C)
+        write_share(state, rows, value_worth * state.largest * (1.0 / 256.0), work, kv_head, partials, C)
+
+
+@gluon.jit
+def step(
+    n, first, state, rows, k, v, tiles, span, EDGE: gl.constexpr,
+    SCALED: gl.constexpr, SHRUNK: gl.constexpr, UNPACK_KEYS: gl.constexpr, UNPACK_VALUES: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Tile n's scores and weights, and the values of the tile before it."""
+    STAGES: gl.constexpr = C.stages
+    async_copy.wait_group(STAGES - 3)
+    thread_barrier()
+    places = find_tile(n + STAGES - 2, k, v, span, EDGE, SCALED, C)
+    s = begin_scores((n - first) % STAGES, rows, tiles, UNPACK_KEYS, C)
+    low, high = begin_values(n - 1 - first, state, tiles, UNPACK_VALUES, C)
+    copy_tile(places, (n - first + STAGES - 2) % STAGES, k, v, tiles, EDGE, SCALED, C)
+    s = warpgroup_mma_wait(2, deps=(s,))
+    state = State(low, high, state.total, state.top, state.largest, state.grow)
+    return weigh(n, first, s, state, rows, tiles, span, EDGE, SCALED, SHRUNK, C)
+
+
+@gluon.jit
+def begin_scores(at, rows, tiles, UNPACK_KEYS: gl.constexpr, C: gl.constexpr):
+    """q.k of a tile on top of what takes the codes' offset off, [KEYS, ROWS]: begun, not done."""
+    KEYS: gl.constexpr = C.keys
+    ROWS: gl.constexpr = C.rows
+    low, high = UNPACK_KEYS(tiles.k.index(at).load(left_operand(ROWS)))
+    s = gl.zeros([KEYS, ROWS], gl.float32, product(ROWS)) + rows.seed[None, :]
+    s = warpgroup_mma(low, tiles.query.index(0).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(high, tiles.query.index(1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def begin_values(number, state, tiles, UNPACK_VALUES: gl.constexpr, C: gl.constexpr):
+    """Both streams' sums with the weighted values of a piece's tile ``number``: begun, not done."""
+    low, high = UNPACK_VALUES(tiles.v.index(number % C.stages).permute((1, 0)).load(left_operand(C.rows)))
+    weights = tiles.weights.index(number % 2)
+    return warpgroup_mma(low, weights, state.low, is_async=True), warpgroup_mma(high, weights, state.high, is_async=True)

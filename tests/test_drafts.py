@@ -14,11 +14,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_backends
+import warp_groups
+from warp_groups import (
+    H200,
+    SUITES,
+    assert_alike,
+    kinds_asked,
+    refused,
+    spoil_unseen,
+    table_with_holes,
+    use_kvq_s_tables_and_a_known_triton,
+)
 
-from kvq_core import get_backend, launch, ops
-from kvq_core.offline import Device, planning_for
-from kvq_core.plans import Entry, Groups, Table, lookup
+from kvq_core import get_backend, ops
+from kvq_core.offline import Device
+from kvq_core.plans import Entry, Groups, Table
 from kvq_core.plans.lookup import listening
 from kvq_core.schedule import batch_invariant
 from kvq_core.testing import places, scene
@@ -26,10 +36,8 @@ from kvq_core.testing.cases import Case
 from kvq_core.testing.scene import Scene
 
 MODES = ["fp8_per_tensor", "fp8_per_token_head", "int8_per_token_head"]
-H200 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
 DRAFTS = Case(query_lens=(8,) * 3, seq_lens=(1100, 400, 77), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
 NOBODY_S, WITHOUT = Table("sm_90", {}), Table("sm_90", {"groups": (Entry({}, Groups(0, 2, 184)),)})
-SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
 
 TAKEN: tuple[Case, ...] = (
     DRAFTS,
@@ -51,46 +59,31 @@ TAKEN: tuple[Case, ...] = (
 
 @pytest.fixture(autouse=True)
 def kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lookup.SWITCH, "")
-    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(launch, "triton_is_known", lambda: True)
-    elif not launch.triton_is_known():
-        pytest.skip("this Triton's Gluon is not known to kvq")
+    use_kvq_s_tables_and_a_known_triton(request, monkeypatch)
 
 
 def rows_alone(built: Scene) -> dict[str, Any]:
-    """Without the scene's padding rows, so that a batch of one kind is seen to be one; longer than is worth no start."""
-    return {"q": built.q[: sum(built.case.query_lens)], "max_seqlen_k": max(*built.case.seq_lens, 129)}
+    """And longer than what is worth no start."""
+    return warp_groups.rows_alone(built) | longest(built.case)
 
 
-def kinds_asked(mode: str, case: Case, device: Device = H200, **overrides: Any) -> set[str]:
-    """The kinds of choices that a read is planned with. "groups": a warp group could take its rows; not "decode": it does."""
-    built = scene.build(case, get_backend(mode), torch.device("cpu"))
-    arguments = built.read_arguments() | rows_alone(built) | overrides
-    with ops.planning_with(NOBODY_S), planning_for(device), listening() as questions:
-        built.backend.unified_attention(out=built.fresh_out(len(arguments["q"]))["rows"], **arguments)
-    return {kind for kind, _ in questions}
+def longest(case: Case) -> dict[str, int]:
+    return {"max_seqlen_k": max(*case.seq_lens, 129)}
+
+
+def asked(mode: str, case: Case, device: Device = H200, **overrides: Any) -> set[str]:
+    return kinds_asked(mode, case, NOBODY_S, device, **longest(case) | overrides)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_kvq_s_own_table_takes_drafts(mode: str) -> None:
     for case in TAKEN:
-        kinds = kinds_asked(mode, case)
+        kinds = asked(mode, case)
         assert {"groups", "merge"} <= kinds and "decode" not in kinds, case
 
 
-REFUSED: dict[str, Case] = {
-    "window": replace(DRAFTS, window=500),
-    "softcap": replace(DRAFTS, softcap=20.0),
-    "alibi": replace(DRAFTS, alibi=True),
-    "query-query bias": replace(DRAFTS, qq_bias=8),
-    "prefix": replace(DRAFTS, mm_prefix=(((3, 20),), ((0, 3),), ())),
-    "fp8 output": replace(DRAFTS, output=torch.float8_e4m3fn),
-    "heads of 64": replace(DRAFTS, head_size=64),
-    "values of 64": replace(DRAFTS, head_size_v=64),
-    "sinks that see the mean": replace(DRAFTS, sinks=True, smoothing="mean"),
+REFUSED = refused(DRAFTS) | {
     "16 rows": replace(DRAFTS, query_lens=(4,) * 3),
     "unlike lengths": replace(DRAFTS, query_lens=(8, 8, 7)),
     "a group of more heads than a tile has rows": replace(DRAFTS, query_lens=(1,) * 3, queries_per_kv=65, num_kv_heads=1),
@@ -100,18 +93,18 @@ REFUSED: dict[str, Case] = {
 @pytest.mark.parametrize("why", REFUSED)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_it_cannot_do_is_not_asked_of_it(mode: str, why: str) -> None:
-    assert "decode" in kinds_asked(mode, REFUSED[why])
+    assert "decode" in asked(mode, REFUSED[why])
 
 
 def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     mode = "int8_per_token_head"
-    assert "groups" not in kinds_asked(mode, DRAFTS, replace(H200, arch="sm_100"))
-    assert "groups" not in kinds_asked(mode, replace(DRAFTS, seq_lens=(100, 40, 77)), max_seqlen_k=100)
-    assert "groups" not in kinds_asked("int4_per_token_head", DRAFTS) and "groups" not in kinds_asked("none", DRAFTS)
+    assert "groups" not in asked(mode, DRAFTS, replace(H200, arch="sm_100"))
+    assert "groups" not in asked(mode, replace(DRAFTS, seq_lens=(100, 40, 77)), max_seqlen_k=100)
+    assert "groups" not in asked("int4_per_token_head", DRAFTS) and "groups" not in asked("none", DRAFTS)
     with batch_invariant():
-        assert "groups" not in kinds_asked(mode, DRAFTS)
+        assert "groups" not in asked(mode, DRAFTS)
     monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: False)
-    assert "groups" not in kinds_asked(mode, DRAFTS)
+    assert "groups" not in asked(mode, DRAFTS)
 
 
 def read(built: Scene, table: Table = NOBODY_S, **overrides: Any) -> torch.Tensor:
@@ -193,8 +186,7 @@ def test_a_row_that_is_no_number_stays_alone(mode: str, monkeypatch: pytest.Monk
 def test_missing_blocks_and_lengths_beyond_the_table(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that are not there are seen by nobody, whatever lies in the block that stands for theirs."""
     built, _ = on_gpu(mode, DRAFTS, monkeypatch)
-    table = built.block_table.clone()
-    table[0, 3], table[0, 7], table[1, 1] = -1, built.num_blocks, 2**31 - 1
+    table = table_with_holes(built)
     holes = read(built, block_table=table)
     assert_alike(holes, read(built, WITHOUT, block_table=table))
     assert not torch.equal(holes, read(built))
@@ -211,11 +203,7 @@ def test_codes_that_are_no_numbers_and_not_to_be_seen(mode: str, monkeypatch: py
     """A weight of 0 takes out all but NaN."""
     built, _ = on_gpu(mode, replace(DRAFTS, seq_lens=(1101, 403, 79)), monkeypatch)
     before = read(built)
-    table, block_size = built.block_table.tolist(), built.case.block_size
-    for name in ("key_cache", "value_cache"):
-        codes = built.pages.integers(name)
-        for row, length in zip(table, built.case.seq_lens, strict=False):  # padding sequences have rows, too
-            codes[row[length // block_size], length % block_size :] = 0x7F
+    spoil_unseen(built)
     assert torch.isfinite(before).all() and torch.equal(read(built), before)
 
 
@@ -228,9 +216,3 @@ def test_results_do_not_move(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     first = read(built)
     with ops.planning_with(NOBODY_S):
         assert all(torch.equal(built.read(**rows_alone(built)), first) for _ in range(30))
-
-
-def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """To within what the two kernels' roundings allow, for results of a 16-bit output."""
-    assert torch.isfinite(wanted).all()
-    torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=8e-3 * float(wanted.abs().max()))

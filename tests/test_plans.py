@@ -1,6 +1,7 @@
 """Tables of launch plans: which one is asked, what a wrong one is told, and that a file and a table are the same."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from kvq_core.cli import doctor
 from kvq_core.cli.app import app
 from kvq_core.errors import PlanTableError
-from kvq_core.plans import KINDS, Decode, Entry, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
+from kvq_core.plans import KINDS, Decode, Entry, Groups, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
 from kvq_core.plans.table import Alternative
 from kvq_core.schedule import Problem, plan
 
@@ -220,6 +221,18 @@ def test_what_is_right_is_read(tmp_path: Path) -> None:
     assert table.entries["write"][0].choice == Write(rows=16, warps=1)
     assert table.entries["write"][0].where == {"streams": 4, "rows": Range(8, None)}
     assert table.entries["write"][0].measured[0].alternatives == (Alternative({"warps": 2}, 6.5),)
+
+
+@pytest.mark.parametrize(("groups", "stages", "need"), [(1, 2, "3 to 6 stages with groups 1"), (2, 4, "1 to 3 stages with groups 2")])
+def test_numbers_that_do_not_go_together_are_named(groups: int, stages: int, need: str, tmp_path: Path) -> None:
+    entry = {"where": {}, "choice": {"groups": groups, "stages": stages, "registers": 184}}
+    file = tmp_path / "sm_90.json"
+    file.write_text(json.dumps({"format": 1, "arch": "sm_90", "groups": [entry]}))
+    with pytest.raises(PlanTableError, match=re.escape("groups[0].choice: got {") + f".*need {need}"):
+        Table.read(file)
+    entry["choice"]["stages"] = 3
+    file.write_text(json.dumps({"format": 1, "arch": "sm_90", "groups": [entry]}))
+    assert Table.read(file).entries["groups"][0].choice == Groups(groups, 3, 184)
 
 
 @pytest.mark.parametrize(("path", "value", "said"), WRONG, ids=[f"{'.'.join(map(str, p))} {v}" for p, v, _ in WRONG])

@@ -14,12 +14,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_backends
+from warp_groups import (
+    H200,
+    SUITES,
+    assert_alike,
+    kinds_asked,
+    refused,
+    spoil_unseen,
+    table_with_holes,
+    use_kvq_s_tables_and_a_known_triton,
+)
 
 from kvq_core import get_backend, launch, ops
 from kvq_core.kernels import args
-from kvq_core.offline import Device, planning_for
-from kvq_core.plans import Entry, Groups, Table, lookup
+from kvq_core.plans import Entry, Groups, Table
 from kvq_core.plans.lookup import listening
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.schedule import batch_invariant
@@ -29,79 +37,52 @@ from kvq_core.testing.cases import LARGE, Case
 from kvq_core.testing.scene import Scene
 
 MODES = sorted(FIRST_PARTY)
-H200 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
 PLAIN = Case(query_lens=(70, 129), seq_lens=(1100, 400), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
 WITH, WITHOUT = (Table("sm_90", {"groups": (Entry({}, Groups(groups, 2, 184)),)}) for groups in (2, 0))
-SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
 TAKEN = tuple(case for case in LARGE if case.head_size == 128 and max(case.query_lens) > 16 and not case.softcap)
 
 
 @pytest.fixture(autouse=True)
 def kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lookup.SWITCH, "")
-    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(launch, "triton_is_known", lambda: True)
-    elif not launch.triton_is_known():
-        pytest.skip("this Triton's Gluon is not known to kvq")
-
-
-def asked(mode: str, case: Case, device: Device = H200, table: Table = WITH, **overrides: Any) -> set[str]:
-    """The kinds of choices that a read is planned with. "groups": warp groups could take its rows; not "prefill": they do."""
-    built = scene.build(case, get_backend(mode), torch.device("cpu"))
-    rows = built.q[: sum(case.query_lens)]
-    arguments = built.read_arguments() | {"q": rows} | overrides
-    with ops.planning_with(table), planning_for(device), listening() as questions:
-        built.backend.unified_attention(out=built.fresh_out(len(rows))["rows"], **arguments)
-    return {kind for kind, _ in questions}
+    use_kvq_s_tables_and_a_known_triton(request, monkeypatch)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_long_plain_prefill_is_taken(mode: str) -> None:
     for case in (PLAIN, replace(PLAIN, sinks=True), replace(PLAIN, smoothing="balanced"), replace(PLAIN, queries_per_kv=7, block_size=32)):
-        kinds = asked(mode, case)
+        kinds = kinds_asked(mode, case, WITH)
         assert "groups" in kinds and "prefill" not in kinds, case
     # With rows of queries of other dtypes, too, where the pages are not of the same.
-    assert ("prefill" not in asked(mode, replace(PLAIN, dtype=torch.float32))) == (mode != "none")
+    assert ("prefill" not in kinds_asked(mode, replace(PLAIN, dtype=torch.float32), WITH)) == (mode != "none")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_kvq_s_own_table_takes_many_rows(mode: str) -> None:
     nobody_s = Table("sm_90", {})
-    assert "prefill" not in asked(mode, PLAIN, table=nobody_s)
+    assert "prefill" not in kinds_asked(mode, PLAIN, nobody_s)
     few = replace(PLAIN, query_lens=(63, 20))
-    assert {"groups", "prefill"} <= asked(mode, few, table=nobody_s)
+    assert {"groups", "prefill"} <= kinds_asked(mode, few, nobody_s)
 
 
-REFUSED: dict[str, Case] = {
-    "window": replace(PLAIN, window=500),
-    "softcap": replace(PLAIN, softcap=20.0),
-    "alibi": replace(PLAIN, alibi=True),
-    "query-query bias": replace(PLAIN, qq_bias=8),
-    "prefix": replace(PLAIN, mm_prefix=(((3, 20),), ((0, 3),))),
-    "fp8 output": replace(PLAIN, output=torch.float8_e4m3fn),
-    "heads of 64": replace(PLAIN, head_size=64),
-    "values of 64": replace(PLAIN, head_size_v=64),
-    "sinks that see the mean": replace(PLAIN, sinks=True, smoothing="mean"),
-}
+REFUSED = refused(PLAIN)
 
 
 @pytest.mark.parametrize("why", REFUSED)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_it_cannot_do_is_not_asked_of_it(mode: str, why: str) -> None:
-    kinds = asked(mode, REFUSED[why])
+    kinds = kinds_asked(mode, REFUSED[why], WITH)
     assert "groups" not in kinds and "prefill" in kinds
 
 
 def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "groups" not in asked("int4_per_token_head", PLAIN, replace(H200, arch="sm_100"))
+    assert "groups" not in kinds_asked("int4_per_token_head", PLAIN, WITH, replace(H200, arch="sm_100"))
     # vLLM's cells with scales: rows start at multiples of 4 bytes.
-    assert "groups" not in asked("int8_per_token_head", replace(PLAIN, layout="interleaved"))
+    assert "groups" not in kinds_asked("int8_per_token_head", replace(PLAIN, layout="interleaved"), WITH)
     with batch_invariant():
-        assert "groups" not in asked("int4_per_token_head", PLAIN)
+        assert "groups" not in kinds_asked("int4_per_token_head", PLAIN, WITH)
     monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: False)
-    assert "groups" not in asked("int4_per_token_head", PLAIN)
+    assert "groups" not in kinds_asked("int4_per_token_head", PLAIN, WITH)
 
 
 def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +130,7 @@ def test_missing_blocks_and_lengths_beyond_the_table(mode: str, case: Case, monk
     place = places.enter("gpu", monkeypatch)
     built = scene.build(case, get_backend(mode), place.device).fill()
     assert_alike(*both_ways(built))
-    table = built.block_table.clone()
-    table[0, 3], table[0, 7], table[1, 1] = -1, built.num_blocks, 2**31 - 1
+    table = table_with_holes(built)
     holes = both_ways(built, block_table=table)
     assert_alike(*holes)
     assert not torch.equal(holes[0], built.read())
@@ -167,11 +147,7 @@ def test_codes_that_are_no_numbers_and_not_to_be_seen(mode: str, monkeypatch: py
     place = places.enter("gpu", monkeypatch)
     built = scene.build(replace(PLAIN, seq_lens=(1101, 403)), get_backend(mode), place.device).fill()
     before = read_by(WITH, built)
-    table, block_size = built.block_table.tolist(), built.case.block_size
-    for name in ("key_cache", "value_cache"):
-        codes = built.pages.integers(name)
-        for row, length in zip(table, built.case.seq_lens, strict=False):  # padding sequences have rows, too
-            codes[row[length // block_size], length % block_size :] = 0x7F
+    spoil_unseen(built)
     assert torch.isfinite(before).all() and torch.equal(read_by(WITH, built), before)
 
 
@@ -184,9 +160,3 @@ def test_results_do_not_move(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     first = read_by(WITH, built)
     with ops.planning_with(WITH):
         assert all(torch.equal(built.read(), first) for _ in range(20))
-
-
-def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """To within what the two kernels' roundings allow, for results of a 16-bit output."""
-    assert torch.isfinite(wanted).all()
-    torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=8e-3 * float(wanted.abs().max()))

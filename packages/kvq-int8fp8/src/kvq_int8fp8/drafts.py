@@ -8,6 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.warpgroups.drafts.kernel import attend_drafts
+from kvq_int8fp8.unpacking import convert_fp8_asm, int8_numbers, unpack_int8_asm
+
+INT8_NUMBERS = int8_numbers("0x4240", "0x4341")
+"""Pairs of one stream: of neighbouring lanes."""
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
@@ -32,14 +36,14 @@ def attend(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             1.0, 2.0**14,
             SCALED=True, SHRUNK=1.0, PEAK=32.0, UNIT=2.0**-24, OFFSET=-128.0,
-            UNPACK_KEYS=unpack_int8_keys, UNPACK_VALUES=unpack_int8_values, C=C,
+            UNPACK_KEYS=unpack_int8_asm, UNPACK_VALUES=unpack_int8_values, C=C,
         )  # fmt: skip
     elif C.format.variant == "fp8_per_tensor":
         attend_drafts(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             gl.load(keys.scales), gl.load(values.scales),
             SCALED=False, SHRUNK=1.0, PEAK=32.0, UNIT=1.0, OFFSET=0.0,
-            UNPACK_KEYS=unpack_fp8, UNPACK_VALUES=unpack_fp8, C=C,
+            UNPACK_KEYS=convert_fp8_asm, UNPACK_VALUES=convert_fp8_asm, C=C,
         )  # fmt: skip
     else:
         # Sums of 128 products with codes of 448 times the scale of a huge key stay finite with small queries and a smaller scale.
@@ -47,68 +51,15 @@ def attend(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             2.0**8, 1.0,
             SCALED=True, SHRUNK=2.0**-8, PEAK=0.5, UNIT=1.0, OFFSET=0.0,
-            UNPACK_KEYS=unpack_fp8, UNPACK_VALUES=unpack_fp8, C=C,
+            UNPACK_KEYS=convert_fp8_asm, UNPACK_VALUES=convert_fp8_asm, C=C,
         )  # fmt: skip
-
-
-@gluon.jit
-def unpack_int8_keys(lanes):
-    """Lanes of two codes -> their streams: float16 subnormals, code + 128 in units of 2^-24."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 high;
-        shr.u32 high, $2, 8;
-        lop3.b32 $0, $2, 0x00ff00ff, 0x00800080, 0x6a;
-        lop3.b32 $1, high, 0x00ff00ff, 0x00800080, 0x6a;
-        }
-        """,
-        "=&r,=&r,r",
-        [lanes],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
 
 
 @gluon.jit
 def unpack_int8_values(lanes):
     """Lanes of two codes -> their streams: code * 2^-14."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 x, unit, offset;
-        mov.b32 unit, 0x04000400;
-        mov.b32 offset, 0xac80ac80;
-        xor.b32 x, $2, 0x80808080;
-        prmt.b32 $0, x, 0x64646464, 0x4240;
-        prmt.b32 $1, x, 0x64646464, 0x4341;
-        fma.rn.f16x2 $0, $0, unit, offset;
-        fma.rn.f16x2 $1, $1, unit, offset;
-        }
-        """,
-        "=&r,=&r,r",
-        [lanes],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def unpack_fp8(lanes):
-    """Lanes of two codes -> their streams: the e4m3 numbers, NaN included."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high;
-        .reg .b32 bytes;
-        prmt.b32 bytes, $2, 0, 0x3120;
-        mov.b32 {low, high}, bytes;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }
-        """,
+        INT8_NUMBERS,
         "=&r,=&r,r",
         [lanes],
         dtype=(gl.float16, gl.float16),

@@ -9,7 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.warpgroups.kernel import as_stored, attend_in_groups
+from kvq_int8fp8.unpacking import int8_numbers
 
+INT8_NUMBERS = int8_numbers("0x4140", "0x4342")
+"""Pairs of neighbouring channels."""
 INT8_WORTH = gl.constexpr(2.0**14)
 SHRUNK = gl.constexpr(2.0**-8)
 """Of a key's scale: 128 products with a code of 448 times that of a huge key would overflow."""
@@ -54,18 +57,7 @@ def attend(
 def unpack_int8(words, scales):
     """[KEYS, n] words -> [KEYS, 2, n] pairs of float16: code * 2^-14."""
     low, high = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 x, unit, offset;
-        mov.b32 unit, 0x04000400;
-        mov.b32 offset, 0xac80ac80;
-        xor.b32 x, $2, 0x80808080;
-        prmt.b32 $0, x, 0x64646464, 0x4140;
-        prmt.b32 $1, x, 0x64646464, 0x4342;
-        fma.rn.f16x2 $0, $0, unit, offset;
-        fma.rn.f16x2 $1, $1, unit, offset;
-        }
-        """,
+        INT8_NUMBERS,
         "=&r,=&r,r",
         [words],
         dtype=(gl.uint32, gl.uint32),

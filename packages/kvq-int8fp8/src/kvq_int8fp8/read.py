@@ -32,6 +32,7 @@ from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work,
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
+from kvq_int8fp8.unpacking import convert_fp8_asm, unpack_fp8_asm, unpack_int8_asm
 from kvq_int8fp8.write import format_of
 
 INT8_UNIT = tl.constexpr(2.0**24)
@@ -154,67 +155,3 @@ def unpack(lanes, INT8: tl.constexpr, C: tl.constexpr):
             high = (lanes & 0x8000) | ((lanes & 0x7F00) >> 1)
             streams = (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
     return operand(streams, tl.constexpr(C.keys), C)
-
-
-@triton.jit
-def unpack_int8_asm(lanes):
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 high;
-        shr.u32 high, $2, 8;
-        lop3.b32 $0, $2, 0x00ff00ff, 0x00800080, 0x6a;
-        lop3.b32 $1, high, 0x00ff00ff, 0x00800080, 0x6a;
-        }
-        """,
-        "=&r,=&r,r",
-        [lanes],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def unpack_fp8_asm(lanes):
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 sign, size;
-        shl.b32 size, $2, 7;
-        and.b32 size, size, 0x3f803f80;
-        shl.b32 sign, $2, 8;
-        lop3.b32 $0, sign, 0x80008000, size, 0xea;
-        shr.u32 size, $2, 1;
-        and.b32 size, size, 0x3f803f80;
-        lop3.b32 $1, $2, 0x80008000, size, 0xea;
-        }
-        """,
-        "=&r,=&r,r",
-        [lanes],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def convert_fp8_asm(lanes):
-    # A lane's two codes go to two streams; an instruction converts two of one stream, which are a lane apart.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high;
-        .reg .b32 bytes;
-        prmt.b32 bytes, $2, 0, 0x3120;
-        mov.b32 {low, high}, bytes;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }
-        """,
-        "=&r,=&r,r",
-        [lanes],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )

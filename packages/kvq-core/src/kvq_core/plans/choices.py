@@ -65,6 +65,10 @@ class Choice:
         """What each field may hold."""
         return {part.name: part.metadata["values"] for part in fields(cls)}
 
+    def need(self) -> str:
+        """What the fields, each of which is right, must be together, in words; "" if they are."""
+        return ""
+
 
 @dataclass(frozen=True)
 class Decode(Choice):
@@ -114,7 +118,7 @@ class Groups(Choice):
     """Whether warp groups take a call's query rows (:mod:`kvq_core.kernels.warpgroups`), where they can: then no tile is looked up.
 
     ``groups`` that multiply: 0; 1, which loads and unpacks as well, for a few rows and split keys; or 2 beside one that unpacks, for many.
-    ``registers``: of each of their threads. ``stages``: tiles in shared memory.
+    ``registers``: of each of their threads. ``stages``: tiles in shared memory, of which one group loads two ahead of the one in work.
     """
 
     kind = "groups"
@@ -128,6 +132,11 @@ class Groups(Choice):
     groups: int = _value(_whole(0, 2))
     stages: int = _value(_whole(1, 6))
     registers: int = _value(Values("a multiple of 8 from 152 to 248", lambda x: type(x) is int and 152 <= x <= 248 and x % 8 == 0))
+
+    def need(self) -> str:
+        # Of no groups it means nothing.
+        least, most = ((1, 6), (3, 6), (1, 3))[self.groups]
+        return "" if least <= self.stages <= most else f"{least} to {most} stages with groups {self.groups}"
 
 
 @dataclass(frozen=True)

@@ -183,9 +183,12 @@ class _Reader:
         conditions = {name: self._condition(f"{at}.where.{name}", kind.facts[name], c) for name, c in where.items()}
         choice = self._object(f"{at}.choice", content["choice"], set(kind.values()))
         self._fields(f"{at}.choice", kind, choice)
+        chosen = kind(**choice)
+        if chosen.need():
+            self._refuse(f"{at}.choice", choice, chosen.need())
         listed = self._list(f"{at}.measured", content.get("measured", []))
         measured = tuple(self._measurement(f"{at}.measured[{i}]", kind, one, runs) for i, one in enumerate(listed))
-        return Entry(conditions, kind(**choice), measured)
+        return Entry(conditions, chosen, measured)
 
     def _condition(self, at: str, kind: type, content: Any) -> Fact | Range:
         if kind is int and isinstance(content, dict):

@@ -58,6 +58,7 @@ def attend_drafts(
     gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None and not C.shifted, "no bias, no prefix ranges, no shift")
+    gl.static_assert(STAGES >= 3, "two tiles ahead of the one in work")
     gl.static_assert(C.split == "shares" and C.least_pieces == 1, "equal shares, all of them merged")
     kv_head = gl.program_id(1)
     head = kv_head.to(gl.int64)

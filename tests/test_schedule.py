@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import record_plans
 
-from kvq_core import schedule
-from kvq_core.plans import Write, lookup
+from kvq_core import ops, schedule
+from kvq_core.plans import Decode, Entry, Table, Write, lookup
 from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile
 
 A = Problem(
@@ -54,6 +54,8 @@ def problems(draw: st.DrawFn) -> Problem:
         may_split=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         arch=draw(st.sampled_from(record_plans.ARCHITECTURES)),
+        head_lanes=draw(st.sampled_from([4, 8, 12, 16, 24, 32, 64])),
+        foldable=draw(st.booleans()),
         groups_fit=draw(st.booleans()),
         drafts_fit=draw(st.booleans()),
     )
@@ -79,7 +81,7 @@ def test_every_query_length_is_served_once(problem: Problem) -> None:
 @given(problems())
 def test_tiles_hold_their_rows(problem: Problem) -> None:
     for launch in plan(problem):
-        tokens = launch.tile.rows // problem.group
+        tokens = launch.tile.query_rows // problem.group
         longest = min(launch.max_query_len, problem.max_seqlen_q)
         assert tokens >= 1
         assert launch.max_row_blocks * tokens >= longest
@@ -272,3 +274,19 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_batch_invariant()
     monkeypatch.setenv("KVQ_BATCH_INVARIANT", "1")
     assert is_batch_invariant()
+
+
+def folded(problem: Problem) -> tuple[int, int, int]:
+    """(keys that share a row of lanes, rows of scores, keys of a tile) under a table that chooses 64 keys."""
+    with ops.planning_with(Table("", {"decode": (Entry({}, Decode(64, 1, 2, 8, None, 64, 2)),)})):
+        tile = plan(problem)[0].tile
+    return tile.fold, tile.rows, tile.keys
+
+
+def test_keys_share_rows_of_lanes_where_they_can_and_sixteen_rows_have_room() -> None:
+    """A tile has no more lanes than it would have had: twice the keys of 8 lanes, as many of 24."""
+    eight = replace(A, lanes=16, streams=8, head_lanes=8, foldable=True)
+    assert folded(eight) == (2, 8, 128) and folded(replace(eight, head_lanes=24, lanes=32)) == (2, 8, 64)
+    assert folded(replace(eight, group=1)) == (2, 8, 128) and folded(replace(eight, group=8)) == (2, 16, 128)
+    assert folded(replace(eight, group=9)) == (1, 16, 64) and folded(replace(eight, max_seqlen_q=4)) == (1, 16, 64)
+    assert folded(replace(eight, batch_invariant=True))[0] == 1 and folded(replace(eight, foldable=False)) == (1, 8, 64)

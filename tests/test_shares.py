@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import Batch, Scoring, Splits
-from kvq_core.kernels.tiles import next_work, take_share
+from kvq_core.kernels.shares import next_work, take_share
 from kvq_core.testing import places
 
 KEYS, PROGRAMS, MOST = 16, 17, 64

@@ -163,6 +163,8 @@ def problem_of(attention: Attention, form: args.Format, has_groups: bool = False
         lanes=head.width,
         streams=form.streams,
         num_sms=device.num_sms,
+        head_lanes=head.lanes,
+        foldable=_foldable(attention, form),
         engine_segments=segments,
         scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
         may_split=may_split,
@@ -269,6 +271,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         group=attention.queries_per_kv,
         rows=tile.rows,
         keys=tile.keys,
+        fold=tile.fold,
         warps=tile.warps,
         stages=tile.stages,
         keys_first=tile.keys_first,
@@ -278,7 +281,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         parts=_parts(attention, launch),
         split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
-        row_bytes=min(_row_bytes(attention.keys), _row_bytes(attention.values)),
+        row_bytes=min(_row_bytes(attention.keys, tile.fold), _row_bytes(attention.values, tile.fold)),
         wide_planes=attention.keys.num_blocks * stride >= 2**31,
         wide_pages=attention.keys.block_size * stride >= 2**31,
         wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
@@ -294,16 +297,27 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
     )
 
 
+def _foldable(attention: Attention, form: args.Format) -> bool:
+    """Whether two keys' lanes take less padding in one row than in two, and are neighbours in memory, in the same block."""
+    size = attention.q.shape[2]
+    if form.streams == 1 or size != attention.out.shape[2] or attention.keys.block_size % 2:
+        return False
+    lanes = size // form.streams
+    spares = args.multiplied_lanes(2 * lanes) < 2 * args.multiplied_lanes(lanes)
+    return spares and all(plane.codes.stride(1) * plane.codes.element_size() == 2 * lanes for plane in (attention.keys, attention.values))
+
+
 def _strides(plane: Plane) -> tuple[int, ...]:
     """Block, slot and head strides of codes and, where there are any, of scales."""
     scales = plane.scales.stride() if plane.scales is not None and plane.scales.dim() == 3 else ()
     return (*plane.codes.stride()[:3], *scales)
 
 
-def _row_bytes(plane: Plane) -> int:
-    """What each row of codes starts at a multiple of: a power of two, no more than matters."""
+def _row_bytes(plane: Plane, fold: int = 1) -> int:
+    """What each row of codes, of ``fold`` keys, starts at a multiple of: a power of two, no more than matters."""
     codes = plane.codes
-    return math.gcd(ALIGNMENT, codes.data_ptr(), *(stride * codes.element_size() for stride in codes.stride()[:3]))
+    block, slot, head = (stride * codes.element_size() for stride in codes.stride()[:3])
+    return math.gcd(ALIGNMENT, codes.data_ptr(), block, fold * slot, head)
 
 
 def _bundle_scoring(attention: Attention) -> args.Scoring:

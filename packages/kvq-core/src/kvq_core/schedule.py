@@ -44,8 +44,8 @@ class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
     ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
-    ``arch``: ``sm_90``, ``gfx942``; "" for what is no GPU. ``variant``: the format's own. ``groups_fit``, ``drafts_fit``: warp
-    groups can take many rows; one can take few.
+    ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``arch``: ``sm_90``, ``gfx942``;
+    "" for what is no GPU. ``variant``: the format's own. ``groups_fit``, ``drafts_fit``: warp groups can take many rows; one can take few.
     """
 
     num_seqs: int
@@ -59,6 +59,8 @@ class Problem:
     lanes: int
     streams: int
     num_sms: int
+    head_lanes: int = 0
+    foldable: bool = False
     engine_segments: int = 0
     scaled: bool = True
     may_split: bool = True
@@ -90,7 +92,8 @@ class Tile:
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
     ``least``: tiles that a program of a split takes at least. ``parts``: loops over its keys, where its rows are those of one token.
-    ``groups``: warp groups that multiply, in kernels that have such; of two, ``registers`` are those groups' alone.
+    ``groups``: warp groups that multiply, in kernels that have such; of two, ``registers`` are those groups' alone. ``fold``: keys that
+    share a row of lanes, each with its own of the ``rows``.
     """
 
     rows: int
@@ -103,6 +106,12 @@ class Tile:
     least: int = 1
     parts: int = 2
     groups: int = 0
+    fold: int = 1
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of queries in a tile."""
+        return self.rows // self.fold
 
 
 @dataclass(frozen=True)
@@ -181,9 +190,9 @@ def _decode(problem: Problem, longest: int) -> Launch:
     if drafts is not None and not (problem.engine_segments and longest == 1):
         return _shared(problem, drafts, longest)
     most = PACKED_ROWS if problem.streams > 1 else DECODE_ROWS
-    rows = max(8, min(power_of_two(longest * problem.group), max(most, power_of_two(problem.group))))
-    tile = decode_tile(problem, rows)
-    row_blocks = -(-longest // (rows // problem.group))
+    needed = power_of_two(longest * problem.group)
+    tile = decode_tile(problem, min(needed, max(most, power_of_two(problem.group))))
+    row_blocks = -(-longest // (tile.query_rows // problem.group))
     blocks = problem.num_seqs * row_blocks
     if problem.engine_segments and longest == 1:
         programs = blocks * problem.engine_segments
@@ -201,7 +210,7 @@ def _decode(problem: Problem, longest: int) -> Launch:
 
 def _shared(problem: Problem, tile: Tile, longest: int) -> Launch:
     """Keys in equal shares."""
-    row_blocks = -(-longest // (tile.rows // problem.group))
+    row_blocks = -(-longest // (tile.query_rows // problem.group))
     blocks = problem.num_seqs * row_blocks
     programs = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
     # Programs that get no share leave room for the merge; beside busy ones it would have none.
@@ -216,13 +225,27 @@ def _prefill(problem: Problem) -> Launch:
     return Launch(tile, shortest, UNLIMITED, row_blocks)
 
 
-def decode_tile(problem: Problem, rows: int) -> Tile:
+def decode_tile(problem: Problem, query_rows: int) -> Tile:
     """Few query rows, keys first."""
     longest = 0 if problem.batch_invariant else problem.max_seqlen_k
     keys = problem.num_seqs * longest * problem.num_kv_heads // problem.num_sms
-    choice = plans.choose(problem.arch, plans.Decode, {**problem.plane_facts, "rows": rows, "keys_per_sm": keys, "longest": longest})
-    least = max(1, choice.least_share // choice.keys)
-    return Tile(rows, choice.keys, choice.warps, choice.stages, True, choice.programs_per_sm, choice.registers, least, choice.parts)
+    facts = {**problem.plane_facts, "rows": max(8, query_rows), "keys_per_sm": keys, "longest": longest}
+    choice = plans.choose(problem.arch, plans.Decode, facts)
+    fold = 2 if problem.foldable and 2 * query_rows <= PACKED_ROWS else 1
+    # As many lanes in a tile as without, or fewer.
+    tile_keys = fold * choice.keys // (1 if fold * problem.head_lanes <= problem.lanes else 2)
+    return Tile(
+        rows=max(8, fold * query_rows),
+        keys=tile_keys,
+        warps=choice.warps,
+        stages=choice.stages,
+        keys_first=True,
+        programs_per_sm=choice.programs_per_sm,
+        registers=choice.registers,
+        least=max(1, choice.least_share // tile_keys),
+        parts=choice.parts,
+        fold=fold,
+    )
 
 
 def drafts_tile(problem: Problem, rows: int) -> Tile | None:

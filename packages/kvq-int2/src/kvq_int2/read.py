@@ -9,12 +9,13 @@ probabilities. Queries are rotated like the keys, outputs un-rotated once.
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, query_operand, scores, unweigh, weigh
+from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, operands, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.shares import next_work, query_rows, take_share
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of, unmasked_tiles
+from kvq_core.kernels.tiles import key_tile, load_pieces, load_scales, places, tiles_of, unmasked_tiles
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
@@ -88,10 +89,10 @@ def attend(
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
                 tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
                 k_place, v_place = places(keys, values, tile, C)
-                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, C)
+                k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C)
                 k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
-                k, v = unpack(k, C), unpack(v, C)
+                v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
+                k, v = operands(k, unpack, C), operands(v, unpack, C)
                 s = finish_scores(scores(q, k, None, C), unit, k_scale, rows, tile, work, scoring, part, C)
                 p, alpha, state = softmax_step(s, left, state, C)
                 weights, shrink, largest = weigh(p, v_scale, largest, C)

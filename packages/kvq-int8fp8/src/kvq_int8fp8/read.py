@@ -18,6 +18,7 @@ from kvq_core.kernels.products import (
     accumulated_rows,
     accumulator,
     operand,
+    operands,
     query_operand,
     scores,
     seed_of_rows,
@@ -26,9 +27,10 @@ from kvq_core.kernels.products import (
 )
 from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.shares import next_work, query_rows, take_share
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, load_scales, next_work, places, query_rows, take_share, tiles_of, unmasked_tiles
+from kvq_core.kernels.tiles import key_tile, load_pieces, load_scales, places, tiles_of, unmasked_tiles
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
@@ -64,7 +66,7 @@ def attend(
     INT8: tl.constexpr = C.format.variant == "int8"
     PER_TENSOR: tl.constexpr = C.format.variant == "fp8_per_tensor"
     # Where the hardware converts, a code of NaN is one: those of invalid keys must not come in.
-    CONVERTED: tl.constexpr = not INT8 and C.fp8_hardware
+    CLEAR: tl.constexpr = not INT8 and C.fp8_hardware
     UNIT: tl.constexpr = INT8_UNIT if INT8 else (1.0 if C.fp8_hardware else FP8_UNIT)
     # Sums of fp8 codes times the scale of a huge key overflow, unless the query's small factor comes first.
     SMALL_FIRST: tl.constexpr = not INT8 and not PER_TENSOR
@@ -96,13 +98,13 @@ def attend(
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
                 tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
                 k_place, v_place = places(keys, values, tile, C)
-                k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, C, CLEAR=CONVERTED)
-                v = load_lanes(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first, CLEAR=CONVERTED)
+                k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C, CLEAR=CLEAR)
+                v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first, CLEAR=CLEAR)
                 if PER_TENSOR:
                     k_scale = None
                 else:
                     k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-                k, v = unpack(k, INT8, C), unpack(v, INT8, C)
+                k, v = operands(k, unpack, C), operands(v, unpack, C)
                 s = scores(q, k, seed, C)
                 if SMALL_FIRST:
                     s = s * by_row(unit, C)
@@ -137,8 +139,9 @@ def half_queries(q, factor, UNIT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def unpack(lanes, INT8: tl.constexpr, C: tl.constexpr):
+def unpack(lanes, C: tl.constexpr):
     """16-bit lanes -> float16 operands: ``code + 128`` in units of 2^-24; the e4m3 number in units of 2^-8, or of 1 from the hardware."""
+    INT8: tl.constexpr = C.format.variant == "int8"
     if INT8:
         if C.use_asm:
             streams = unpack_int8_asm(lanes)

@@ -159,12 +159,17 @@ class Tiles(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The keys of a tile: [KEYS] vectors. ``valid``: in the piece's range, and in a block that exists."""
+    """The keys of a tile: [KEYS] vectors. ``valid``: in the piece's range, and in a block that exists.
+
+    ``row_block``, ``row_slot``: those of each row of lanes, [KEYS // FOLD].
+    """
 
     position: Any
     block: Any
     slot: Any
     valid: Any
+    row_block: Any
+    row_slot: Any
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,11 @@ class Heads:
         return finer if fits else self
 
 
+def multiplied_lanes(lanes: int) -> int:
+    """Lanes that products take for a row of so many: no more if 16 divides it, in pieces (:mod:`.folding`), else a power of two."""
+    return lanes if lanes % 16 == 0 else max(16, triton.next_power_of_2(lanes))
+
+
 @dataclass(frozen=True)
 class ReadConfig:
     """Compile-time facts of an attention kernel: the format, the shapes and the tile."""
@@ -238,6 +248,7 @@ class ReadConfig:
     group: int
     rows: int
     keys: int
+    fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (folding.py)
     warps: int
     stages: int
     keys_first: bool
@@ -264,7 +275,40 @@ class ReadConfig:
     @property
     def tokens(self) -> int:
         """Query tokens in a tile."""
-        return self.rows // self.group
+        return self.rows // self.fold // self.group
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of lanes in a tile."""
+        return self.keys // self.fold
+
+    @property
+    def row_lanes(self) -> int:
+        """Lanes in each, padding apart."""
+        return self.fold * max(self.head_size, self.head_size_v) // self.format.streams
+
+    @property
+    def row_heads(self) -> Heads:
+        """A head's keys or values as they share a row, padded."""
+        return Heads(self.head_size, self.format.streams, max(self.width, triton.next_power_of_2(self.row_lanes)))
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Lanes of the pieces that a row is multiplied in: one, padded, or several that need no padding (:mod:`.folding`)."""
+        whole = self.row_heads.width
+        if not self.keys_first or self.format.streams == 1 or self.row_lanes % 16 or self.head_size != self.head_size_v:
+            return (whole,)
+        return tuple(1 << bit for bit in reversed(range(whole.bit_length())) if self.row_lanes >> bit & 1)
+
+    @property
+    def piece_starts(self) -> tuple[int, ...]:
+        """Their first lanes."""
+        return tuple(sum(self.pieces[:i]) for i in range(len(self.pieces)))
+
+    @property
+    def operand_lanes(self) -> tuple[int, ...]:
+        """Lanes of each operand: a piece's streams, one after the other."""
+        return tuple(piece for piece in self.pieces for _ in range(self.format.streams))
 
     @property
     def edge_stages(self) -> int:
@@ -284,7 +328,7 @@ class ReadConfig:
     @property
     def streams(self) -> int:
         """Operands that a tile's channels are multiplied in."""
-        return 1 if self.joined else self.format.streams
+        return 1 if self.joined else len(self.operand_lanes)
 
     @property
     def small_vectors(self) -> bool:

@@ -6,9 +6,10 @@ import triton.language as tl
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores
 from kvq_core.kernels.queries import in_own_dtype, load_queries
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.shares import next_work, query_rows, take_share
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_lanes, next_work, places, query_rows, take_share, tiles_of, unmasked_tiles
+from kvq_core.kernels.tiles import key_tile, load_lanes, places, tiles_of, unmasked_tiles
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

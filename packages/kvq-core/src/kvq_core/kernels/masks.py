@@ -7,11 +7,15 @@ first, [ROWS, KEYS]. The helpers below turn key and row vectors so that they bro
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.folding import by_folded_key
+
 
 @triton.jit
 def by_key(x, C: tl.constexpr):
     """A [KEYS] vector, shaped to broadcast against a tile of scores."""
-    if C.keys_first:
+    if C.fold > 1:
+        y = by_folded_key(x, C)
+    elif C.keys_first:
         y = x[:, None]
     else:
         y = x[None, :]

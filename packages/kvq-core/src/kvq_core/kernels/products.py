@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.dots import dot
+from kvq_core.kernels.folding import from_pieces, to_pieces
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.packing import from_streams, to_streams
 
@@ -20,12 +21,24 @@ def operand(streams, COUNT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def operands(pieces, UNPACK: tl.constexpr, C: tl.constexpr):
+    """Lanes of a tile in pieces -> the operands of all of them. UNPACK(lanes, C): a piece's."""
+    result = ()
+    for i in tl.static_range(len(pieces)):
+        result = result + UNPACK(pieces[i], C)
+    return result
+
+
+@triton.jit
 def query_operand(streams, C: tl.constexpr):
     """Query streams [ROWS, WIDTH], turned or joined once so that every tile can multiply them."""
     if C.keys_first:
+        rows = streams
+        if len(C.pieces) > 1:
+            rows = to_pieces(streams, C)
         result = ()
         for s in tl.static_range(tl.constexpr(C.streams)):
-            result = result + (tl.trans(streams[s]),)
+            result = result + (tl.trans(rows[s]),)
     else:
         result = operand(streams, tl.constexpr(C.rows), C)
     return result
@@ -77,13 +90,12 @@ def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
 def accumulator(C: tl.constexpr):
     """Zero accumulators, float32 x STREAMS, in the shape of :func:`accumulate`."""
     ROWS: tl.constexpr = C.rows
-    WIDTH: tl.constexpr = C.value_heads.width * C.format.streams // C.streams
     acc = ()
-    for _ in tl.static_range(tl.constexpr(C.streams)):
+    for i in tl.static_range(tl.constexpr(C.streams)):
         if C.keys_first:
-            acc = acc + (tl.zeros([WIDTH, ROWS], tl.float32),)
+            acc = acc + (tl.zeros([tl.constexpr(C.operand_lanes[i]), ROWS], tl.float32),)
         else:
-            acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
+            acc = acc + (tl.zeros([ROWS, tl.constexpr(C.value_heads.width * C.format.streams // C.streams)], tl.float32),)
     return acc
 
 
@@ -101,6 +113,8 @@ def accumulated_rows(acc, unit, C: tl.constexpr):
             if C.keys_first:
                 x = tl.trans(x)
             rows = rows + (x,)
+        if C.keys_first and len(C.pieces) > 1:
+            rows = from_pieces(rows, C)
     return rows
 
 

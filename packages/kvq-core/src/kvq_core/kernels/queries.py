@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.folding import of_own_lanes
 from kvq_core.kernels.packing import from_streams, to_streams
 from kvq_core.kernels.rotation import rotate, unrotate
 from kvq_core.kernels.rounding import to_fp8_bits
@@ -19,11 +20,14 @@ def head_offset(head, head_stride, C: tl.constexpr):
 @triton.jit
 def load_queries(queries, rows, C: tl.constexpr):
     """The tile's query rows as streams [ROWS, WIDTH]: balanced, and rotated, if the keys are (then float32)."""
-    HEADS: tl.constexpr = C.key_heads
+    HEADS: tl.constexpr = C.row_heads
     FORMAT: tl.constexpr = C.format
     channel = tl.arange(0, HEADS.width * HEADS.streams)
     mask = rows.valid[:, None]
-    if HEADS.width * HEADS.streams != HEADS.size:
+    if C.fold > 1:
+        mask = mask & of_own_lanes(channel, C)
+        channel = channel % HEADS.size
+    elif HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
     offset = rows.token.to(tl.int64) * queries.token_stride + head_offset(rows.head, queries.head_stride, C)
     x = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)

@@ -22,13 +22,15 @@ class NewRows(NamedTuple):
 @triton.jit
 def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     """The program's rows and where they go."""
-    index = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)
+    # Unsigned where it is divided: what may be negative takes five instructions for a shift.
+    index = tl.program_id(0).to(tl.uint32).to(tl.int64) * C.rows + tl.arange(0, C.rows)
     token = index // C.num_kv_heads
     exists = token < num_tokens
     slot = tl.load(slot_mapping + token, mask=exists, other=-1)
     valid = exists & (slot >= 0) & (slot < num_slots)
-    slot = tl.where(valid, slot, 0)
-    return NewRows(token, index % C.num_kv_heads, slot // C.block_size, slot % C.block_size, exists, valid)
+    slot = tl.where(valid, slot, 0).to(tl.uint64)
+    block, slot = (slot // C.block_size).to(tl.int64), (slot % C.block_size).to(tl.int64)
+    return NewRows(token, index % C.num_kv_heads, block, slot, exists, valid)
 
 
 @triton.jit

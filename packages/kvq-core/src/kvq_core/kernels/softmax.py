@@ -48,7 +48,7 @@ def sum_in_parts(p, C: tl.constexpr):
     """Sums over every eighth key, [8, ROWS]: of [KEYS, ROWS] as the tensor cores leave it a warp's thread has those keys to itself."""
     PARTS: tl.constexpr = C.sum_parts
     ROWS: tl.constexpr = C.rows
-    return tl.sum(tl.reshape(p, [C.keys // PARTS, PARTS, ROWS]), 0)
+    return tl.sum(tl.reshape(p, [C.lane_rows // PARTS, PARTS, ROWS]), 0)
 
 
 @triton.jit

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvq_core.kernels.args import LOG2E, SoftmaxState
+from kvq_core.kernels.args import LOG2E, QueryRows, SoftmaxState
+from kvq_core.kernels.folding import unfold
 from kvq_core.kernels.queries import store_rows
 from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
@@ -16,6 +17,10 @@ from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 @triton.jit
 def finish(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C: tl.constexpr):
     """End of a piece: the result itself if the whole row is here, else this piece's share of it."""
+    if C.fold > 1:
+        acc, state = unfold(acc, state, C)
+        first = tl.arange(0, C.rows) < C.rows // C.fold
+        rows = QueryRows(rows.index, rows.token, rows.head, rows.position, rows.valid & first, rows.shift)
     if C.overlap == "end":
         # The merge is put in place; it waits for this launch's end before it reads.
         gdc_launch_dependents()

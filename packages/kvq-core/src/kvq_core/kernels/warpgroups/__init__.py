@@ -15,5 +15,5 @@ outputs out of it (queries.py). A mode brings an unpacking function, and what it
 Heads of 128 channels, plain causal attention; all else is the portable kernels' business (:func:`kvq_core.launch.groups_fit`).
 
 Gluon cannot call functions of Triton's that make tensors, which have no layout there. So a few stand here again, in Gluon: the scan over
-sequences (tiles.py), and the rotation's signs (rotation.py).
+sequences (shares.py), and the rotation's signs (rotation.py).
 """

@@ -1,12 +1,12 @@
 """From a program's number to a sequence, its query rows and its keys: a whole row block of many rows, a share of the keys of a few.
 
-Shares are those of the portable kernels (:mod:`kvq_core.kernels.tiles`), but for the scan over sequences, which makes tensors.
+Shares are those of the portable kernels (:mod:`kvq_core.kernels.shares`), but for the scan over sequences, which makes tensors.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.tiles import equal_share, piece_of, sequence_facts, units_in, units_of
+from kvq_core.kernels.shares import equal_share, piece_of, sequence_facts, units_in, units_of
 from kvq_core.kernels.warpgroups.layouts import VECTOR
 
 SCAN = gl.constexpr(128)  # sequences looked at together

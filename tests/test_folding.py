@@ -1,0 +1,113 @@
+"""Keys that share a row of lanes: which calls read them so, and that it is attention.
+
+Heads of 64 in int2 and of 32 in int4 have 8 lanes, half of what a product takes; heads of 32 in int2 have 4; those of 192 in int2 have 24,
+which would be padded to 32, where 48 are 32 and 16. Two of 12 lanes, heads of 96 in int2, would be padded as one is.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import test_backends
+
+from kvq_core import get_backend, launch
+from kvq_core.testing import places, scene
+from kvq_core.testing.cases import Case
+
+SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
+PADDED = [
+    ("int2_per_token_head", 64),
+    ("int4_per_token_head", 32),
+    ("int4_per_token_head", 96),
+    ("int2_per_token_head", 192),
+    ("int8_per_token_head", 112),
+    ("fp8_per_token_head", 80),
+    ("fp8_per_tensor", 48),
+]
+TOKENS = Case(query_lens=(1,) * 4, seq_lens=(301, 64, 1, 30), queries_per_kv=4)
+SHARED: tuple[Case, ...] = (
+    TOKENS,
+    replace(TOKENS, dtype=torch.bfloat16, rows="fused"),
+    replace(TOKENS, dtype=torch.float32, rows="transposed", block_size=32),
+    replace(TOKENS, queries_per_kv=3, sinks=True),
+    replace(TOKENS, queries_per_kv=1, smoothing="mean", sinks=True),
+    replace(TOKENS, smoothing="balanced", softcap=9.0),
+    # A window's edge between two keys that share a row.
+    *(replace(TOKENS, window=window) for window in (0, 1, 22, 23, 100)),
+    replace(TOKENS, alibi=True),
+    replace(TOKENS, alibi=True, alibi_sqrt=True, score_gain=400.0),
+    replace(TOKENS, output=torch.float8_e4m3fn),
+    replace(TOKENS, query_lens=(2,) * 4, seq_lens=(300, 65, 2, 31), queries_per_kv=2, window=9),
+    replace(TOKENS, query_lens=(2,) * 4, seq_lens=(300, 65, 2, 31), queries_per_kv=2, qq_bias=4),
+    replace(TOKENS, query_lens=(2, 1), seq_lens=(40, 70), queries_per_kv=2, mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35))), window=5),
+    # Many pieces, and many sequences that are not split.
+    replace(TOKENS, query_lens=(1,), seq_lens=(2300,), num_kv_heads=1),
+    replace(TOKENS, query_lens=(1,) * 9, seq_lens=tuple(range(3, 12)), num_kv_heads=1),
+)
+
+
+@contextlib.contextmanager
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Keys in a row of lanes, of each attention kernel that is launched in the ``with`` block."""
+    folds = set()
+    config = launch._config
+
+    def noted(*arguments: Any) -> Any:
+        made = config(*arguments)
+        folds.add(made.fold)
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_config", noted)
+        yield folds
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Fails unless a mode reads a case as float64 attention does, within the suite's budgets, and so many keys share a row of lanes."""
+
+    def run(mode: str, case: Case, place: str, fold: int) -> None:
+        where = places.enter(place, monkeypatch)
+        built = scene.build(case, get_backend(mode), where.device).fill()
+        # Without the scene's padding rows, which would make these drafts a mixed batch.
+        own = {"q": built.q[: sum(case.query_lens)]}
+        with seen(monkeypatch) as folds:
+            out = built.read(**own)
+        SUITES[mode]().assert_exact(built.backend, built, where, out, **own)
+        assert folds == {fold}
+
+    return run
+
+
+@pytest.mark.parametrize("place", places.params("interpret", "gpu"))
+@pytest.mark.parametrize("case", SHARED, ids=str)
+@pytest.mark.parametrize(("mode", "head_size"), PADDED)
+def test_lanes_that_would_be_padded(mode: str, head_size: int, case: Case, place: str, check: Callable[..., None]) -> None:
+    check(mode, replace(case, head_size=head_size), place, 2)
+
+
+@pytest.mark.parametrize("place", places.params("interpret", "gpu"))
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        # Nothing to spare: no padding, or as much.
+        ("int2_per_token_head", replace(TOKENS, head_size=128)),
+        ("int2_per_token_head", replace(TOKENS, head_size=96)),
+        # 16 rows have no room for both keys'.
+        ("int2_per_token_head", replace(TOKENS, head_size=64, queries_per_kv=9)),
+        # No neighbours.
+        *(("int2_per_token_head", replace(TOKENS, head_size=64, layout=name)) for name in ("token_major", "interleaved", "paired")),
+        ("int2_per_token_head", replace(TOKENS, head_size=64, head_size_v=128)),
+    ],
+    ids=str,
+)
+def test_others_are_read_one_by_one(mode: str, case: Case, place: str, check: Callable[..., None]) -> None:
+    check(mode, case, place, 1)

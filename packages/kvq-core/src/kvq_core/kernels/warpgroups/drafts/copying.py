@@ -4,14 +4,49 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from kvq_core.kernels.tiles import entries_of
 from kvq_core.kernels.warpgroups.drafts.layouts import BY_ROW, COPY, Places
 from kvq_core.kernels.warpgroups.layouts import HALF, VECTOR
 
 
 @gluon.jit
-def find_tile(number, k, v, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
-    """Where a tile's codes and scales lie, for :func:`copy_tile`. What it waits for is block ids: there should be time between the two."""
+def find_tile(number, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
+    """In which blocks a tile's keys lie, for :func:`copy_tile`: loads, and nothing that waits for them."""
     block, slot, exists = find_keys(number, span, BY_ROW, CHECKED, C)
+    scale_block, scale_slot, scale_exists = block, slot, exists
+    if SCALED:
+        scale_block, scale_slot, scale_exists = find_keys(number, span, VECTOR, CHECKED, C)
+    return Places(block, slot, exists, scale_block, scale_slot, scale_exists)
+
+
+@gluon.jit
+def find_keys(number, span, LAYOUT: gl.constexpr, CHECKED: gl.constexpr, C: gl.constexpr):
+    """(block, slot, whether it is there) of a tile's keys, [KEYS]. Unless CHECKED they are all there."""
+    entry, slot = entries_of(number, gl.arange(0, C.keys, LAYOUT), C.keys, C.block_size)
+    if CHECKED:
+        inside = number * C.keys + gl.arange(0, C.keys, LAYOUT) < span.stop
+        block = gl.load(span.table + entry, mask=inside, other=-1)
+        exists = (block >= 0) & (block < span.num_blocks)
+        block = gl.where(exists, block, 0)
+    else:
+        block = gl.load(span.table + entry)
+        exists = block >= 0
+    return block, slot, exists
+
+
+@gluon.jit
+def exist(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Whether a tile's keys are there, [KEYS]. Of complete ones no block is looked up: it would be waited for."""
+    entry, _ = entries_of(number, gl.arange(0, C.keys, LAYOUT), C.keys, C.block_size)
+    inside = number * C.keys + gl.arange(0, C.keys, LAYOUT) < span.stop
+    block = gl.load(span.table + entry, mask=inside & (not span.complete), other=0)
+    return inside & (block >= 0) & (block < span.num_blocks)
+
+
+@gluon.jit
+def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
+    """Begin to copy a tile's codes and scales to place ``at``: one group of copies, of nothing but zeros beyond the last tile."""
+    block, slot = places.block, places.slot
     if C.wide_planes:
         block = block.to(gl.int64)
         slot = slot.to(gl.int64)
@@ -19,44 +54,20 @@ def find_tile(number, k, v, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C
     v_place = k_place
     if not C.same_strides:
         v_place = (block * (v.block_stride // 8) + slot * (v.slot_stride // 8)) * 8
-    k_scale = k_place
-    v_scale = v_place
-    scaled = exists
+    lane = gl.arange(0, HALF, gl.SliceLayout(0, COPY))[None, :]
+    copy(tiles.k.index(at), k.codes + (k_place[:, None] + lane), places.exists[:, None], CHECKED)
+    copy(tiles.v.index(at), v.codes + (v_place[:, None] + lane), places.exists[:, None], CHECKED)
     if SCALED:
-        block, slot, scaled = find_keys(number, span, VECTOR, CHECKED, C)
+        block, slot = places.scale_block, places.scale_slot
         if C.wide_planes:
             block = block.to(gl.int64)
             slot = slot.to(gl.int64)
-        k_scale = block * k.scale_block_stride + slot * k.scale_slot_stride
-        v_scale = k_scale
+        k_place = block * k.scale_block_stride + slot * k.scale_slot_stride
+        v_place = k_place
         if not C.same_strides:
-            v_scale = block * v.scale_block_stride + slot * v.scale_slot_stride
-    return Places(k_place, v_place, exists, k_scale, v_scale, scaled)
-
-
-@gluon.jit
-def find_keys(number, span, LAYOUT: gl.constexpr, CHECKED: gl.constexpr, C: gl.constexpr):
-    """(block, slot, whether it is there) of a tile's keys, [KEYS]. Unless CHECKED they are all there."""
-    position = number * C.keys + gl.arange(0, C.keys, LAYOUT)
-    if CHECKED:
-        block = gl.load(span.table + position // C.block_size, mask=position < span.stop, other=-1)
-        exists = (block >= 0) & (block < span.num_blocks)
-        block = gl.where(exists, block, 0)
-    else:
-        block = gl.load(span.table + position // C.block_size)
-        exists = block >= 0
-    return block, position % C.block_size, exists
-
-
-@gluon.jit
-def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
-    """Begin to copy a tile's codes and scales to place ``at``: one group of copies, of nothing but zeros beyond the last tile."""
-    lane = gl.arange(0, HALF, gl.SliceLayout(0, COPY))[None, :]
-    copy(tiles.k.index(at), k.codes + (places.k[:, None] + lane), places.exists[:, None], CHECKED)
-    copy(tiles.v.index(at), v.codes + (places.v[:, None] + lane), places.exists[:, None], CHECKED)
-    if SCALED:
-        copy(tiles.k_scales.index(at), k.scales + places.k_scale, places.scaled, CHECKED)
-        copy(tiles.v_scales.index(at), v.scales + places.v_scale, places.scaled, CHECKED)
+            v_place = block * v.scale_block_stride + slot * v.scale_slot_stride
+        copy(tiles.k_scales.index(at), k.scales + k_place, places.scale_exists, CHECKED)
+        copy(tiles.v_scales.index(at), v.scales + v_place, places.scale_exists, CHECKED)
     async_copy.commit_group()
 
 

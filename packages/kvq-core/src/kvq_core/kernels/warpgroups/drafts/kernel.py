@@ -8,15 +8,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvq_core.kernels.splits import note_plan
 from kvq_core.kernels.warpgroups.drafts.copying import copy_tile, find_tile
-from kvq_core.kernels.warpgroups.drafts.layouts import LANES_TILE, STREAMS, State, Tiles, left_operand, product, right_operand
+from kvq_core.kernels.warpgroups.drafts.layouts import LANES_TILE, STREAMS, Span, State, Tiles, left_operand, product, right_operand
 from kvq_core.kernels.warpgroups.drafts.queries import load_queries, write_share
-from kvq_core.kernels.warpgroups.drafts.weights import sum_of_threads, weigh
-from kvq_core.kernels.warpgroups.layouts import HALF, PLAIN, Codes, Span
+from kvq_core.kernels.warpgroups.drafts.synchronizing import thread_barrier
+from kvq_core.kernels.warpgroups.drafts.weights import compare, load_scales, sum_of_threads, weigh
+from kvq_core.kernels.warpgroups.layouts import HALF, PLAIN, WARPS, Codes
 from kvq_core.kernels.warpgroups.multiplying import LOG2E
 from kvq_core.kernels.warpgroups.work import all_exist, next_work, take_share
-
-# Triton 3.6 has the barrier of a program's threads under its first name.
-thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit
@@ -79,6 +77,7 @@ def attend_drafts(
         gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN),
         gl.allocate_shared_memory(gl.float16, [2, KEYS, ROWS], right_operand(ROWS)),
         gl.allocate_shared_memory(gl.float16, [STREAMS, ROWS, HALF], right_operand(HALF)),
+        gl.allocate_shared_memory(gl.int32, [2, WARPS], PLAIN),
     )
     score_unit = key_worth * scoring.softmax_scale * LOG2E
     share = take_share(num_seqs, batch, scoring, splits, C)
@@ -87,10 +86,11 @@ def attend_drafts(
         first = work.start // KEYS
         last = gl.maximum(gl.cdiv(work.stop, KEYS), first)
         whole = gl.maximum(gl.minimum(work.context_len + work.row_start + 1, work.stop) // KEYS, first)
-        span = Span(batch.block_table + work.seq.to(gl.int64) * table_stride, num_blocks, whole, last, work.stop)
-        whole = gl.where(all_exist(first * KEYS, whole * KEYS, span, C), whole, first)
+        span = Span(batch.block_table + work.seq.to(gl.int64) * table_stride, num_blocks, work.stop, False)
+        span = Span(span.table, num_blocks, work.stop, all_exist(first * KEYS, work.stop, span, C))
+        whole = gl.where(span.complete, whole, first)
         for ahead in gl.static_range(STAGES - 1):
-            copy_tile(find_tile(first + ahead, k, v, span, True, SCALED, C), ahead, k, v, tiles, True, SCALED, C)
+            copy_tile(find_tile(first + ahead, span, True, SCALED, C), ahead, k, v, tiles, True, SCALED, C)
         rows = load_queries(queries, tiles, work, kv_head, score_unit, PEAK, UNIT, OFFSET, C)
         nothing = gl.zeros([HALF, ROWS], gl.float32, P)
         total = sum_of_threads(gl.zeros([KEYS, ROWS], gl.float32, P), C)
@@ -99,14 +99,17 @@ def attend_drafts(
         if first < last:
             async_copy.wait_group(STAGES - 2)
             thread_barrier()
-            s = begin_scores(0, rows, tiles, UNPACK_KEYS, C)
-            state = weigh(first, first, warpgroup_mma_wait(0, deps=(s,)), state, rows, tiles, span, True, SCALED, SHRUNK, C)
-            # What is copied meanwhile is two tiles ahead: those away from the edges need no mask in either.
-            middle = gl.maximum(whole - (STAGES - 2), first + 1)
+            s = warpgroup_mma_wait(0, deps=(begin_scores(0, rows, tiles, UNPACK_KEYS, C),))
+            scales = load_scales(0, tiles, SCALED, SHRUNK, C)
+            s, z, too_high = compare(first, first, s, scales, state, rows, tiles, span, True, SCALED, C)
+            state = weigh(first, first, s, z, too_high, scales, state, rows, tiles, SCALED, C)
+            # Keys are copied two tiles ahead and found three: those away from the edges need no mask in any.
+            middle = gl.maximum(whole - (STAGES - 1), first + 1)
+            places = find_tile(first + STAGES - 1, span, True, SCALED, C)
             for n in range(first + 1, middle):
-                state = step(n, first, state, rows, k, v, tiles, span, False, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
+                state, places = step(n, first, state, places, rows, k, v, tiles, span, False, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
             for n in range(middle, last):
-                state = step(n, first, state, rows, k, v, tiles, span, True, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
+                state, places = step(n, first, state, places, rows, k, v, tiles, span, True, SCALED, SHRUNK, UNPACK_KEYS, UNPACK_VALUES, C)
             thread_barrier()
             low, high = begin_values(last - 1 - first, state, tiles, UNPACK_VALUES, C)
             low, high = warpgroup_mma_wait(0, deps=(low, high))
@@ -122,21 +125,28 @@ def attend_drafts(
 
 @gluon.jit
 def step(
-    n, first, state, rows, k, v, tiles, span, EDGE: gl.constexpr,
+    n, first, state, places, rows, k, v, tiles, span, EDGE: gl.constexpr,
     SCALED: gl.constexpr, SHRUNK: gl.constexpr, UNPACK_KEYS: gl.constexpr, UNPACK_VALUES: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Tile n's scores and weights, and the values of the tile before it."""
+    """Tile n's scores and weights, and the values of the tile before it. ``places`` are the next tile's to copy; those after it come back,
+    asked for a whole turn before the copy that needs them.
+
+    Shared memory is read in the first half, up to the barrier in :func:`compare`, and copied to in the second: Triton takes all places of a
+    buffer for one, and would have a barrier between them otherwise."""
     STAGES: gl.constexpr = C.stages
+    at = n - first
     async_copy.wait_group(STAGES - 3)
     thread_barrier()
-    places = find_tile(n + STAGES - 2, k, v, span, EDGE, SCALED, C)
-    s = begin_scores((n - first) % STAGES, rows, tiles, UNPACK_KEYS, C)
-    low, high = begin_values(n - 1 - first, state, tiles, UNPACK_VALUES, C)
-    copy_tile(places, (n - first + STAGES - 2) % STAGES, k, v, tiles, EDGE, SCALED, C)
+    later = find_tile(n + STAGES - 1, span, EDGE, SCALED, C)
+    s = begin_scores(at % STAGES, rows, tiles, UNPACK_KEYS, C)
+    scales = load_scales(at % STAGES, tiles, SCALED, SHRUNK, C)
+    low, high = begin_values(at - 1, state, tiles, UNPACK_VALUES, C)
     s = warpgroup_mma_wait(2, deps=(s,))
     state = State(low, high, state.total, state.top, state.largest, state.grow)
-    return weigh(n, first, s, state, rows, tiles, span, EDGE, SCALED, SHRUNK, C)
+    s, z, too_high = compare(n, first, s, scales, state, rows, tiles, span, EDGE, SCALED, C)
+    copy_tile(places, (at + STAGES - 2) % STAGES, k, v, tiles, EDGE, SCALED, C)
+    return weigh(n, first, s, z, too_high, scales, state, rows, tiles, SCALED, C), later
 
 
 @gluon.jit

@@ -10,6 +10,8 @@ LANES_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 """Rows of 64 lanes such that ``ldmatrix`` meets every bank once, turned or not."""
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """A tile of lanes on its way into shared memory, 16 bytes a thread."""
+EVERY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+"""A word of each warp's, all of them in every thread."""
 BY_ROW = gl.constexpr(gl.SliceLayout(1, COPY.value))
 
 
@@ -33,7 +35,7 @@ def right_operand(columns):
 
 class Tiles(NamedTuple):
     """Shared memory: ``stages`` tiles of lanes [KEYS, 64] and scales [KEYS] of K and V, the weights [KEYS, ROWS] of this tile and the one
-    before, and the query's streams [ROWS, 64]."""
+    before, and the query's streams [ROWS, 64]; ``flags``: two words of each warp's."""
 
     k: Any
     v: Any
@@ -41,17 +43,27 @@ class Tiles(NamedTuple):
     v_scales: Any
     weights: Any
     query: Any
+    flags: Any
+
+
+class Span(NamedTuple):
+    """Which keys: those before ``stop`` in the blocks of ``table``, and whether they are ``complete``, each in a block of the cache's."""
+
+    table: Any
+    num_blocks: Any
+    stop: Any
+    complete: Any
 
 
 class Places(NamedTuple):
-    """Where a tile's codes and scales lie in their planes, and whether they are there, [KEYS]: by rows of COPY, and of VECTOR."""
+    """Blocks and slots of a tile's keys, [KEYS], and whether they are there: by rows of COPY; and of VECTOR, as their scales are copied."""
 
-    k: Any
-    v: Any
+    block: Any
+    slot: Any
     exists: Any
-    k_scale: Any
-    v_scale: Any
-    scaled: Any
+    scale_block: Any
+    scale_slot: Any
+    scale_exists: Any
 
 
 class Rows(NamedTuple):
@@ -60,6 +72,13 @@ class Rows(NamedTuple):
     left: Any
     seed: Any
     position: Any
+
+
+class Scales(NamedTuple):
+    """What a key's products are multiplied by, and its weights, [KEYS]."""
+
+    k: Any
+    v: Any
 
 
 class State(NamedTuple):

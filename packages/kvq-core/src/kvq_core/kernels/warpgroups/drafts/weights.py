@@ -4,8 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from kvq_core.kernels.warpgroups.drafts.copying import find_keys
-from kvq_core.kernels.warpgroups.drafts.layouts import State, product
+from kvq_core.kernels.warpgroups.drafts.copying import exist
+from kvq_core.kernels.warpgroups.drafts.layouts import EVERY_WARP, Scales, State, product
+from kvq_core.kernels.warpgroups.drafts.synchronizing import thread_barrier
+from kvq_core.kernels.warpgroups.layouts import WARPS
 
 HEADROOM = gl.constexpr(7.0)
 """How far scores may be above their row's maximum as last looked up, in log2 units: weights of float16 reach 2^16, and 256 is their usual
@@ -13,39 +15,51 @@ most."""
 
 
 @gluon.jit
-def weigh(
-    n, first, s, state, rows, tiles, span, EDGE: gl.constexpr, SCALED: gl.constexpr, SHRUNK: gl.constexpr, C: gl.constexpr
+def load_scales(at, tiles, SCALED: gl.constexpr, SHRUNK: gl.constexpr, C: gl.constexpr):
+    """Those of the tile at place ``at``."""
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, product(C.rows))
+    k = gl.full([C.keys], 1.0, gl.float32, BY_KEY)
+    v = k
+    if SCALED:
+        k = tiles.k_scales.index(at).load(BY_KEY) * SHRUNK
+        v = tiles.v_scales.index(at).load(BY_KEY)
+    return Scales(k, v)
+
+
+@gluon.jit
+def compare(
+    n, first, s, scales, state, rows, tiles, span, EDGE: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """From tile n's products to its weights in shared memory, while the values of the tile before are summed, and the state with both."""
+    """Tile n's products as (scores, the same in log2 units above their rows' maxima, whether these are to be looked up anew: a scalar)."""
     KEYS: gl.constexpr = C.keys
     ROWS: gl.constexpr = C.rows
     P: gl.constexpr = product(ROWS)
     BY_KEY: gl.constexpr = gl.SliceLayout(1, P)
-    at = (n - first) % C.stages
-    nothing = gl.zeros([KEYS, ROWS], gl.float32, P)
-    v_scale = gl.full([KEYS], 1.0, gl.float32, BY_KEY)
     if SCALED:
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
-        s = gl.fma(s, nothing + (tiles.k_scales.index(at).load(BY_KEY) * SHRUNK)[:, None], nothing)
-        v_scale = tiles.v_scales.index(at).load(BY_KEY)
+        nothing = gl.zeros([KEYS, ROWS], gl.float32, P)
+        s = gl.fma(s, nothing + scales.k[:, None], nothing)
     if EDGE:
         position = n * KEYS + gl.arange(0, KEYS, BY_KEY)
-        _, _, exists = find_keys(n, span, BY_KEY, True, C)
-        s = gl.where(exists[:, None] & (position[:, None] <= rows.position[None, :]), s, float("-inf"))
-        z = s
-        too_high = True
-    else:
-        # In a tile that all rows see, a row without a maximum has scores above it.
-        z = relative(s, state.top, rows.left, 1e30, C)
-        too_high = above(z, v_scale, state.largest, SCALED, C) > HEADROOM
+        seen = exist(n, span, BY_KEY, C)[:, None] & (position[:, None] <= rows.position[None, :])
+        s = gl.where(seen, s, float("-inf"))
+    # A row without a maximum has scores above it, if it sees any. A piece's first tile is looked at whatever they are.
+    z = relative(s, state.top, rows.left, 2.0**127, C)
+    high = any_above(z, scales.v, state.largest, tiles.flags.index((n - first) % 2), SCALED, C)
+    return s, z, (n == first) | high
+
+
+@gluon.jit
+def weigh(n, first, s, z, too_high, scales, state, rows, tiles, SCALED: gl.constexpr, C: gl.constexpr):
+    """The weights of what :func:`compare` gave, in shared memory, and the state with both them and the values of the tile before."""
     low, high = warpgroup_mma_wait(0, deps=(state.low, state.high))
     state = State(low, high, state.total, state.top, state.largest, state.grow)
     if too_high:
-        state = raise_top(s, v_scale, state, rows, SCALED, C)
+        state = raise_top(s, scales.v, state, rows, SCALED, C)
         z = relative(s, state.top, rows.left, 0.0, C)
     p = gl.exp2(z)
     total = state.total + sum_of_threads(p, C)
-    tiles.weights.index((n - first) % 2).store((p * (v_scale * state.grow)[:, None]).to(gl.float16))
+    tiles.weights.index((n - first) % 2).store((p * (scales.v * state.grow)[:, None]).to(gl.float16))
     fence_async_shared()
     return State(state.low, state.high, total, state.top, state.largest, state.grow)
 
@@ -62,17 +76,23 @@ def relative(s, top, left, unseen, C: gl.constexpr):
 
 
 @gluon.jit
-def above(z, v_scale, largest, SCALED: gl.constexpr, C: gl.constexpr):
-    """The largest of all scores ``z``; or more, if a value's scale is larger than ``largest``."""
-    THREADS: gl.constexpr = 128
+def any_above(z, v_scale, largest, flags, SCALED: gl.constexpr, C: gl.constexpr):
+    """Whether any of all scores ``z`` leaves the headroom, or a value's scale is larger than ``largest``: a scalar.
+
+    ``flags`` [WARPS], shared memory that nobody has read since the last barrier but one: with one word of each warp's a barrier is enough,
+    where a reduction over all threads has two.
+    """
     # Keys are spread over warps and eighths of them, rows over the quarters of those; first comes what a thread has to itself.
-    z = z.reshape([C.keys // 64, 4, 2, 8, C.rows // 8, 4, 2])
+    z = z.reshape([C.keys // 64, WARPS, 2, 8, C.rows // 8, 4, 2])
     most = gl.max(gl.max(gl.max(gl.max(z, 6), 4), 2), 0)
+    high = most > HEADROOM
     if SCALED:
-        scale = gl.max(gl.max(v_scale.reshape([C.keys // 64, 4, 2, 8]), 2), 0)
+        scale = gl.max(gl.max(v_scale.reshape([C.keys // 64, WARPS, 2, 8]), 2), 0)
         scale = gl.convert_layout(scale, gl.SliceLayout(2, most.type.layout), assert_trivial=True)
-        most = gl.where(scale[:, :, None] > largest, 1e30, most)
-    return gl.max(most.reshape([THREADS]), 0)
+        high = high | (scale > largest)[:, :, None]
+    flags.store(gl.max(high.to(gl.int32).reshape([WARPS, 32]), 1))
+    thread_barrier()
+    return gl.max(flags.load(EVERY_WARP), 0) != 0
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ kvq's table for sm_90 plans it from 17 to 64 query rows (tokens x heads of a gro
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import warp_groups
 from warp_groups import (
     H200,
     SUITES,
+    Where,
     assert_alike,
+    entered,
     kinds_asked,
     refused,
     spoil_unseen,
@@ -26,18 +28,18 @@ from warp_groups import (
     use_kvq_s_tables_and_a_known_triton,
 )
 
-from kvq_core import get_backend, ops
+from kvq_core import ops
 from kvq_core.offline import Device
-from kvq_core.plans import Entry, Groups, Table
+from kvq_core.plans import Groups, Table
 from kvq_core.plans.lookup import listening
 from kvq_core.schedule import batch_invariant
-from kvq_core.testing import places, scene
+from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 from kvq_core.testing.scene import Scene
 
 MODES = ["fp8_per_tensor", "fp8_per_token_head", "int8_per_token_head"]
 DRAFTS = Case(query_lens=(8,) * 3, seq_lens=(1100, 400, 77), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
-NOBODY_S, WITHOUT = Table("sm_90", {}), Table("sm_90", {"groups": (Entry({}, Groups(0, 2, 184)),)})
+NOBODY_S = Table("sm_90", {})
 
 TAKEN: tuple[Case, ...] = (
     DRAFTS,
@@ -107,41 +109,46 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "groups" not in asked(mode, DRAFTS)
 
 
-def read(built: Scene, table: Table = NOBODY_S, **overrides: Any) -> torch.Tensor:
-    with ops.planning_with(table), listening() as questions:
+@pytest.fixture(params=places.params("interpret", "gpu"))
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Where]:
+    with entered(request.param, monkeypatch, NOBODY_S, Groups(1, 4, 248), "kvq_int8fp8.drafts") as where:
+        yield where
+
+
+def read(built: Scene, where: Where, *, without: bool = False, **overrides: Any) -> torch.Tensor:
+    """By a warp group, or ``without``."""
+    with ops.planning_with(where.without if without else where.taking), listening() as questions:
         out = built.read(**rows_alone(built) | overrides)
     # Where a warp group takes the rows, no tile is looked up for them.
-    assert ("decode" in {kind for kind, _ in questions}) == (table is WITHOUT)
+    assert ("decode" in {kind for kind, _ in questions}) == without
     return out
 
 
-def on_gpu(mode: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Scene, Callable[..., None]]:
+def filled(mode: str, case: Case, where: Where) -> tuple[Scene, Callable[..., None]]:
     """The case, filled, and what fails unless it is read as float64 attention reads it, within the suite's own error budgets."""
-    place = places.enter("gpu", monkeypatch)
-    built = scene.build(case, get_backend(mode), place.device).fill()
+    built = where.build(mode, case)
     suite = SUITES[mode]()
 
     def assert_read(**overrides: Any) -> None:
-        suite.assert_exact(built.backend, built, place, read(built, **overrides), **rows_alone(built) | overrides)
+        suite.assert_exact(built.backend, built, where.place, read(built, where, **overrides), **rows_alone(built) | overrides)
 
     return built, assert_read
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("case", TAKEN, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_attention(mode: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, assert_read = on_gpu(mode, case, monkeypatch)
+def test_attention(mode: str, case: Case, where: Where) -> None:
+    built, assert_read = filled(mode, case, where)
     assert_read()
-    assert_alike(read(built), read(built, WITHOUT))
+    if where.place.name == "gpu":
+        assert_alike(read(built, where), read(built, where, without=True))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("rising", [0.02, 0.2, 3.0])
 @pytest.mark.parametrize("mode", MODES)
-def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, rising: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, rising: float, where: Where) -> None:
     """The maximum that sums are relative to is raised in some tiles and not in others, for some rows more than for others."""
-    built, _ = on_gpu(mode, replace(DRAFTS, seq_lens=(1500, 900, 1100), dtype=torch.float32), monkeypatch)
+    built, assert_read = filled(mode, replace(DRAFTS, seq_lens=(1500, 900, 1100), dtype=torch.float32), where)
     for seq in range(built.case.num_seqs):
         rows = slice(built.first_key(seq), built.first_key(seq + 1))
         steps = torch.arange(built.key[rows].shape[0], device=built.key.device)
@@ -149,70 +156,66 @@ def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, rising: float, m
         built.value[rows] *= torch.exp2((steps // 90).float())[:, None, None] if mode != "fp8_per_tensor" else 1.0
     built.q[:, ::3, 0] = 3.0
     built.fill()
-    place = places.enter("gpu", monkeypatch)
-    SUITES[mode]().assert_exact(built.backend, built, place, read(built), **rows_alone(built))
+    assert_read()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_the_largest_of_huge_scores_wins(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_of_huge_scores_wins(mode: str, where: Where) -> None:
     """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent."""
-    built, _ = on_gpu(mode, DRAFTS, monkeypatch)
+    built, _ = filled(mode, DRAFTS, where)
     direction = built.key[0].clone()
     order = torch.randperm(built.key.shape[0], generator=torch.Generator().manual_seed(0)).to(built.key.device)
     built.key[:] = (1e22 * 1.02 ** order[:, None, None].double() * direction.double()).clamp(-1e37, 1e37).to(built.key.dtype)
     built.q[:] = direction.repeat_interleave(built.case.queries_per_kv, 0)
     built.fill()
-    got, wanted = read(built), read(built, WITHOUT)
+    got, wanted = read(built, where), read(built, where, without=True)
     assert got.isfinite().all()
     if mode != "fp8_per_tensor":  # a scale of the whole tensor clamps such keys to one length
         assert_alike(got, wanted)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_that_is_no_number_stays_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, _ = on_gpu(mode, DRAFTS, monkeypatch)
-    before = read(built)
+def test_a_row_that_is_no_number_stays_alone(mode: str, where: Where) -> None:
+    built, _ = filled(mode, DRAFTS, where)
+    before = read(built, where)
     built.q[9, 5, 77] = torch.nan
-    after = read(built)
+    after = read(built, where)
     alone = torch.zeros(after.shape[:2], dtype=torch.bool, device=after.device)
     alone[9, 5] = True
     assert after[alone].isnan().all() and torch.equal(after[~alone], before[~alone])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_missing_blocks_and_lengths_beyond_the_table(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_blocks_and_lengths_beyond_the_table(mode: str, where: Where) -> None:
     """Keys that are not there are seen by nobody, whatever lies in the block that stands for theirs."""
-    built, _ = on_gpu(mode, DRAFTS, monkeypatch)
+    built, _ = filled(mode, DRAFTS, where)
     table = table_with_holes(built)
-    holes = read(built, block_table=table)
-    assert_alike(holes, read(built, WITHOUT, block_table=table))
-    assert not torch.equal(holes, read(built))
+    holes = read(built, where, block_table=table)
+    assert_alike(holes, read(built, where, without=True, block_table=table))
+    assert not torch.equal(holes, read(built, where))
     short = built.block_table[:, :9].contiguous()
-    assert_alike(read(built, block_table=short), read(built, WITHOUT, block_table=short))
+    assert_alike(read(built, where, block_table=short), read(built, where, without=True, block_table=short))
     # No key at all: zeros.
     table[0] = -1
-    assert not read(built, block_table=table)[: DRAFTS.query_lens[0]].any()
+    assert not read(built, where, block_table=table)[: DRAFTS.query_lens[0]].any()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["fp8_per_token_head", "fp8_per_tensor"])
-def test_codes_that_are_no_numbers_and_not_to_be_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_are_no_numbers_and_not_to_be_seen(mode: str, where: Where) -> None:
     """A weight of 0 takes out all but NaN."""
-    built, _ = on_gpu(mode, replace(DRAFTS, seq_lens=(1101, 403, 79)), monkeypatch)
-    before = read(built)
+    built, _ = filled(mode, replace(DRAFTS, seq_lens=(1101, 403, 79)), where)
+    before = read(built, where)
     spoil_unseen(built)
-    assert torch.isfinite(before).all() and torch.equal(read(built), before)
+    assert torch.isfinite(before).all() and torch.equal(read(built, where), before)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_results_do_not_move(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_move(mode: str, where: Where) -> None:
     """Warps that overtake each other would show here."""
+    if where.place.name == "interpret":
+        pytest.skip("the interpreter has no warps")
     case = replace(DRAFTS, query_lens=(8,) * 12, seq_lens=tuple(range(500, 6500, 500)), num_kv_heads=8)
-    built, _ = on_gpu(mode, case, monkeypatch)
-    first = read(built)
-    with ops.planning_with(NOBODY_S):
+    built, _ = filled(mode, case, where)
+    first = read(built, where)
+    with ops.planning_with(where.taking):
         assert all(torch.equal(built.read(**rows_alone(built)), first) for _ in range(30))

@@ -5,6 +5,7 @@ against float64 attention; besides there are the calls that must not take it, pa
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from warp_groups import (
     H200,
     SUITES,
+    Where,
     assert_alike,
+    entered,
     kinds_asked,
     refused,
     spoil_unseen,
@@ -96,6 +99,46 @@ def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for interpreting in (True, False):
         monkeypatch.setattr(launch, "interpreting", lambda answer=interpreting: answer)
         assert launch.groups_fit(seen[0], args.Format(streams=4)) != interpreting
+
+
+KERNELS = ("kvq_core.kernels.warpgroups.dense", *(f"kvq_{package}.prefill" for package in ("int8fp8", "int4", "int2")))
+SMALL = replace(PLAIN, num_kv_heads=1)
+INTERPRETED = (
+    SMALL,
+    replace(SMALL, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
+    replace(SMALL, layout="paired", rows="transposed", smoothing="balanced"),
+)
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> Iterator[Where]:
+    """The interpreter: with all groups of a program, and nothing of what makes them fast."""
+    with entered("interpret", monkeypatch, WITH, Groups(2, 2, 184), *KERNELS) as where:
+        yield where
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_interpreted(mode: str, case: Case, where: Where) -> None:
+    """Within the suite's own error budgets. Tiles are as many as fill each place in shared memory twice."""
+    built = where.build(mode, case, most=500)
+    with ops.planning_with(where.taking), listening() as questions:
+        out = built.read()
+    assert "prefill" not in {kind for kind, _ in questions}
+    SUITES[mode]().assert_exact(built.backend, built, where.place, out)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_missing_blocks_interpreted(mode: str, where: Where) -> None:
+    """As the portable kernel has them, which the suite knows."""
+    built = where.build(mode, SMALL)
+    table = built.block_table.clone()
+    table[0, 1], table[1, 0] = -1, built.num_blocks
+    with ops.planning_with(where.taking):
+        out, holes = built.read(), built.read(block_table=table)
+    with ops.planning_with(where.without):
+        assert_alike(holes, built.read(block_table=table))
+    assert not torch.equal(holes, out)
 
 
 def read_by(table: Table, built: Scene, **overrides: Any) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """What the tests of warp groups share, those for many query rows (test_warpgroups.py) and those for a few (test_drafts.py)."""
 
+import contextlib
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import test_backends
+from gluon_interpreted import interpreted_gluon
 
 from kvq_core import get_backend, launch, ops
 from kvq_core.offline import Device, planning_for
-from kvq_core.plans import Table, lookup
+from kvq_core.plans import Entry, Groups, Table, lookup
 from kvq_core.plans.lookup import listening
-from kvq_core.testing import scene
+from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
+from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 
 H200 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
@@ -31,6 +35,39 @@ def use_kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypa
         monkeypatch.setattr(launch, "triton_is_known", lambda: True)
     elif not launch.triton_is_known():
         pytest.skip("this Triton's Gluon is not known to kvq")
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place where warp groups' kernels run, and tables by which calls are planned with them and without."""
+
+    place: Place
+    taking: Table
+    without: Table
+
+    def build(self, mode: str, case: Case, most: int = 250) -> Scene:
+        """The case, filled; in the interpreter with fewer and shorter sequences, of fewer than ``most`` keys."""
+        if self.place.name == "interpret":
+            queries = tuple(min(query, 40) for query in case.query_lens[:3])
+            keys = tuple(max(query, min(keys, most - 100 + keys % 100)) for query, keys in zip(queries, case.seq_lens, strict=False))
+            case = replace(case, query_lens=queries, seq_lens=keys)
+        return scene.build(case, get_backend(mode), self.place.device).fill()
+
+
+@contextlib.contextmanager
+def entered(name: str, monkeypatch: pytest.MonkeyPatch, gpu_s: Table, choice: Groups, *kernels: str) -> Iterator[Where]:
+    """Place ``name``: a GPU with the table ``gpu_s``, or the interpreter, in which the modules ``kernels`` are planned by ``choice``."""
+    place = places.enter(name, monkeypatch)
+    if name == "gpu":
+        yield Where(place, gpu_s, table_of("sm_90", replace(choice, groups=0)))
+        return
+    monkeypatch.setattr(launch, "groups_fit", lambda attention, form: True)
+    with interpreted_gluon(*kernels):
+        yield Where(place, table_of("", choice), table_of("", replace(choice, groups=0)))
+
+
+def table_of(arch: str, choice: Groups) -> Table:
+    return Table(arch, {"groups": (Entry({}, choice),)})
 
 
 def refused(plain: Case) -> dict[str, Case]:

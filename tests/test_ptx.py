@@ -1,0 +1,42 @@
+"""The kernels' own PTX, interpreted: it gives the same bits as the plain Triton beside it, which other GPUs and the interpreter take."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ptx_interpreted import interpreted_ptx
+
+from kvq_core import get_backend, launch
+from kvq_core.registry import FIRST_PARTY
+from kvq_core.testing import scene
+from kvq_core.testing.cases import Case
+
+MODES = sorted(set(FIRST_PARTY) - {"none"})
+CASES = (
+    Case(query_lens=(1, 1), seq_lens=(90, 33), head_size=128, queries_per_kv=4, dtype=torch.bfloat16),
+    Case(query_lens=(40,), seq_lens=(70,), head_size=64, queries_per_kv=2, dtype=torch.bfloat16, softcap=20.0),
+)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``arch``: from sm_89 on there are conversions of fp8."""
+
+    def results(use_asm: bool) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(launch, "_device_facts", lambda device: launch.DeviceFacts(4, use_asm, arch))
+        built = scene.build(case, get_backend(mode), interpreted)
+        built.write()
+        return built.pages.integers("key_cache"), built.pages.integers("value_cache"), built.read()
+
+    wanted = results(use_asm=False)
+    with interpreted_ptx() as done:
+        got = results(use_asm=True)
+    assert len(set(done)) >= 2, "codes are made and unpacked"
+    for name, one, other in zip(("key_cache", "value_cache", "out"), got, wanted, strict=True):
+        assert torch.equal(one, other), name

@@ -3,12 +3,14 @@
 Inside :func:`interpreted_gluon` modules of kernels are imported anew with a Gluon that is Triton's language, where layouts are dropped,
 shared memory is an array, and copies arrive when they are waited for, and not before: until then their targets are NaN. The kernel's own
 text is run, one program after the other, and each operation for all threads of a warp group at once: what keeps those from overtaking each
-other does not show here. Groups of a program run side by side, and meet at its barriers; a wait that nothing ends fails.
+other does not show here. Groups of a program take turns, handed on at its barriers; a wait that nothing ends fails.
 """
 
 import contextlib
+import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -51,7 +53,7 @@ def _module(name: str, **contents: Any) -> ModuleType:
     return module
 
 
-def _language() -> ModuleType:
+def _language(seed: int) -> ModuleType:
     return _module(
         f"{_GLUON}.language",
         **{name: getattr(tl, name) for name in _AS_THEY_ARE},
@@ -63,7 +65,7 @@ def _language() -> ModuleType:
         full_like=lambda x, value: tl.full(x.shape, value, x.dtype),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         allocate_shared_memory=allocate,
-        warp_specialize=specialize,
+        warp_specialize=partial(specialize, random.Random(seed)),
         thread_barrier=_nothing,
         barrier=_nothing,
     )
@@ -85,9 +87,9 @@ def _of_barrier(name: str) -> Callable[..., None]:
 def _nothing() -> None: ...
 
 
-def _modules() -> dict[str, ModuleType]:
+def _modules(seed: int) -> dict[str, ModuleType]:
     """Gluon's modules that kernels import, and none of Gluon in them."""
-    copies, language = Copies(), _language()
+    copies, language = Copies(), _language(seed)
     async_copy = _module("async_copy", async_copy_global_to_shared=copies.begin, commit_group=copies.commit, wait_group=copies.wait)
     mbarrier = _module("mbarrier", MBarrierLayout=MBarrierLayout, **{name: _of_barrier(name) for name in ("init", "arrive", "wait")})
     hopper = _module("hopper", warpgroup_mma=multiply, warpgroup_mma_wait=waited, fence_async_shared=_nothing, mbarrier=mbarrier)
@@ -102,13 +104,16 @@ def _modules() -> dict[str, ModuleType]:
 
 
 @contextlib.contextmanager
-def interpreted_gluon(*kernels: str) -> Iterator[list[ModuleType]]:
-    """The modules ``kernels``, imported anew, with what they import of Gluon interpreted. Nothing of it is left afterwards."""
+def interpreted_gluon(*kernels: str, seed: int = 0) -> Iterator[list[ModuleType]]:
+    """The modules ``kernels``, imported anew, with what they import of Gluon interpreted. Nothing of it is left afterwards.
+
+    ``seed``: of the turns that groups take.
+    """
     tl.block_type.layout = Layout()
     try:
         with _replaced({}, "kvq_core.kernels.warpgroups", *kernels), interpreted_ptx():
             # Only to be imported: Triton itself asks for its Gluon when it launches something.
-            with _replaced(_modules(), _GLUON):
+            with _replaced(_modules(seed), _GLUON):
                 modules = [import_module(name) for name in kernels]
             yield modules
     finally:

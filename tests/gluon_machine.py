@@ -61,11 +61,10 @@ class Shared:
 
 
 class Turns:
-    """Of a program's groups one runs at a time. It hands on at barriers, to whichever chance says, but the same one every time."""
+    """Of a program's groups one runs at a time. It hands on at barriers, to whichever ``chance`` says."""
 
-    chance = random.Random(0)
-
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, chance: random.Random) -> None:
+        self.chance = chance
         self.changed = threading.Condition()
         self.running = list(range(groups))
         self.turn = groups - 1
@@ -194,9 +193,9 @@ def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool =
     return _tensor(exact.astype(np.float32), tl.float32)
 
 
-def specialize(groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
+def specialize(chance: random.Random, groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
     """Each group in a thread. The last begins: what it does not wait for is not there."""
-    turns = Turns(len(groups))
+    turns = Turns(len(groups), chance)
     failures: list[BaseException] = []
 
     def run(group: int, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:

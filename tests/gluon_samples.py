@@ -13,11 +13,12 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @dataclass(frozen=True)
 class Sample:
-    """``left``: copies that are not waited for. ``frees``: what was read may be written again."""
+    """``left``: copies that are not waited for. ``waits``: for what is read. ``frees``: what was read may be written again."""
 
     size: int
     left: int = 0
     rounds: int = 0
+    waits: bool = True
     frees: bool = True
     asm: str = ""
 
@@ -47,7 +48,8 @@ def fill(shared, full, free, C: gl.constexpr):
 @gluon.jit
 def drain(target, shared, full, free, C: gl.constexpr):
     for n in range(0, C.rounds):
-        mbarrier.wait(full, n & 1)
+        if C.waits:
+            mbarrier.wait(full, n & 1)
         gl.store(target + n * C.size + gl.arange(0, C.size, ROW), shared.load(ROW))
         if C.frees:
             mbarrier.arrive(free, count=1)

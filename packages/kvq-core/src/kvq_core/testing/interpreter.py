@@ -13,6 +13,7 @@ from typing import Any
 
 def hasten() -> None:
     """Make the interpreter of this process faster, once."""
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     if getattr(interpreter, "_kvq_hastened", False):
@@ -24,6 +25,19 @@ def hasten() -> None:
     dtype_of = getattr(interpreter, "_get_np_dtype", None)
     if inspect.isfunction(dtype_of):
         interpreter._get_np_dtype = _remembering(dtype_of)
+    for kind, arguments, remembering in (
+        (core.block_type, ["self", "element_ty", "shape"], _remembering_types),
+        (core.tensor, ["self", "handle", "type"], _remembering_shapes),
+    ):
+        if list(inspect.signature(kind.__init__).parameters) == arguments:
+            setattr(kind, "__init__", remembering(kind.__init__, core))  # noqa: B010
+    meaning: Any = getattr(semantic, "TritonSemantic", None)
+    broadcast: Any = getattr(meaning, "broadcast_impl_value", None)
+    if inspect.isfunction(broadcast) and list(inspect.signature(broadcast).parameters) == ["self", "lhs", "rhs"]:
+        meaning.broadcast_impl_value = _unless_alike(broadcast, core)
+    check: Any = getattr(meaning, "binary_op_sanitize_overflow_impl", None)
+    if inspect.isfunction(check):
+        meaning.binary_op_sanitize_overflow_impl = _if_asserted(check, interpreter)
     interpreter._kvq_hastened = True
 
 
@@ -77,3 +91,70 @@ def _remembering(dtype_of: Any) -> Any:
         return found
 
     return remembered
+
+
+def _remembering_types(init: Any, core: Any) -> Any:
+    """``block_type.__init__``, which finds out all about a type of block, of numbers, once."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    @functools.wraps(init)
+    def remembered(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(self) is not core.block_type or type(element_ty) is not core.dtype:
+            return init(self, element_ty, shape)
+        facts = (element_ty.name, *(size.value if type(size) is core.constexpr else size for size in shape))
+        found = known.get(facts)
+        if found is None:
+            init(self, element_ty, shape)
+            known[facts] = dict(vars(self))
+        else:
+            vars(self).update(found)
+        return None
+
+    return remembered
+
+
+def _remembering_shapes(init: Any, core: Any) -> Any:
+    """``tensor.__init__``, which makes of a type what its tensors say of themselves, once for each type of numbers."""
+    known: dict[str, dict[str, Any]] = {}
+
+    @functools.wraps(init)
+    def remembered(self: Any, handle: Any, type: Any) -> None:
+        kind = type.__class__
+        if self.__class__ is not core.tensor or (
+            kind is not core.dtype and (kind is not core.block_type or type.element_ty.__class__ is not core.dtype)
+        ):
+            return init(self, handle, type)
+        found = known.get(type.name)
+        if found is None:
+            init(self, handle, type)
+            known[type.name] = {**vars(self), "handle": None}
+        else:
+            vars(self).update(found)
+            self.handle, self.type = handle, type
+        return None
+
+    return remembered
+
+
+def _unless_alike(broadcast: Any, core: Any) -> Any:
+    """``broadcast`` of two tensors, which compares shapes size by size, for those whose shapes differ."""
+
+    @functools.wraps(broadcast)
+    def unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if type(left) is core.block_type and type(right) is core.block_type and left.shape.values == right.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return unless_alike
+
+
+def _if_asserted(check: Any, interpreter: Any) -> Any:
+    """``check`` of a sum or product for overflow, where its verdict is heard: without ``debug`` nobody asserts it."""
+
+    @functools.wraps(check)
+    def if_asserted(self: Any, *arguments: Any) -> None:
+        if not isinstance(self.builder, interpreter.InterpreterBuilder) or getattr(self.builder.options, "debug", True):
+            check(self, *arguments)
+
+    return if_asserted

@@ -1,6 +1,6 @@
 """A few query rows by one warp group: which calls take it, and that it answers as float64 attention and as the portable kernels do.
 
-kvq's table for sm_90 plans it from 17 to 64 query rows (tokens x heads of a group) of each sequence over pages of int8 and fp8.
+kvq's table for sm_90 plans it from 17 to 64 query rows (tokens x heads of a group) of each sequence over packed pages.
 """
 
 import sys
@@ -32,14 +32,16 @@ from kvq_core import ops
 from kvq_core.offline import Device
 from kvq_core.plans import Groups, Table
 from kvq_core.plans.lookup import listening
+from kvq_core.registry import FIRST_PARTY
 from kvq_core.schedule import batch_invariant
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 from kvq_core.testing.scene import Scene
 
-MODES = ["fp8_per_tensor", "fp8_per_token_head", "int8_per_token_head"]
+MODES = sorted(set(FIRST_PARTY) - {"none"})
 DRAFTS = Case(query_lens=(8,) * 3, seq_lens=(1100, 400, 77), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
 NOBODY_S = Table("sm_90", {})
+KERNELS = [f"kvq_{package}.drafts" for package in ("int8fp8", "int4", "int2")]
 
 TAKEN: tuple[Case, ...] = (
     DRAFTS,
@@ -102,7 +104,7 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     mode = "int8_per_token_head"
     assert "groups" not in asked(mode, DRAFTS, replace(H200, arch="sm_100"))
     assert "groups" not in asked(mode, replace(DRAFTS, seq_lens=(100, 40, 77)), max_seqlen_k=100)
-    assert "groups" not in asked("int4_per_token_head", DRAFTS) and "groups" not in asked("none", DRAFTS)
+    assert "groups" not in asked("none", DRAFTS)
     with batch_invariant():
         assert "groups" not in asked(mode, DRAFTS)
     monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: False)
@@ -111,7 +113,7 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=places.params("interpret", "gpu"))
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Where]:
-    with entered(request.param, monkeypatch, NOBODY_S, Groups(1, 4, 248), "kvq_int8fp8.drafts") as where:
+    with entered(request.param, monkeypatch, NOBODY_S, Groups(1, 4, 248), *KERNELS) as where:
         yield where
 
 

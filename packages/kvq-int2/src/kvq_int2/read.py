@@ -50,7 +50,7 @@ that the mask keeps."""
 
 def launch_read(attention: Attention) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, FORMAT, "kvq_int2.prefill")
+    return launch_attention(attend, attention, FORMAT, "kvq_int2.prefill", "kvq_int2.drafts")
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

@@ -31,7 +31,7 @@ SUBNORMAL = tl.constexpr(2.0**24)  # float16's smallest step is 2^-24
 
 def launch_read(attention: Attention) -> Launched:
     """Run the kernel on a validated problem."""
-    return launch_attention(attend, attention, FORMAT, "kvq_int4.prefill")
+    return launch_attention(attend, attention, FORMAT, "kvq_int4.prefill", "kvq_int4.drafts")
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

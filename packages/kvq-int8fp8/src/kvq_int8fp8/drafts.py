@@ -8,10 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.warpgroups.drafts.kernel import attend_drafts
+from kvq_core.kernels.warpgroups.drafts.numbers import Numbers
 from kvq_int8fp8.unpacking import convert_fp8_asm, int8_numbers, unpack_int8_asm
 
 INT8_NUMBERS = int8_numbers("0x4240", "0x4341")
 """Pairs of one stream: of neighbouring lanes."""
+INT8 = gl.constexpr(Numbers(unit=2.0**-24, offset=-128.0))
+# Sums of 128 products with codes of 448 times the scale of a huge key stay finite with small queries and a smaller scale.
+FP8 = gl.constexpr(Numbers(shrunk=2.0**-8, peak=0.5))
+PER_TENSOR = gl.constexpr(Numbers(scaled=False))
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
@@ -35,23 +40,19 @@ def attend(
         attend_drafts(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             1.0, 2.0**14,
-            SCALED=True, SHRUNK=1.0, PEAK=32.0, UNIT=2.0**-24, OFFSET=-128.0,
-            UNPACK_KEYS=unpack_int8_asm, UNPACK_VALUES=unpack_int8_values, C=C,
+            unpack_int8_asm, unpack_int8_values, None, None, INT8, C,
         )  # fmt: skip
     elif C.format.variant == "fp8_per_tensor":
         attend_drafts(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             gl.load(keys.scales), gl.load(values.scales),
-            SCALED=False, SHRUNK=1.0, PEAK=32.0, UNIT=1.0, OFFSET=0.0,
-            UNPACK_KEYS=convert_fp8_asm, UNPACK_VALUES=convert_fp8_asm, C=C,
+            convert_fp8_asm, convert_fp8_asm, None, None, PER_TENSOR, C,
         )  # fmt: skip
     else:
-        # Sums of 128 products with codes of 448 times the scale of a huge key stay finite with small queries and a smaller scale.
         attend_drafts(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             2.0**8, 1.0,
-            SCALED=True, SHRUNK=2.0**-8, PEAK=0.5, UNIT=1.0, OFFSET=0.0,
-            UNPACK_KEYS=convert_fp8_asm, UNPACK_VALUES=convert_fp8_asm, C=C,
+            convert_fp8_asm, convert_fp8_asm, None, None, FP8, C,
         )  # fmt: skip
 
 

@@ -69,7 +69,11 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, PART
     else:
         valid = tl.full([C.keys], True, tl.int1)
     table = batch.block_table + work.seq.to(tl.int64) * table_stride
-    entry, slot = entries_of(number, tl.arange(0, C.keys), C.keys, C.block_size)
+    if C.keys_first:
+        entry, slot = entries_of(number, tl.arange(0, C.keys), C.keys, C.block_size)
+    else:
+        # Of many rows, whose tiles have more to do, this is the shorter code (compiled for sm_100).
+        entry, slot = position // C.block_size, position % C.block_size
     block = load_blocks(table + entry, valid, C.small_vectors)
     if CHECKED:
         valid = valid & block_exists(block, num_blocks)

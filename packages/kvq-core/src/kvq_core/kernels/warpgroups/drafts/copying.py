@@ -5,13 +5,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kvq_core.kernels.tiles import entries_of
-from kvq_core.kernels.warpgroups.drafts.layouts import BY_ROW, COPY, Places
-from kvq_core.kernels.warpgroups.layouts import HALF, VECTOR
+from kvq_core.kernels.warpgroups.drafts.layouts import Places, copying
+from kvq_core.kernels.warpgroups.layouts import VECTOR
 
 
 @gluon.jit
 def find_tile(number, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
     """In which blocks a tile's keys lie, for :func:`copy_tile`: loads, and nothing that waits for them."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, copying(C.head_size // C.format.streams))
     block, slot, exists = find_keys(number, span, BY_ROW, CHECKED, C)
     scale_block, scale_slot, scale_exists = block, slot, exists
     if SCALED:
@@ -54,7 +55,8 @@ def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constex
     v_place = k_place
     if not C.same_strides:
         v_place = (block * (v.block_stride // 8) + slot * (v.slot_stride // 8)) * 8
-    lane = gl.arange(0, HALF, gl.SliceLayout(0, COPY))[None, :]
+    LANES: gl.constexpr = C.head_size // C.format.streams
+    lane = gl.arange(0, LANES, gl.SliceLayout(0, copying(LANES)))[None, :]
     copy(tiles.k.index(at), k.codes + (k_place[:, None] + lane), places.exists[:, None], CHECKED)
     copy(tiles.v.index(at), v.codes + (v_place[:, None] + lane), places.exists[:, None], CHECKED)
     if SCALED:

@@ -5,14 +5,33 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-STREAMS = gl.constexpr(2)
-LANES_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-"""Rows of 64 lanes such that ``ldmatrix`` meets every bank once, turned or not."""
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""A tile of lanes on its way into shared memory, 16 bytes a thread."""
+FARTHEST = gl.constexpr(3.4028234663852886e38)
+"""The largest float32. A row that has seen nothing is relative to minus this, which is no more than any score, and whose products with 0
+are 0."""
+OFFSETS_TILE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EVERY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 """A word of each warp's, all of them in every thread."""
-BY_ROW = gl.constexpr(gl.SliceLayout(1, COPY.value))
+
+
+@gluon.constexpr_function
+def lane_tile(lanes):
+    """Rows of ``lanes`` 16-bit lanes in shared memory such that ``ldmatrix`` meets every bank once, turned or not."""
+    return gl.SwizzledSharedLayout(8, max(1, 64 // lanes), min(8, lanes // 8), [1, 0])
+
+
+@gluon.constexpr_function
+def copying(lanes):
+    """A tile of lanes on its way there, 16 bytes a thread."""
+    threads = lanes // 8
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def along(rows):
+    """Query rows [rows, 128]: a thread has 16 channels, eight of which lie between neighbours."""
+    bits = [[1 << b, 0] for b in range(rows.bit_length() - 1)]
+    registers = [[0, 8], [0, 16], [0, 32], [0, 64], *bits[4:]]
+    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [0, 4], *bits[:2]], bits[2:4], [], [rows, 128])
 
 
 @gluon.constexpr_function
@@ -28,14 +47,32 @@ def left_operand(rows):
 
 
 @gluon.constexpr_function
+def stacked(lanes, keys):
+    """[64 / lanes, lanes, keys]: a left operand [64, keys] whose rows are streams of so many lanes, one above the other. Each of the four
+    warps has 16 lanes, or those of one stream."""
+    columns = [[0, 0, 1 << b] for b in range(keys.bit_length() - 1)]
+    registers = [columns[0], [0, 8, 0], *columns[3:]]
+    warps = [[0, bit, 0] if bit < lanes else [bit // lanes, 0, 0] for bit in (16, 32)]
+    threads = [columns[1], columns[2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, threads, warps, [], [64 // lanes, lanes, keys])
+
+
+@gluon.constexpr_function
+def offsets_of(streams):
+    """[streams, keys], up to four streams: a warp has one."""
+    return gl.BlockedLayout([1, 1], [1, 32], [streams, 4 // streams], [1, 0])
+
+
+@gluon.constexpr_function
 def right_operand(columns):
     """[k, columns] of 16 bits, or turned, in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns * 2), element_bitwidth=16, rank=2)
 
 
 class Tiles(NamedTuple):
-    """Shared memory: ``stages`` tiles of lanes [KEYS, 64] and scales [KEYS] of K and V, the weights [KEYS, ROWS] of this tile and the one
-    before, and the query's streams [ROWS, 64]; ``flags``: two words of each warp's."""
+    """Shared memory: ``stages`` tiles of lanes [KEYS, LANES] and scale words [KEYS] of K and V, the weights [KEYS, ROWS] of this tile and
+    the one before, and the two halves of the query's streams [ROWS, 64]; ``offsets``: where values have zero points, what takes them off
+    in these two tiles; ``flags``: two words of each warp's."""
 
     k: Any
     v: Any
@@ -43,6 +80,7 @@ class Tiles(NamedTuple):
     v_scales: Any
     weights: Any
     query: Any
+    offsets: Any
     flags: Any
 
 
@@ -56,7 +94,7 @@ class Span(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Blocks and slots of a tile's keys, [KEYS], and whether they are there: by rows of COPY; and of VECTOR, as their scales are copied."""
+    """Blocks and slots of a tile's keys, [KEYS], and whether they are there: as their codes are copied, and as scales are (VECTOR)."""
 
     block: Any
     slot: Any
@@ -75,21 +113,25 @@ class Rows(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What a key's products are multiplied by, and its weights, [KEYS]."""
+    """What a key's products are multiplied by, its zero point, and what its weights are multiplied by, [KEYS] float32; ``offsets``: what
+    takes the values' zero points off."""
 
     k: Any
+    k_zero: Any
     v: Any
+    offsets: Any
 
 
 class State(NamedTuple):
-    """What was summed: values' two streams [64, ROWS], and weights [4, 8, ROWS], by every thread for its own keys.
+    """What was summed: values' streams, in two halves [64, ROWS], and weights [4, 8, ROWS], by every thread for its own keys.
 
-    ``top`` [ROWS]: the maximum that both are relative to. ``largest``: the values' largest scale, likewise; ``grow``: 256 over it.
+    ``shift`` [ROWS]: minus the maximum that both are relative to, in log2 units; FARTHEST before there is one. ``largest``: the values'
+    largest scale, likewise; ``grow``: 256 over it.
     """
 
     low: Any
     high: Any
     total: Any
-    top: Any
+    shift: Any
     largest: Any
     grow: Any

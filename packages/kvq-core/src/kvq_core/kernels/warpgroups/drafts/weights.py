@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvq_core.kernels.warpgroups.drafts.copying import exist
 from kvq_core.kernels.warpgroups.drafts.layouts import EVERY_WARP, Scales, State, product
+from kvq_core.kernels.warpgroups.drafts.numbers import value_offsets
 from kvq_core.kernels.warpgroups.drafts.synchronizing import thread_barrier
 from kvq_core.kernels.warpgroups.layouts import WARPS
 
@@ -15,27 +16,34 @@ most."""
 
 
 @gluon.jit
-def load_scales(at, tiles, SCALED: gl.constexpr, SHRUNK: gl.constexpr, C: gl.constexpr):
+def load_scales(at, tiles, SPLIT: gl.constexpr, OFFSETS: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     """Those of the tile at place ``at``."""
     BY_KEY: gl.constexpr = gl.SliceLayout(1, product(C.rows))
     k = gl.full([C.keys], 1.0, gl.float32, BY_KEY)
     v = k
-    if SCALED:
-        k = tiles.k_scales.index(at).load(BY_KEY) * SHRUNK
+    zero = k
+    offsets = k
+    if N.scaled:
+        k = tiles.k_scales.index(at).load(BY_KEY)
         v = tiles.v_scales.index(at).load(BY_KEY)
-    return Scales(k, v)
+        if N.zeros:
+            k, zero = SPLIT(k)
+            v, _ = SPLIT(v)
+            offsets = value_offsets(tiles.v_scales.index(at), OFFSETS, C)
+        k = k * N.shrunk
+    return Scales(k, zero, v, offsets)
 
 
 @gluon.jit
 def compare(
-    n, first, s, scales, state, rows, tiles, span, EDGE: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr
+    n, first, s, scales, state, rows, tiles, span, EDGE: gl.constexpr, N: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Tile n's products as (scores, the same in log2 units above their rows' maxima, whether these are to be looked up anew: a scalar)."""
     KEYS: gl.constexpr = C.keys
     ROWS: gl.constexpr = C.rows
     P: gl.constexpr = product(ROWS)
     BY_KEY: gl.constexpr = gl.SliceLayout(1, P)
-    if SCALED:
+    if N.scaled:
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
         nothing = gl.zeros([KEYS, ROWS], gl.float32, P)
         s = gl.fma(s, nothing + scales.k[:, None], nothing)
@@ -44,39 +52,40 @@ def compare(
         seen = exist(n, span, BY_KEY, C)[:, None] & (position[:, None] <= rows.position[None, :])
         s = gl.where(seen, s, float("-inf"))
     # A row without a maximum has scores above it, if it sees any. A piece's first tile is looked at whatever they are.
-    z = relative(s, state.top, rows.left, 2.0**127, C)
-    high = any_above(z, scales.v, state.largest, tiles.flags.index((n - first) % 2), SCALED, C)
+    z = relative(s, state.shift, rows.left, C)
+    high = any_above(z, scales.v, state.largest, tiles.flags.index((n - first) % 2), N, C)
     return s, z, (n == first) | high
 
 
 @gluon.jit
-def weigh(n, first, s, z, too_high, scales, state, rows, tiles, SCALED: gl.constexpr, C: gl.constexpr):
+def weigh(n, first, s, z, too_high, scales, state, rows, tiles, N: gl.constexpr, C: gl.constexpr):
     """The weights of what :func:`compare` gave, in shared memory, and the state with both them and the values of the tile before."""
     low, high = warpgroup_mma_wait(0, deps=(state.low, state.high))
-    state = State(low, high, state.total, state.top, state.largest, state.grow)
+    state = State(low, high, state.total, state.shift, state.largest, state.grow)
     if too_high:
-        state = raise_top(s, scales.v, state, rows, SCALED, C)
-        z = relative(s, state.top, rows.left, 0.0, C)
+        state = raise_top(s, scales.v, state, rows, N, C)
+        z = relative(s, state.shift, rows.left, C)
     p = gl.exp2(z)
     total = state.total + sum_of_threads(p, C)
     tiles.weights.index((n - first) % 2).store((p * (scales.v * state.grow)[:, None]).to(gl.float16))
+    if N.zeros:
+        tiles.offsets.index((n - first) % 2).store(scales.offsets)
     fence_async_shared()
-    return State(state.low, state.high, total, state.top, state.largest, state.grow)
+    return State(state.low, state.high, total, state.shift, state.largest, state.grow)
 
 
 @gluon.jit
-def relative(s, top, left, unseen, C: gl.constexpr):
-    """Scores in log2 units above their row's maximum; ``unseen`` above nothing where a row has none yet. ``left`` is a power of two, so
-    that a multiply-add is exact but for its own rounding."""
+def relative(s, shift, left, C: gl.constexpr):
+    """Scores in log2 units above their row's maximum. ``left`` is a power of two, so that a multiply-add is exact but for its own
+    rounding."""
     KEYS: gl.constexpr = C.keys
     ROWS: gl.constexpr = C.rows
     nothing = gl.zeros([KEYS, ROWS], gl.float32, product(ROWS))
-    shift = gl.where(top == float("-inf"), unseen, -(top * left))
     return gl.fma(s, nothing + left[None, :], nothing + shift[None, :])
 
 
 @gluon.jit
-def any_above(z, v_scale, largest, flags, SCALED: gl.constexpr, C: gl.constexpr):
+def any_above(z, v_scale, largest, flags, N: gl.constexpr, C: gl.constexpr):
     """Whether any of all scores ``z`` leaves the headroom, or a value's scale is larger than ``largest``: a scalar.
 
     ``flags`` [WARPS], shared memory that nobody has read since the last barrier but one: with one word of each warp's a barrier is enough,
@@ -86,7 +95,7 @@ def any_above(z, v_scale, largest, flags, SCALED: gl.constexpr, C: gl.constexpr)
     z = z.reshape([C.keys // 64, WARPS, 2, 8, C.rows // 8, 4, 2])
     most = gl.max(gl.max(gl.max(gl.max(z, 6), 4), 2), 0)
     high = most > HEADROOM
-    if SCALED:
+    if N.scaled:
         scale = gl.max(gl.max(v_scale.reshape([C.keys // 64, WARPS, 2, 8]), 2), 0)
         scale = gl.convert_layout(scale, gl.SliceLayout(2, most.type.layout), assert_trivial=True)
         high = high | (scale > largest)[:, :, None]
@@ -96,18 +105,17 @@ def any_above(z, v_scale, largest, flags, SCALED: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def raise_top(s, v_scale, state, rows, SCALED: gl.constexpr, C: gl.constexpr):
+def raise_top(s, v_scale, state, rows, N: gl.constexpr, C: gl.constexpr):
     """The state relative to maxima with these scores and scales among them."""
-    top = gl.maximum(state.top, gl.max(s, 0))
-    # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
-    alpha = gl.exp2((state.top - gl.where(top == float("-inf"), 0.0, top)) * rows.left)
+    shift = gl.minimum(state.shift, -(gl.max(s, 0) * rows.left))
+    alpha = gl.exp2(shift - state.shift)
     OF_THREADS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, state.total.type.layout))
     total = state.total * gl.convert_layout(alpha, OF_THREADS, assert_trivial=True)[None, None, :]
     largest = state.largest
-    if SCALED:
+    if N.scaled:
         largest = gl.maximum(largest, gl.max(v_scale, 0))
         alpha = alpha * (state.largest / largest)
-    return State(state.low * alpha[None, :], state.high * alpha[None, :], total, top, largest, 256.0 / largest)
+    return State(state.low * alpha[None, :], state.high * alpha[None, :], total, shift, largest, 256.0 / largest)
 
 
 @gluon.jit

@@ -55,7 +55,7 @@ def in_words(problem: Problem, launch: Launch) -> str:
         row_blocks = problem.num_seqs * launch.max_row_blocks
         merge = merge_tile(problem, launch, row_blocks)
         words += f"; {launch.split}: {launch.programs} programs, {launch.max_items} items, least {launch.least}, chunk {launch.chunk}"
-        words += f"; merge {merge.few}, {merge.pieces}, {merge.blocks}, {merge.warps} warps"
+        words += f"; merge {merge.few}, {merge.pieces}, {merge.blocks}, {merge.slices} slices, {merge.warps} warps"
     return words
 
 

@@ -246,7 +246,19 @@ def test_the_merge_suits_the_number_of_rows(num_seqs: int, rows_together: bool, 
     assert (merge.few > 1) == rows_together
     assert merge.blocks == blocks
     if num_seqs == 1:
-        assert 2 * merge.pieces >= launch.programs  # a row's pieces in two steps
+        shares = problem.max_seqlen_k // (launch.least * launch.tile.keys)
+        assert 2 * merge.pieces >= min(launch.programs, shares)  # a row's pieces in two steps
+
+
+@pytest.mark.parametrize(("keys", "pieces"), [(512, 32), (1024, 32), (4096, 64), (131072, 128)])
+def test_the_merge_of_a_short_sequence_expects_few_pieces(keys: int, pieces: int) -> None:
+    """As many as the longest sequence has shares, which may be fewer than there are programs."""
+    problem = replace(A, arch="sm_90", num_seqs=1, max_seqlen_k=keys, max_keys=keys)
+    (launch,) = plan(problem)
+    merge = merge_tile(problem, launch, launch.max_row_blocks)
+    assert merge.pieces == pieces
+    if keys <= 4096:
+        assert launch.programs > merge.pieces
 
 
 def test_write_programs_are_small() -> None:

@@ -30,7 +30,7 @@ PRESENT = {
     "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
     "groups": Groups(groups=0, stages=2, registers=184),
     "write": Write(rows=16, warps=1),
-    "merge": Merge(few=8, pieces=32, blocks=8, warps=4),
+    "merge": Merge(few=8, pieces=32, blocks=8, slices=1, warps=4),
 }
 ONE, TWO, FOUR, EIGHT = (Write(rows=8, warps=1), Write(rows=16, warps=1), Write(rows=32, warps=1), Write(rows=64, warps=1))
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")

@@ -234,9 +234,11 @@ def _launch(
         return
     row_blocks = batch.num_seqs * launch.max_row_blocks
     merge = schedule.merge_tile(problem, launch, row_blocks)
+    slices = min(merge.slices, config.slices)
+    rows = triton.cdiv(row_blocks, merge.blocks) * config.tokens * config.group
     launched.start(
         merge_kernel,
-        (row_blocks * (tile.rows // 8) + triton.cdiv(row_blocks, merge.blocks) * config.tokens * config.group, num_kv_heads),
+        (row_blocks * (tile.rows // 8) + rows * slices, num_kv_heads),
         output,
         attention.output_scale,
         lengths,
@@ -244,7 +246,7 @@ def _launch(
         splits,
         partials,
         row_blocks,
-        TILE=args.MergeTile(merge.few, merge.pieces, merge.blocks),
+        TILE=args.MergeTile(merge.few, merge.pieces, merge.blocks, slices),
         C=config,
         num_warps=merge.warps,
         **({"launch_pdl": True} if config.overlap else {}),
@@ -292,6 +294,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         use_asm=_device_facts(attention.q.device).use_asm,
         fp8_hardware=_device_facts(attention.q.device).fp8_hardware,
         least_pieces=1 if tile.groups else 2,
+        mixed=form.rotated and not tile.groups,
         overlap=("start" if launch.merge_waits else "end") if launch.split and _overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )

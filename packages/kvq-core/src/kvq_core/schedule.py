@@ -294,7 +294,11 @@ def prefill_tile(problem: Problem) -> Tile:
 def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> plans.Merge:
     """How the pieces of a launch are merged. Its time is that of its loads."""
     rows = -(-row_blocks * problem.num_kv_heads * launch.tile.rows // problem.num_sms)
-    pieces = power_of_two(-(-launch.max_items // row_blocks))
+    pieces = -(-launch.max_items // row_blocks)
+    if launch.split == "shares":
+        # No more than the longest sequence has shares of the least size.
+        pieces = min(pieces, -(-problem.max_seqlen_k // (launch.least * launch.tile.keys)))
+    pieces = power_of_two(pieces)
     if problem.batch_invariant:
         # The order of the sums may follow the batch only where results may.
         rows, pieces = INVARIANT_ROWS, 1

@@ -269,6 +269,7 @@ class ReadConfig:
     use_asm: bool
     fp8_hardware: bool  # it converts e4m3 to float16, NaN included
     least_pieces: int  # of a row that the merge is left: one, or two where the attention kernel itself finishes a row in one piece
+    mixed: bool  # shares are left with their streams mixed: a part of the un-rotation, and all of it that crosses streams
     overlap: str  # the merge is put in place at the "start" or "end" of shares, and waits on the device; else ""
     upcast_dots: bool
 
@@ -352,6 +353,13 @@ class ReadConfig:
     def value_heads(self) -> Heads:
         return Heads(self.head_size_v, self.format.streams, self.width)
 
+    @property
+    def slices(self) -> int:
+        """The most slices that a row can be merged in: of its streams if they are mixed already, of lanes if nothing mixes them."""
+        if self.format.rotated:
+            return self.format.streams if self.mixed else 1
+        return self.width
+
 
 @dataclass(frozen=True)
 class WriteConfig:
@@ -379,8 +387,9 @@ class WriteConfig:
 @dataclass(frozen=True)
 class MergeTile:
     """Compile-time facts of a merge: up to ``few`` pieces eight rows go together; of more, ``pieces`` of a row are loaded together, by
-    a program for the same row of ``blocks`` row blocks."""
+    a program for the same row of ``blocks`` row blocks and one of ``slices`` of its channels."""
 
     few: int
     pieces: int
     blocks: int
+    slices: int

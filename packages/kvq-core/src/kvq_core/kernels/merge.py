@@ -18,7 +18,8 @@ from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
 @triton.jit(do_not_specialize=["num_row_blocks"])
 def merge_kernel(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE: tl.constexpr, C: tl.constexpr):
-    """Combine the shares of every row block. Grid (eight rows of each row block, then a row of every TILE.blocks row blocks; kv heads).
+    """Combine the shares of every row block. Grid (eight rows of each row block, then a slice of a row of every TILE.blocks row
+    blocks; kv heads).
 
     Few pieces: eight rows at a time, which share an un-rotation. Many: a row at a time, TILE.pieces of them loaded together. Which of the
     two a row block needs is known on the device alone, and the programs of the other end at once: so one of the second kind looks at
@@ -33,13 +34,15 @@ def merge_kernel(output, output_scale, batch, scoring, splits, partials, num_row
             merge_rows(place % TILES * 8 + tl.arange(0, 8), block, output, output_scale, scoring, splits, partials, C)
     else:
         place -= num_row_blocks * TILES
+        part = place % TILE.slices
+        place = place // TILE.slices
         first = place // ROWS * TILE.blocks
         here = row_block(first + tl.arange(0, TILE.blocks), num_row_blocks, batch, partials, C)
         if tl.max(here.num_pieces, 0) > TILE.few:
             for number in range(first, tl.minimum(first + TILE.blocks, num_row_blocks)):
                 block = row_block(number, num_row_blocks, batch, partials, C)
                 if block.num_pieces > TILE.few:
-                    merge_row(place % ROWS, block, output, output_scale, scoring, splits, partials, TILE.pieces, C)
+                    merge_row(place % ROWS, part, block, output, output_scale, scoring, splits, partials, TILE, C)
 
 
 @triton.jit
@@ -102,7 +105,7 @@ def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.
     result = ()
     for s in tl.static_range(tl.constexpr(C.format.streams)):
         result = result + (acc[s] * scale[:, None],)
-    store_rows(result, output, output_scale, token, head, valid, ROWS, C)
+    store_rows(result, output, output_scale, token, head, valid, ROWS, C, MIXED=C.mixed)
 
 
 @triton.jit
@@ -122,18 +125,25 @@ def load_shares(at, valid, partials, C: tl.constexpr):
 
 
 @triton.jit
-def merge_row(r, block, output, output_scale, scoring, splits, partials, PIECES: tl.constexpr, C: tl.constexpr):
-    """Write the result of row ``r`` (scalar) of a block, whose pieces are spread over the program's threads, PIECES at a time.
+def merge_row(r, part, block, output, output_scale, scoring, splits, partials, TILE: tl.constexpr, C: tl.constexpr):
+    """Write a slice of the result of row ``r`` (scalar) of a block, whose pieces its threads share, TILE.pieces at once.
 
-    Every PIECES-th piece is summed on its own, and these sums in the end: nothing crosses threads within the loop.
+    Slice ``part`` of TILE.slices has some of a row's streams, which nothing mixes any more, or of its lanes, where nothing ever does.
+    Every TILE.pieces-th piece is summed on its own, and these sums in the end: nothing crosses threads within the loop.
     """
     HEADS: tl.constexpr = C.value_heads
     SIGNS: tl.constexpr = C.format.signs
-    STREAMS: tl.constexpr = HEADS.streams
-    WIDTH: tl.constexpr = HEADS.width
+    STREAMS: tl.constexpr = HEADS.streams // (TILE.slices if C.format.rotated else 1)
+    WIDTH: tl.constexpr = HEADS.width // (1 if C.format.rotated else TILE.slices)
+    PIECES: tl.constexpr = TILE.pieces
     token, head, valid, row, step = first_share(r, block, splits, C)
     lane = tl.arange(0, WIDTH)[None, :]
     stream = tl.arange(0, STREAMS)[:, None]
+    if C.format.rotated:
+        stream += part * STREAMS
+    else:
+        lane += part * WIDTH
+    channel = lane * HEADS.streams + stream
     inside = lane < HEADS.lanes
     place = stream * HEADS.lanes + lane
     top = tl.full([PIECES], float("-inf"), tl.float32)
@@ -158,5 +168,5 @@ def merge_row(r, block, output, output_scale, scoring, splits, partials, PIECES:
     state, factor = add_sink(SoftmaxState(largest, tl.sum(total * weight, 0)), head, valid, scoring)
     x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
     if C.format.rotated:
-        x = unrotate_row(x, HEADS, SIGNS)
-    store_channels(x, lane * STREAMS + stream, tl.where(valid, inside, False), output, output_scale, token, head, C)
+        x = unrotate_row(x, channel, HEADS, SIGNS, C.mixed)
+    store_channels(x, channel, tl.where(valid, inside, False), output, output_scale, token, head, C)

@@ -85,12 +85,12 @@ def row_factors(peak, factor):
 
 
 @triton.jit
-def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr):
-    """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order."""
+def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False):
+    """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order. MIXED: see C.mixed."""
     HEADS: tl.constexpr = C.value_heads
     FORMAT: tl.constexpr = C.format
     if C.format.rotated:
-        streams = unrotate(streams, HEADS, FORMAT, C.upcast_dots)
+        streams = unrotate(streams, HEADS, FORMAT, C.upcast_dots, MIXED)
     x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
     channel = tl.arange(0, HEADS.width * HEADS.streams)[None, :]
     mask = valid[:, None]

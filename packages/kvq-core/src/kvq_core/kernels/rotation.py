@@ -149,27 +149,31 @@ def unstacked_pairs(stacked, STREAMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def unrotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
-    """D H y (H y without signs) of float32 rows; the caller divides by the block if the format asks for it."""
+def unrotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr, MIXED: tl.constexpr = False):
+    """D H y (H y without signs) of float32 rows; the caller divides by the block if the format asks for it.
+
+    MIXED: of rows that went through :func:`butterfly`."""
     STREAMS: tl.constexpr = HEADS.streams
     WIDTH: tl.constexpr = HEADS.width
     matrix = lane_matrix(WIDTH, HEADS.block_lanes)
-    mixed = butterfly(streams, STREAMS)
+    if not MIXED:
+        streams = butterfly(streams, STREAMS)
     result = ()
     for s in tl.static_range(STREAMS):
-        result = result + (apply_stream_signs(dot_signs(mixed[s], matrix, UPCAST), s, HEADS, FORMAT),)
+        result = result + (apply_stream_signs(dot_signs(streams[s], matrix, UPCAST), s, HEADS, FORMAT),)
     return result
 
 
 @triton.jit
-def unrotate_row(x, HEADS: tl.constexpr, SIGNS: tl.constexpr):
-    """:func:`unrotate` of one row, [STREAMS, WIDTH] float32: sums, since a single row is no work for a tensor core."""
+def unrotate_row(x, channel, HEADS: tl.constexpr, SIGNS: tl.constexpr, MIXED: tl.constexpr):
+    """:func:`unrotate` of one row, [STREAMS, WIDTH] float32, of these channels; if MIXED, of any number of its streams.
+
+    Sums, since a single row is no work for a tensor core."""
     lanes = lane_matrix(HEADS.width, HEADS.block_lanes).to(tl.float32)
     y = tl.sum(x[:, :, None] * lanes[None, :, :], 1)
-    if HEADS.streams > 1:
+    if HEADS.streams > 1 and not MIXED:
         streams = lane_matrix(HEADS.streams, HEADS.streams).to(tl.float32)
         y = tl.sum(streams[:, :, None] * y[:, None, :], 0)
     if SIGNS is not None:
-        channel = tl.arange(0, HEADS.width)[None, :] * HEADS.streams + tl.arange(0, HEADS.streams)[:, None]
         y = apply_signs(y, channel, SIGNS, HEADS.block)
     return y

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from kvq_core.kernels.args import LOG2E, QueryRows, SoftmaxState
 from kvq_core.kernels.folding import unfold
 from kvq_core.kernels.queries import store_rows
+from kvq_core.kernels.rotation import butterfly
 from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
 
@@ -42,6 +43,8 @@ def write_share(acc, state, rows, work, kv_head, partials, splits, C: tl.constex
     row = partial_row(work, kv_head, tl.arange(0, C.rows), rows.token, rows.head, splits, C)
     lane = tl.arange(0, C.value_heads.width)
     mask = rows.valid[:, None] & (lane < C.value_heads.lanes)[None, :]
+    if C.mixed:
+        acc = butterfly(acc, C.format.streams)
     at = partials.acc + row[:, None] * partials.row_stride + lane[None, :]
     for s in tl.static_range(tl.constexpr(C.format.streams)):
         tl.store(at + s * C.value_heads.lanes, acc[s], mask=mask)

@@ -47,7 +47,7 @@ _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
     Prefill: (_axis("stages", of=(1, 4)), _axis("registers", of=(None, 128, 168))),
     Groups: (),
     Write: (),
-    Merge: (),
+    Merge: (_axis("slices", of=(1, 2, 4, 8)),),
 }
 """These are tried one at a time, with all other fields as they are."""
 

@@ -152,7 +152,10 @@ class Write(Choice):
 
 @dataclass(frozen=True)
 class Merge(Choice):
-    """Eight rows together up to ``few`` pieces; of more, ``pieces`` of a row are loaded together, by a program for ``blocks`` such rows."""
+    """Eight rows together up to ``few`` pieces; of more, ``pieces`` of a row are loaded together, by a program for ``blocks`` such rows.
+
+    ``slices`` programs share a row's channels, or fewer where they cannot.
+    """
 
     kind = "merge"
     facts = MappingProxyType(
@@ -166,6 +169,7 @@ class Merge(Choice):
     few: int = _value(_whole(1, 64))
     pieces: int = _value(_power_of_two(16, 512))
     blocks: int = _value(_power_of_two(1, 128))
+    slices: int = _value(_power_of_two(1, 8))
     warps: int = _value(_WARPS)
 
 

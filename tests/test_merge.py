@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import test_backends
 
-from kvq_core import get_backend, schedule
+from kvq_core import get_backend, ops
 from kvq_core.kernels.args import MergeTile
 from kvq_core.launch import Launched
-from kvq_core.plans import Merge
+from kvq_core.plans import Entry, Merge, Table
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 
@@ -45,8 +45,7 @@ def merging(monkeypatch: pytest.MonkeyPatch, choice: Merge) -> Iterator[set[int]
             slices.add(constants["TILE"].slices)
         start(self, kernel, grid, *arguments, **constants)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(schedule, "merge_tile", lambda *_: choice)
+    with monkeypatch.context() as patch, ops.planning_with(Table("", {"merge": (Entry({}, choice),)})):
         patch.setattr(Launched, "start", noted)
         yield slices
 

@@ -280,6 +280,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
+        few=_few(attention, form, launch),
         parts=_parts(attention, launch),
         split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
@@ -298,6 +299,13 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         overlap=("start" if launch.merge_waits else "end") if launch.split and _overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )
+
+
+def _few(attention: Attention, form: args.Format, launch: schedule.Launch) -> bool:
+    """Whether rows have two columns each: where much is done to each score, and at most half of the fewest rows of a tile can be valid."""
+    tile = launch.tile
+    eight = tile.keys_first and tile.groups == 0 and tile.fold == 1 and tile.rows == 8
+    return form.few_rows and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
 
 
 def _foldable(attention: Attention, form: args.Format) -> bool:

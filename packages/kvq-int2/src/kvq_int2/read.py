@@ -9,6 +9,7 @@ probabilities. Queries are rotated like the keys, outputs un-rotated once.
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.fewrows import narrow, narrow_rows
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, operands, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
@@ -78,7 +79,8 @@ def attend(
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, queries, kv_head, scoring, C)
         q, unit = half_queries(load_queries(queries, rows, C), score_unit(scoring), C)
-        q = query_operand(q, C)
+        q, unit = query_operand(q, C), narrow(unit, C)
+        scored = narrow_rows(rows, C)
         left = softmax_unit(unit, scoring)
         state = softmax_start(C)
         acc = accumulator(C)
@@ -93,7 +95,7 @@ def attend(
                 k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
                 v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
                 k, v = operands(k, unpack, C), operands(v, unpack, C)
-                s = finish_scores(scores(q, k, None, C), unit, k_scale, rows, tile, work, scoring, part, C)
+                s = finish_scores(scores(q, k, None, C), unit, k_scale, scored, tile, work, scoring, part, C)
                 p, alpha, state = softmax_step(s, left, state, C)
                 weights, shrink, largest = weigh(p, v_scale, largest, C)
                 acc = accumulate(weights, v, acc, alpha * shrink, None, C)

@@ -13,7 +13,7 @@ from kvq_int2.codec import BOUNDARY as _BOUNDARY
 from kvq_int2.codec import INNER as _INNER
 from kvq_int2.codec import OUTER as _OUTER
 
-FORMAT = Format(streams=8, rotated=True)
+FORMAT = Format(streams=8, rotated=True, few_rows=True)
 BOUNDARY = tl.constexpr(_BOUNDARY)
 INNER = tl.constexpr(_INNER)
 OUTER = tl.constexpr(_OUTER)

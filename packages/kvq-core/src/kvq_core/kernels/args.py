@@ -184,6 +184,7 @@ class Format:
     rotated: bool = False
     signs: int | None = None
     variant: str = ""
+    few_rows: bool = False  # whether the mode's kernel knows of rows that have two columns each (:mod:`.fewrows`)
 
     @property
     def stream_signs(self) -> tuple[int | None, ...]:
@@ -255,6 +256,7 @@ class ReadConfig:
     min_query_len: int
     max_query_len: int
     max_row_blocks: int  # of a sequence; only a split needs it
+    few: bool  # at most half of the rows can be valid, and have two columns each (:mod:`.fewrows`)
     parts: int  # of a piece's tiles: those away from the edges of what its rows see, where no mask is needed, and those at an edge; or 1
     split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     same_strides: bool  # of the two planes
@@ -277,6 +279,11 @@ class ReadConfig:
     def tokens(self) -> int:
         """Query tokens in a tile."""
         return self.rows // self.fold // self.group
+
+    @property
+    def score_rows(self) -> int:
+        """Rows of a tile whose scores are taken."""
+        return self.rows // 2 if self.few else self.rows
 
     @property
     def lane_rows(self) -> int:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.dots import dot
+from kvq_core.kernels.fewrows import first_columns, gathered, scattered, spread
 from kvq_core.kernels.folding import from_pieces, to_pieces
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.packing import from_streams, to_streams
@@ -38,7 +39,7 @@ def query_operand(streams, C: tl.constexpr):
             rows = to_pieces(streams, C)
         result = ()
         for s in tl.static_range(tl.constexpr(C.streams)):
-            result = result + (tl.trans(rows[s]),)
+            result = result + (tl.trans(scattered(rows[s], C)),)
     else:
         result = operand(streams, tl.constexpr(C.rows), C)
     return result
@@ -56,7 +57,7 @@ def scores(q, k, seed, C: tl.constexpr):
             s = dot(k[i], q[i], s, C.upcast_dots)
         else:
             s = dot(q[i], tl.trans(k[i]), s, C.upcast_dots)
-    return s
+    return first_columns(s, C)
 
 
 @triton.jit
@@ -70,9 +71,13 @@ def seed_of_rows(x, C: tl.constexpr):
 def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
     """alpha * acc - offset + weights v for each operand: [WIDTH, ROWS] if keys come first, else [ROWS, WIDTH].
 
-    ``offset``: a [ROWS] vector, or None. What the codes' zero points add is taken off *before* the product that adds it, so that sums
-    stay as small as the values: the tensor cores truncate, which a large common part would turn into a bias.
+    ``weights`` and ``alpha`` are of the rows that have scores. ``offset``: a vector of theirs, or None. What the codes' zero points add is
+    taken off *before* the product that adds it, so that sums stay as small as the values: the tensor cores truncate, which a large common
+    part would turn into a bias.
     """
+    weights, alpha = spread(weights, tl.zeros_like(weights), C), spread(alpha, alpha, C)
+    if offset is not None:
+        offset = spread(offset, offset, C)
     result = ()
     for i in tl.static_range(tl.constexpr(C.streams)):
         before = acc[i] * by_row(alpha, C)
@@ -111,7 +116,7 @@ def accumulated_rows(acc, unit, C: tl.constexpr):
         for i in tl.static_range(tl.constexpr(C.streams)):
             x = acc[i] * unit
             if C.keys_first:
-                x = tl.trans(x)
+                x = gathered(tl.trans(x), C)
             rows = rows + (x,)
         if C.keys_first and len(C.pieces) > 1:
             rows = from_pieces(rows, C)

@@ -4,13 +4,14 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import LOG2E, SoftmaxState
+from kvq_core.kernels.fewrows import widen
 from kvq_core.kernels.masks import by_row
 
 
 @triton.jit
 def softmax_start(C: tl.constexpr):
     """Nothing seen yet. The state of a loop: its sums may be in parts (:func:`sum_in_parts`) until :func:`softmax_end`."""
-    ROWS: tl.constexpr = C.rows
+    ROWS: tl.constexpr = C.score_rows
     PARTS: tl.constexpr = C.sum_parts
     if PARTS > 1:
         total = tl.zeros([PARTS, ROWS], tl.float32)
@@ -47,17 +48,18 @@ def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
 def sum_in_parts(p, C: tl.constexpr):
     """Sums over every eighth key, [8, ROWS]: of [KEYS, ROWS] as the tensor cores leave it a warp's thread has those keys to itself."""
     PARTS: tl.constexpr = C.sum_parts
-    ROWS: tl.constexpr = C.rows
+    ROWS: tl.constexpr = C.score_rows
     return tl.sum(tl.reshape(p, [C.lane_rows // PARTS, PARTS, ROWS]), 0)
 
 
 @triton.jit
 def softmax_end(state, unit, C: tl.constexpr):
-    """The state in log2 units, its sums whole. (A plain product may be merged with a difference that follows, see :func:`softmax_step`.)"""
+    """The state of all rows in log2 units, its sums whole. (A plain product may be merged with a difference that follows, see
+    :func:`softmax_step`.)"""
     total = state.sum
     if C.sum_parts > 1:
         total = tl.sum(total, 0)
-    return SoftmaxState(tl.fma(state.max, unit, 0.0), total)
+    return SoftmaxState(widen(tl.fma(state.max, unit, 0.0), C), widen(total, C))
 
 
 @triton.jit

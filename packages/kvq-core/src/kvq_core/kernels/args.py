@@ -340,11 +340,8 @@ class ReadConfig:
 
     @property
     def small_vectors(self) -> bool:
-        """Whether a vector of keys has fewer elements than the program has threads.
-
-        Triton (3.6) takes loads of so few elements for cheap, and repeats them in every layout they are wanted in, where each thread
-        loads many; loaded in pairs they are not.
-        """
+        """Whether a vector of keys has fewer elements than the program has threads. Triton (3.6) takes loads of so few for cheap, and
+        repeats them in every layout they are wanted in, where each thread loads many; loaded in pairs they are not."""
         return self.keys < self.warps * 32
 
     @property

@@ -22,7 +22,7 @@ from kvq_core.launched import triton_is_known
 from kvq_core.offline import planning_for
 from kvq_core.plans import Decode, Groups, Prefill, Table, choose, lookup
 from kvq_core.plans.lookup import SWITCH, listening
-from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_tiles
+from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_reads
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
 from kvq_core.testing.table_choices import name_of, problems_of
 
@@ -116,14 +116,14 @@ def build(target: str, modes: tuple[str, ...], *, every_tile: bool = False) -> N
 
 def kernels(mode: str, target: str) -> set[tuple[str, str]]:
     """The cases and kernels that are built."""
-    tiles = further_tiles(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else ()
-    return KERNELS | {(tile, "attend") for tile in tiles}
+    reads = further_reads(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else ()
+    return KERNELS | {(read, "attend") for read in reads}
 
 
 def of_float32(mode: str, target: str) -> set[str]:
-    """Tiles that are built for rows of float32, which no tensor core multiplies in full precision."""
-    tiles = further_tiles(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else {}
-    return {name for name, problem in tiles.items() if problem.made.case.dtype == torch.float32}
+    """Reads that are built for rows of float32, which no tensor core multiplies in full precision."""
+    reads = further_reads(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else {}
+    return {name for name, problem in reads.items() if problem.made.case.dtype == torch.float32}
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])

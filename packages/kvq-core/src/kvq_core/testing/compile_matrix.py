@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,8 @@ CASES = MappingProxyType(
 )
 """What is built for each mode: the split decode kernel and its merge, plain, and the kernel for many rows with every option on. Further
 tiles are built plain."""
+OPTIONS = MappingProxyType({"decode-softcap": replace(CASES["decode"], softcap=30.0)})
+"""Options that cost a decode kernel most, built beside the further tiles."""
 
 
 @dataclass(frozen=True)
@@ -111,36 +113,41 @@ class Build:
 def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]:
     """Compile the write and read kernels of ``mode`` for ``target``.
 
-    ``every_tile``: also the read kernel with each of :func:`further_tiles`, its name in place of the case's; ``None``: if kvq ships a table
+    ``every_tile``: also the read kernel with each of :func:`further_reads`, its name in place of the case's; ``None``: if kvq ships a table
     of launch plans for exactly this target.
     """
     backend, device = get_backend(mode), TARGETS[target].device(target)
     results = []
-    for case_name in CASES:
-        problem = _problem(backend, case_name)
+    for case_name, case in CASES.items():
+        problem = _problem(backend, case)
         with compiling_for(device) as kernels:
             if case_name == "decode":
                 problem.made.write()
             problem.read()
         results += [_facts(mode, target, case_name, kernel) for kernel in kernels]
     if (SHIPPED / f"{target}.json").exists() if every_tile is None else every_tile:
-        for tile_name, problem in further_tiles(backend, device).items():
+        for name, problem in further_reads(backend, device).items():
             with compiling_for(device) as kernels:
                 problem.read()
-            results += [_facts(mode, target, tile_name, kernel) for kernel in kernels if kernel.metadata.name == "attend"]
+            results += [_facts(mode, target, name, kernel) for kernel in kernels if kernel.metadata.name == "attend"]
     return results
+
+
+def further_reads(backend: QuantKVBackend, device: Device) -> dict[str, Problem]:
+    """:func:`further_tiles` and :data:`OPTIONS`; none for a mode without a read kernel."""
+    options = {name: _problem(backend, case) for name, case in OPTIONS.items() if "read" in kernels_of(backend)}
+    return further_tiles(backend, device) | options
 
 
 def further_tiles(backend: QuantKVBackend, device: Device) -> dict[str, Problem]:
     """Tiles of reads that the tables can choose on ``device`` but do not for :data:`CASES`; none for a mode without a read kernel."""
     if "read" not in kernels_of(backend):
         return {}
-    built = {name_of(tile) for name in CASES for tile in _problem(backend, name).tiles(device)}
+    built = {name_of(tile) for case in CASES.values() for tile in _problem(backend, case).tiles(device)}
     return problems_of(backend, device, built)
 
 
-def _problem(backend: QuantKVBackend, case_name: str) -> Problem:
-    case = CASES[case_name]
+def _problem(backend: QuantKVBackend, case: Case) -> Problem:
     return Problem(scene.build(case, backend, torch.device("cpu")), max(case.seq_lens))
 
 

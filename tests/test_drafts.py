@@ -14,10 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import warp_groups
+import exact_reads
+from exact_reads import SUITES
 from warp_groups import (
     H200,
-    SUITES,
     Where,
     assert_alike,
     entered,
@@ -68,7 +68,7 @@ def kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch:
 
 def rows_alone(built: Scene) -> dict[str, Any]:
     """And longer than what is worth no start."""
-    return warp_groups.rows_alone(built) | longest(built.case)
+    return exact_reads.rows_alone(built) | longest(built.case)
 
 
 def longest(case: Case) -> dict[str, int]:

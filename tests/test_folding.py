@@ -4,25 +4,20 @@ Heads of 64 in int2 and of 32 in int4 have 8 lanes, half of what a product takes
 which would be padded to 32, where 48 are 32 and 16. Two of 12 lanes, heads of 96 in int2, would be padded as one is.
 """
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_backends
+from exact_reads import read_exactly
 
-from kvq_core import get_backend, launch
-from kvq_core.testing import places, scene
+from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 
-SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
 PADDED = [
     ("int2_per_token_head", 64),
     ("int4_per_token_head", 32),
@@ -54,44 +49,16 @@ SHARED: tuple[Case, ...] = (
 )
 
 
-@contextlib.contextmanager
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-    """Keys in a row of lanes, of each attention kernel that is launched in the ``with`` block."""
-    folds = set()
-    config = launch._config
-
-    def noted(*arguments: Any) -> Any:
-        made = config(*arguments)
-        folds.add(made.fold)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, "_config", noted)
-        yield folds
-
-
-@pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Fails unless a mode reads a case as float64 attention does, within the suite's budgets, and so many keys share a row of lanes."""
-
-    def run(mode: str, case: Case, place: str, fold: int) -> None:
-        where = places.enter(place, monkeypatch)
-        built = scene.build(case, get_backend(mode), where.device).fill()
-        # Without the scene's padding rows, which would make these drafts a mixed batch.
-        own = {"q": built.q[: sum(case.query_lens)]}
-        with seen(monkeypatch) as folds:
-            out = built.read(**own)
-        SUITES[mode]().assert_exact(built.backend, built, where, out, **own)
-        assert folds == {fold}
-
-    return run
+def keys_in_a_row(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Keys in a row of lanes, in each of the launches of a read, which is attention."""
+    return {constants["C"].fold for constants in read_exactly(mode, case, place, monkeypatch)}
 
 
 @pytest.mark.parametrize("place", places.params("interpret", "gpu"))
 @pytest.mark.parametrize("case", SHARED, ids=str)
 @pytest.mark.parametrize(("mode", "head_size"), PADDED)
-def test_lanes_that_would_be_padded(mode: str, head_size: int, case: Case, place: str, check: Callable[..., None]) -> None:
-    check(mode, replace(case, head_size=head_size), place, 2)
+def test_lanes_that_would_be_padded(mode: str, head_size: int, case: Case, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keys_in_a_row(mode, replace(case, head_size=head_size), place, monkeypatch) == {2}
 
 
 @pytest.mark.parametrize("place", places.params("interpret", "gpu"))
@@ -109,5 +76,5 @@ def test_lanes_that_would_be_padded(mode: str, head_size: int, case: Case, place
     ],
     ids=str,
 )
-def test_others_are_read_one_by_one(mode: str, case: Case, place: str, check: Callable[..., None]) -> None:
-    check(mode, case, place, 1)
+def test_others_are_read_one_by_one(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keys_in_a_row(mode, case, place, monkeypatch) == {1}

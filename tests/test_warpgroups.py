@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from exact_reads import SUITES
 from warp_groups import (
     H200,
-    SUITES,
     Where,
     assert_alike,
     entered,

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_backends
+from exact_reads import rows_alone
 from gluon_interpreted import interpreted_gluon
 
 from kvq_core import get_backend, launch, ops
@@ -25,7 +25,6 @@ from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 
 H200 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
-SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
 
 
 def use_kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +82,6 @@ def refused(plain: Case) -> dict[str, Case]:
         "values of 64": replace(plain, head_size_v=64),
         "sinks that see the mean": replace(plain, sinks=True, smoothing="mean"),
     }
-
-
-def rows_alone(built: Scene) -> dict[str, Any]:
-    """Without the scene's padding rows, so that a batch of one kind is seen to be one."""
-    return {"q": built.q[: sum(built.case.query_lens)]}
 
 
 def kinds_asked(mode: str, case: Case, table: Table, device: Device = H200, **overrides: Any) -> set[str]:

@@ -1,8 +1,8 @@
-"""Which kernels a call launches."""
+"""Which kernels a call launches, and what they are compiled for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,17 +10,32 @@ from typing import Any
 @contextmanager
 def noted_launches() -> Iterator[list[str]]:
     """The names of the kernels that are launched in the block, in order; not those of calls that repeat an earlier one's launches."""
+    names: list[str] = []
+    with _told(lambda kernel, options: names.append(kernel.__name__)):
+        yield names
+
+
+@contextmanager
+def noted_constants() -> Iterator[list[dict[str, Any]]]:
+    """The constants and Triton's options, by name, of each of :func:`noted_launches`."""
+    constants: list[dict[str, Any]] = []
+    with _told(lambda kernel, options: constants.append(options)):
+        yield constants
+
+
+@contextmanager
+def _told(listen: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
+    """``listen`` is told each launch's kernel and options, before it."""
     from kvq_core.launched import Launched  # imports triton
 
-    names: list[str] = []
     start = Launched.start
 
-    def noting(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        names.append(kernel.__name__)
+    def telling(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        listen(kernel, options)
         start(self, kernel, grid, *arguments, **options)
 
-    Launched.start = noting  # type: ignore[method-assign]
+    Launched.start = telling  # type: ignore[method-assign]
     try:
-        yield names
+        yield
     finally:
         Launched.start = start  # type: ignore[method-assign]

@@ -252,13 +252,21 @@ def test_the_merge_suits_the_number_of_rows(num_seqs: int, rows_together: bool, 
 
 @pytest.mark.parametrize(("keys", "pieces"), [(512, 32), (1024, 32), (4096, 64), (131072, 128)])
 def test_the_merge_of_a_short_sequence_expects_few_pieces(keys: int, pieces: int) -> None:
-    """As many as the longest sequence has shares, which may be fewer than there are programs."""
+    """As many as the longest sequence has shares, which may be fewer than programs would be resident."""
     problem = replace(A, arch="sm_90", num_seqs=1, max_seqlen_k=keys, max_keys=keys)
     (launch,) = plan(problem)
     merge = merge_tile(problem, launch, launch.max_row_blocks)
     assert merge.pieces == pieces
-    if keys <= 4096:
-        assert launch.programs > merge.pieces
+    resident = launch.tile.programs_per_sm * problem.num_sms // problem.num_kv_heads
+    assert launch.programs == min(resident, keys // (launch.least * launch.tile.keys))
+
+
+def test_no_program_is_launched_that_there_can_be_no_share_for() -> None:
+    """Programs that find nothing to do take their time, too: 16 shares of 32 keys of one sequence of 512, 32 of 64 keys of two of 1024."""
+    for num_seqs, keys, shares in ((1, 512, 16), (2, 1024, 32), (2, 700, 32), (1, 131072, 132)):
+        (launch,) = plan(replace(A, arch="sm_90", num_seqs=num_seqs, max_seqlen_k=power_of_two(keys), streams=4, lanes=32))
+        assert launch.split == "shares" and launch.programs == shares
+        assert launch.max_items == launch.programs + num_seqs
 
 
 def test_write_programs_are_small() -> None:

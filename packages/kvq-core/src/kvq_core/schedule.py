@@ -213,8 +213,10 @@ def _shared(problem: Problem, tile: Tile, longest: int) -> Launch:
     row_blocks = -(-longest // (tile.query_rows // problem.group))
     blocks = problem.num_seqs * row_blocks
     programs = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
-    # Programs that get no share leave room for the merge; beside busy ones it would have none.
-    waits = blocks * problem.max_seqlen_k <= programs * tile.least * tile.keys
+    # Programs that there can be no share for leave room for the merge; beside busy ones it would have none.
+    shares = blocks * -(-problem.max_seqlen_k // (tile.least * tile.keys))
+    waits = shares <= programs
+    programs = min(programs, shares)
     return Launch(tile, 1, longest, row_blocks, "shares", programs, programs + blocks, tile.least, merge_waits=waits)
 
 

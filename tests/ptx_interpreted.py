@@ -24,14 +24,27 @@ HALF = np.uint32(0xFFFF)
 UP = np.uint32(16)
 
 
-@contextlib.contextmanager
-def interpreted_ptx() -> Iterator[list[str]]:
-    """The interpreter can do inline assembly inside; the list: what it did."""
-    done: list[str] = []
+class Done(list[str]):
+    """The assembly that was done; ``requested``: the addresses that were to be brought into the L2."""
 
-    def create_inline_asm(builder: Any, asm: str, *args: Any) -> _Results:
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested: set[int] = set()
+
+
+@contextlib.contextmanager
+def interpreted_ptx() -> Iterator[Done]:
+    """The interpreter can do inline assembly inside; what it did."""
+    done = Done()
+
+    def create_inline_asm(builder: Any, asm: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int) -> _Results:
         done.append(asm)
-        return _create_inline_asm(asm, *args)
+        if asm.startswith("prefetch.global.L2 [$1];"):
+            assert not pure and pack == 1, "a request without a result would be left out"
+            addresses = values[0].data
+            done.requested.update(addresses.ravel().tolist())
+            return _Results([TensorHandle(np.zeros(addresses.shape, np.int32), types[0].scalar)])
+        return _create_inline_asm(asm, constraints, values, types, pure, pack)
 
     builder: Any = interpreter.InterpreterBuilder
     create, written = builder.create_inline_asm, tl.inline_asm_elementwise

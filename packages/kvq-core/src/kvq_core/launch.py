@@ -282,6 +282,7 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
         few=_few(attention, form, launch),
         parts=_parts(attention, launch),
+        prefetch=_prefetch(form, launch) and _device_facts(attention.q.device).use_asm,
         split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
         row_bytes=min(_row_bytes(attention.keys, tile.fold), _row_bytes(attention.values, tile.fold)),
@@ -306,6 +307,12 @@ def _few(attention: Attention, form: args.Format, launch: schedule.Launch) -> bo
     tile = launch.tile
     eight = tile.keys_first and tile.groups == 0 and tile.fold == 1 and tile.rows == 8
     return form.few_rows and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
+
+
+def _prefetch(form: args.Format, launch: schedule.Launch) -> bool:
+    """Whether programs of a single sequence ask for their first tile ahead: of packed rows, in tiles that it was measured in."""
+    tile = launch.tile
+    return launch.split == "shares" and form.streams > 1 and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
 
 
 def _foldable(attention: Attention, form: args.Format) -> bool:

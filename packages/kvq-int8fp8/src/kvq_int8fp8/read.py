@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_row
+from kvq_core.kernels.prefetch import prefetch_first
 from kvq_core.kernels.products import (
     accumulate,
     accumulated_rows,
@@ -25,7 +26,7 @@ from kvq_core.kernels.products import (
     unweigh,
     weigh,
 )
-from kvq_core.kernels.queries import largest_in_row, load_queries, row_factors
+from kvq_core.kernels.queries import largest_in_row, load_queries, query_streams, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.shares import next_work, query_rows, take_share
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
@@ -77,10 +78,13 @@ def attend(
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, queries, kv_head, scoring, C)
+        x = load_queries(queries, rows, C)
+        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
+        prefetch_first(keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, not PER_TENSOR, C)
         factor = score_unit(scoring)
         if PER_TENSOR:
             factor = factor * tl.load(keys.scales)
-        q, unit, q_sum = half_queries(load_queries(queries, rows, C), factor, UNIT, C)
+        q, unit, q_sum = half_queries(query_streams(x, C), factor, UNIT, C)
         seed = None
         if INT8:
             seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)
@@ -92,7 +96,6 @@ def attend(
         state = softmax_start(C)
         acc = accumulator(C)
         largest = 1e-30
-        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
             tiles = tiles_of(work, unmasked, part, C)
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):

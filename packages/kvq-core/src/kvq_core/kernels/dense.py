@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores
-from kvq_core.kernels.queries import in_own_dtype, load_queries
+from kvq_core.kernels.queries import in_own_dtype, load_queries, query_streams
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
 from kvq_core.kernels.shares import next_work, query_rows, take_share
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
@@ -37,12 +37,13 @@ def attend(
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, queries, kv_head, scoring, C)
-        q = query_operand(in_own_dtype(load_queries(queries, rows, C), queries), C)
+        x = load_queries(queries, rows, C)
+        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
+        q = query_operand(in_own_dtype(query_streams(x, C), queries), C)
         unit = tl.full([ROWS], 1.0, tl.float32) * score_unit(scoring)
         left = softmax_unit(unit, scoring)
         state = softmax_start(C)
         acc = accumulator(C)
-        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
             tiles = tiles_of(work, unmasked, part, C)
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):

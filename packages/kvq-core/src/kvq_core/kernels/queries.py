@@ -19,9 +19,11 @@ def head_offset(head, head_stride, C: tl.constexpr):
 
 @triton.jit
 def load_queries(queries, rows, C: tl.constexpr):
-    """The tile's query rows as streams [ROWS, WIDTH]: balanced, and rotated, if the keys are (then float32)."""
+    """The tile's query rows [ROWS, STREAMS * WIDTH] in channel order, balanced.
+
+    Apart from :func:`query_streams`, so that a piece's other loads can be on their way before the first of these is waited for.
+    """
     HEADS: tl.constexpr = C.row_heads
-    FORMAT: tl.constexpr = C.format
     channel = tl.arange(0, HEADS.width * HEADS.streams)
     mask = rows.valid[:, None]
     if C.fold > 1:
@@ -34,6 +36,14 @@ def load_queries(queries, rows, C: tl.constexpr):
     if queries.factor is not None:
         factor = tl.load(queries.factor + tl.program_id(1) * HEADS.size + channel, mask=channel < HEADS.size, other=0.0)
         x = x.to(tl.float32) * factor[None, :]
+    return x
+
+
+@triton.jit
+def query_streams(x, C: tl.constexpr):
+    """:func:`load_queries`' rows as streams [ROWS, WIDTH], rotated if the keys are (then float32)."""
+    HEADS: tl.constexpr = C.row_heads
+    FORMAT: tl.constexpr = C.format
     streams = to_streams(x, C.rows, HEADS.width, HEADS.streams)
     if C.format.rotated:
         streams = rotate(streams, HEADS, FORMAT, C.upcast_dots)

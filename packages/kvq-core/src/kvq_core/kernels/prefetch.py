@@ -1,0 +1,53 @@
+"""The first tile of a single sequence's shares, on its way into the L2 while queries are prepared.
+
+All programs of such a launch begin at once, and none has anything else to do while it waits for its first keys. In a batch the requests
+cost more than they bring (docs/performance-notes.md).
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import Tiles
+from kvq_core.kernels.tiles import key_tile, page_offset, places
+
+SECTORS = tl.constexpr(64)  # bytes that memory sends together
+
+
+@triton.jit
+def prefetch_first(
+    keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, SCALED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Ask for the codes of a piece's first tile and, if SCALED, its scales; nothing unless ``C.prefetch``, and for one sequence."""
+    if C.prefetch:
+        if num_seqs == 1:
+            K_HEADS: tl.constexpr = C.key_heads
+            V_HEADS: tl.constexpr = C.value_heads
+            LAST: tl.constexpr = C.parts - 1  # the part that checks whether blocks exist
+            first = work.start // C.keys
+            tile = key_tile(first, Tiles(first, first + 1, first + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
+            k_place, v_place = places(keys, values, tile, C)
+            request_rows(keys, k_place, kv_head, K_HEADS, C)
+            request_rows(values, v_place, kv_head, V_HEADS, C)
+            if SCALED:
+                request_scales(keys, tile, kv_head, C)
+                request_scales(values, tile, kv_head, C)
+
+
+@triton.jit
+def request_rows(plane, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr):
+    SIZE: tl.constexpr = plane.codes.dtype.element_ty.primitive_bitwidth // 8
+    COUNT: tl.constexpr = (HEADS.lanes * SIZE + SECTORS - 1) // SECTORS
+    base = plane.codes + kv_head.to(tl.int64) * plane.head_stride
+    for i in tl.static_range(COUNT):
+        request(base + (place + i * (SECTORS // SIZE)))
+
+
+@triton.jit
+def request_scales(plane, tile, kv_head, C: tl.constexpr):
+    place = page_offset(tile.block, tile.slot, plane.scale_block_stride, plane.scale_slot_stride, C)
+    request(plane.scales + (kv_head.to(tl.int64) * plane.scale_head_stride + place))
+
+
+@triton.jit
+def request(at):
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)

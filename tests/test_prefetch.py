@@ -1,4 +1,4 @@
-"""What a single sequence's programs ask the L2 for, and that nobody else asks: from the kernels' own PTX, interpreted."""
+"""What a short sequence's programs ask the L2 for, and that nobody else asks: from the kernels' own PTX, interpreted."""
 
 import sys
 from dataclasses import replace
@@ -24,7 +24,10 @@ ONE = Case(query_lens=(1,), seq_lens=(100,), head_size=128, queries_per_kv=4, dt
 """Planned for five multiprocessors: four shares of a tile of 32 keys for each kv head, so that all keys are some program's first tile."""
 OTHERS: dict[str, tuple[str, Case]] = {
     "unpacked": ("none", ONE),
-    "two sequences": ("int4_per_token_head", replace(ONE, query_lens=(1, 1), seq_lens=(100, 100))),
+    "two sequences": ("int4_per_token_head", replace(ONE, query_lens=(1, 1), seq_lens=(60, 60))),
+    "shares of 64 keys": ("int4_per_token_head", replace(ONE, seq_lens=(200,))),
+    "shares of two tiles": ("int8_per_token_head", replace(ONE, seq_lens=(200,))),
+    "more shares than programs": ("int4_per_token_head", replace(ONE, seq_lens=(3000,))),
     "sixteen rows": ("int4_per_token_head", replace(ONE, queries_per_kv=16)),
     "two keys in a row of lanes": ("int2_per_token_head", replace(ONE, head_size=64)),
     "a sequence that is not split": ("int4_per_token_head", replace(ONE, seq_lens=(20,))),

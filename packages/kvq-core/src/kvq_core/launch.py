@@ -22,6 +22,8 @@ from kvq_core.spec import Attention, NewRows, Plane, Smoothing
 from kvq_core.workspace import sole_use
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+PREFETCHED_SHARE = 32
+"""Keys of a share up to which a program asks for its first tile ahead; with 64 it gains nothing (docs/performance-notes.md)."""
 
 
 def interpreting() -> bool:
@@ -310,9 +312,10 @@ def _few(attention: Attention, form: args.Format, launch: schedule.Launch) -> bo
 
 
 def _prefetch(form: args.Format, launch: schedule.Launch) -> bool:
-    """Whether programs of a single sequence ask for their first tile ahead: of packed rows, in tiles that it was measured in."""
+    """Whether programs ask for their first tile ahead: of packed rows, where each has a share to itself, and that is short."""
     tile = launch.tile
-    return launch.split == "shares" and form.streams > 1 and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
+    short = launch.merge_waits and launch.least * tile.keys <= PREFETCHED_SHARE
+    return short and form.streams > 1 and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
 
 
 def _foldable(attention: Attention, form: args.Format) -> bool:

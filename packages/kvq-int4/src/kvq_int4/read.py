@@ -60,7 +60,6 @@ def attend(
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, queries, kv_head, scoring, C)
         x = load_queries(queries, rows, C)
-        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         prefetch_first(keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, True, C)
         q, unit, q_sum = half_queries(query_streams(x, C), score_unit(scoring), C)
         q = query_operand(q, C)
@@ -68,6 +67,7 @@ def attend(
         state = softmax_start(C)
         acc = accumulator(C)
         largest = 1e-30
+        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
             tiles = tiles_of(work, unmasked, part, C)
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):

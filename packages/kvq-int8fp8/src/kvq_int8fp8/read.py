@@ -78,12 +78,11 @@ def attend(
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, queries, kv_head, scoring, C)
-        x = load_queries(queries, rows, C)
-        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
-        prefetch_first(keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, not PER_TENSOR, C)
         factor = score_unit(scoring)
         if PER_TENSOR:
             factor = factor * tl.load(keys.scales)
+        x = load_queries(queries, rows, C)
+        prefetch_first(keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, not PER_TENSOR, C)
         q, unit, q_sum = half_queries(query_streams(x, C), factor, UNIT, C)
         seed = None
         if INT8:
@@ -96,6 +95,7 @@ def attend(
         state = softmax_start(C)
         acc = accumulator(C)
         largest = 1e-30
+        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
             tiles = tiles_of(work, unmasked, part, C)
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):

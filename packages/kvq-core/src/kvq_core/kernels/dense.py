@@ -37,13 +37,12 @@ def attend(
     while share.next < share.stop:
         work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
         rows = query_rows(work, queries, kv_head, scoring, C)
-        x = load_queries(queries, rows, C)
-        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
-        q = query_operand(in_own_dtype(query_streams(x, C), queries), C)
+        q = query_operand(in_own_dtype(query_streams(load_queries(queries, rows, C), C), queries), C)
         unit = tl.full([ROWS], 1.0, tl.float32) * score_unit(scoring)
         left = softmax_unit(unit, scoring)
         state = softmax_start(C)
         acc = accumulator(C)
+        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
         for part in tl.static_range(tl.constexpr(C.parts)):
             tiles = tiles_of(work, unmasked, part, C)
             for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):

@@ -1,7 +1,7 @@
-"""The first tile of a single sequence's shares, on its way into the L2 while queries are prepared.
+"""The first tile of a short sequence's shares, on its way into the L2 while queries are prepared.
 
-All programs of such a launch begin at once, and none has anything else to do while it waits for its first keys. In a batch the requests
-cost more than they bring (docs/performance-notes.md).
+All programs of such a launch begin at once, each with a share to itself, and none has anything else to do while it waits for its first
+keys. In long sequences and in batches the requests cost more than they bring (docs/performance-notes.md).
 """
 
 import triton
@@ -17,7 +17,7 @@ SECTORS = tl.constexpr(64)  # bytes that memory sends together
 def prefetch_first(
     keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, SCALED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Ask for the codes of a piece's first tile and, if SCALED, its scales; nothing unless ``C.prefetch``, and for one sequence."""
+    """Ask for the codes of a piece's first tile and, if SCALED, its scales, if C.prefetch and there is one sequence."""
     if C.prefetch:
         if num_seqs == 1:
             K_HEADS: tl.constexpr = C.key_heads

@@ -29,7 +29,6 @@ from warp_groups import (
 )
 
 from kvq_core import get_backend, launch, ops
-from kvq_core.kernels import args
 from kvq_core.plans import Entry, Groups, Table
 from kvq_core.plans.lookup import listening
 from kvq_core.registry import FIRST_PARTY
@@ -98,7 +97,7 @@ def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     built.backend.unified_attention(out=built.fresh_out()["rows"], **built.read_arguments())
     for interpreting in (True, False):
         monkeypatch.setattr(launch, "interpreting", lambda answer=interpreting: answer)
-        assert launch.groups_fit(seen[0], args.Format(streams=4)) != interpreting
+        assert launch.groups_fit(seen[0], facts.Format(streams=4)) != interpreting
 
 
 KERNELS = ("kvq_core.kernels.warpgroups.dense", *(f"kvq_{package}.prefill" for package in ("int8fp8", "int4", "int2")))

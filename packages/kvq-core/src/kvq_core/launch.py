@@ -14,7 +14,7 @@ import triton
 from kvq_core import schedule
 from kvq_core.environment import architecture
 from kvq_core.errors import ArgumentError
-from kvq_core.kernels import args
+from kvq_core.kernels import args, facts
 from kvq_core.kernels.merge import merge_kernel
 from kvq_core.launched import Launched, triton_is_known
 from kvq_core.repeat import ALIGNMENT
@@ -86,15 +86,15 @@ def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None) -> arg
     return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor)
 
 
-def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
+def launch_rows(kernel: Any, rows: NewRows, form: facts.Format) -> Launched:
     """Launch a mode's write kernel: grid (row blocks, K and V)."""
     launched = Launched(rows.key.device)
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
     device = _device_facts(rows.key.device)
-    width = args.Heads(max(head_size, rows.value.shape[2]), form.streams).width * form.streams
+    width = facts.Heads(max(head_size, rows.value.shape[2]), form.streams).width * form.streams
     tile = schedule.write_tile(device.arch, form.variant, form.streams, width, total, rows.batch_invariant)
-    config = args.WriteConfig(
+    config = facts.WriteConfig(
         format=form,
         head_size=head_size,
         head_size_v=rows.value.shape[2],
@@ -121,7 +121,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: args.Format) -> Launched:
     return launched
 
 
-def launch_attention(kernel: Any, attention: Attention, form: args.Format, in_groups: str = "", of_drafts: str = "") -> Launched:
+def launch_attention(kernel: Any, attention: Attention, form: facts.Format, in_groups: str = "", of_drafts: str = "") -> Launched:
     """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch.
 
     ``in_groups``, ``of_drafts``: the modules whose ``attend`` are the mode's kernels of warp groups (:mod:`kvq_core.kernels.warpgroups`)
@@ -138,11 +138,11 @@ def launch_attention(kernel: Any, attention: Attention, form: args.Format, in_gr
     return launched
 
 
-def problem_of(attention: Attention, form: args.Format, has_groups: bool = False, has_drafts: bool = False) -> schedule.Problem:
+def problem_of(attention: Attention, form: facts.Format, has_groups: bool = False, has_drafts: bool = False) -> schedule.Problem:
     """The facts that the plan depends on. ``has_groups``, ``has_drafts``: the mode has a kernel of warp groups for many rows, for few."""
     batch, q = attention.batch, attention.q
     device = _device_facts(q.device)
-    head = args.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
+    head = facts.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
     max_seqlen_q = min(batch.max_seqlen_q, q.shape[0])
     max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
     if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
@@ -178,7 +178,7 @@ def problem_of(attention: Attention, form: args.Format, has_groups: bool = False
     )
 
 
-def groups_fit(attention: Attention, form: args.Format) -> bool:
+def groups_fit(attention: Attention, form: facts.Format) -> bool:
     """Whether kernels of warp groups can take this call: on sm_90, heads of 128, 16-byte rows, plain causal attention."""
     device, scoring = _device_facts(attention.q.device), attention.scoring
     if device.arch != "sm_90" or not device.use_asm or interpreting() or not triton_is_known():
@@ -197,7 +197,7 @@ def groups_fit(attention: Attention, form: args.Format) -> bool:
 
 
 def _launch(
-    launched: Launched, kernel: Any, attention: Attention, form: args.Format, problem: schedule.Problem, launch: schedule.Launch
+    launched: Launched, kernel: Any, attention: Attention, form: facts.Format, problem: schedule.Problem, launch: schedule.Launch
 ) -> None:
     batch, tile = attention.batch, launch.tile
     config = _config(attention, form, launch)
@@ -248,7 +248,7 @@ def _launch(
         splits,
         partials,
         row_blocks,
-        TILE=args.MergeTile(merge.few, merge.pieces, merge.blocks, slices),
+        TILE=facts.MergeTile(merge.few, merge.pieces, merge.blocks, slices),
         C=config,
         num_warps=merge.warps,
         **({"launch_pdl": True} if config.overlap else {}),
@@ -264,10 +264,10 @@ def _parts(attention: Attention, launch: schedule.Launch) -> int:
     return launch.tile.parts if launch.max_query_len == 1 else 2
 
 
-def _config(attention: Attention, form: args.Format, launch: schedule.Launch) -> args.ReadConfig:
+def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -> facts.ReadConfig:
     tile = launch.tile
     stride = max(_strides(attention.keys) + _strides(attention.values))
-    return args.ReadConfig(
+    return facts.ReadConfig(
         format=form,
         head_size=attention.q.shape[2],
         head_size_v=attention.out.shape[2],
@@ -304,27 +304,27 @@ def _config(attention: Attention, form: args.Format, launch: schedule.Launch) ->
     )
 
 
-def _few(attention: Attention, form: args.Format, launch: schedule.Launch) -> bool:
+def _few(attention: Attention, form: facts.Format, launch: schedule.Launch) -> bool:
     """Whether rows have two columns each: where much is done to each score, and at most half of the fewest rows of a tile can be valid."""
     tile = launch.tile
     eight = tile.keys_first and tile.groups == 0 and tile.fold == 1 and tile.rows == 8
     return form.few_rows and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
 
 
-def _prefetch(form: args.Format, launch: schedule.Launch) -> bool:
+def _prefetch(form: facts.Format, launch: schedule.Launch) -> bool:
     """Whether programs ask for their first tile ahead: of packed rows, where each has a share to itself, and that is short."""
     tile = launch.tile
     short = launch.merge_waits and launch.least * tile.keys <= PREFETCHED_SHARE
     return short and form.streams > 1 and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
 
 
-def _foldable(attention: Attention, form: args.Format) -> bool:
+def _foldable(attention: Attention, form: facts.Format) -> bool:
     """Whether two keys' lanes take less padding in one row than in two, and are neighbours in memory, in the same block."""
     size = attention.q.shape[2]
     if form.streams == 1 or size != attention.out.shape[2] or attention.keys.block_size % 2:
         return False
     lanes = size // form.streams
-    spares = args.multiplied_lanes(2 * lanes) < 2 * args.multiplied_lanes(lanes)
+    spares = facts.multiplied_lanes(2 * lanes) < 2 * facts.multiplied_lanes(lanes)
     return spares and all(plane.codes.stride(1) * plane.codes.element_size() == 2 * lanes for plane in (attention.keys, attention.values))
 
 
@@ -359,7 +359,7 @@ def _bundle_scoring(attention: Attention) -> args.Scoring:
 
 
 def _splits(
-    launched: Launched, attention: Attention, launch: schedule.Launch, items: int, config: args.ReadConfig
+    launched: Launched, attention: Attention, launch: schedule.Launch, items: int, config: facts.ReadConfig
 ) -> tuple[args.Splits, args.Partials]:
     if not launch.split:
         return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)

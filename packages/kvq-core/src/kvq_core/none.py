@@ -30,13 +30,13 @@ class NoneBackend(QuantKVBackend):
         return codes.float()
 
     def write(self, rows: NewRows) -> Launched:
-        from kvq_core.kernels import args, copy
+        from kvq_core.kernels import copy, facts
         from kvq_core.launch import launch_rows
 
-        return launch_rows(copy.write, rows, args.Format(streams=1))
+        return launch_rows(copy.write, rows, facts.Format(streams=1))
 
     def read(self, attention: Attention) -> Launched:
-        from kvq_core.kernels import args, dense
+        from kvq_core.kernels import dense, facts
         from kvq_core.launch import launch_attention
 
-        return launch_attention(dense.attend, attention, args.Format(streams=1), "kvq_core.kernels.warpgroups.dense")
+        return launch_attention(dense.attend, attention, facts.Format(streams=1), "kvq_core.kernels.warpgroups.dense")

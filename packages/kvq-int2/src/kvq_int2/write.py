@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import Format
+from kvq_core.kernels.facts import Format
 from kvq_core.kernels.rotation import rotated_pairs, stream
 from kvq_core.kernels.slots import in_head, load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows

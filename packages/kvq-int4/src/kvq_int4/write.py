@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.hadamard import sign_bits
-from kvq_core.kernels.args import Format
+from kvq_core.kernels.facts import Format
 from kvq_core.kernels.packing import from_streams
 from kvq_core.kernels.rotation import rotated_pairs, stream
 from kvq_core.kernels.rounding import reciprocal

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import Format
+from kvq_core.kernels.facts import Format
 from kvq_core.kernels.packing import to_streams
 from kvq_core.kernels.rounding import e4m3_pair, floor_bits, reciprocal, to_float, widest
 from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales

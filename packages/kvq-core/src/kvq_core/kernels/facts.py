@@ -1,0 +1,233 @@
+"""What the kernels are compiled for: frozen dataclasses, each of which is one constant."""
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a mode's rows look to the read and write kernels.
+
+    ``streams`` interleaved columns share a lane: channel ``streams * lane + s`` is in stream s. ``rotated`` rows went through a
+    Hadamard transform with ``signs`` (bit i set: +1; None: unsigned). ``variant`` is the mode's own switch.
+    """
+
+    streams: int
+    rotated: bool = False
+    signs: int | None = None
+    variant: str = ""
+    few_rows: bool = False  # whether the mode's kernel knows of rows that have two columns each (:mod:`.fewrows`)
+
+    @property
+    def stream_signs(self) -> tuple[int | None, ...]:
+        """``signs`` stream by stream: bit i of the s-th is that of channel ``streams * i + s``."""
+        signs = self.signs
+        if signs is None:
+            return (None,) * self.streams
+        lanes = range(-(-signs.bit_length() // self.streams))
+        return tuple(sum((signs >> (self.streams * i + s) & 1) << i for i in lanes) for s in range(self.streams))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width``, a power of two >= ``least``."""
+
+    size: int
+    streams: int
+    least: int = 16
+
+    @property
+    def lanes(self) -> int:
+        return self.size // self.streams
+
+    @property
+    def width(self) -> int:
+        return max(self.least, triton.next_power_of_2(self.lanes))
+
+    @property
+    def padded(self) -> bool:
+        return self.width != self.lanes
+
+    @property
+    def block(self) -> int:
+        """Channels in a block of the Hadamard transform."""
+        return self.size & -self.size
+
+    @property
+    def block_lanes(self) -> int:
+        return max(1, self.block // self.streams)
+
+    @property
+    def finer(self) -> "Heads":
+        """The same channels in twice as many streams, or as they are where that takes more padding. A rotation's matrix is over lanes."""
+        finer = Heads(self.size, 2 * self.streams, self.least)
+        fits = self.size % finer.streams == 0 and finer.width * finer.streams == self.width * self.streams
+        return finer if fits else self
+
+
+def multiplied_lanes(lanes: int) -> int:
+    """Lanes that products take for a row of so many: no more if 16 divides it, in pieces (:mod:`.folding`), else a power of two."""
+    return lanes if lanes % 16 == 0 else max(16, triton.next_power_of_2(lanes))
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """Compile-time facts of an attention kernel: the format, the shapes and the tile."""
+
+    format: Format
+    head_size: int
+    head_size_v: int
+    block_size: int
+    group: int
+    rows: int
+    keys: int
+    fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (folding.py)
+    warps: int
+    stages: int
+    keys_first: bool
+    min_query_len: int
+    max_query_len: int
+    max_row_blocks: int  # of a sequence; only a split needs it
+    few: bool  # at most half of the rows can be valid, and have two columns each (:mod:`.fewrows`)
+    parts: int  # of a piece's tiles: those away from the edges of what its rows see, where no mask is needed, and those at an edge; or 1
+    prefetch: bool  # programs of a single sequence ask for their first tile ahead (:mod:`.prefetch`)
+    split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
+    same_strides: bool  # of the two planes
+    row_bytes: int  # what every row of codes starts at a multiple of: a power of two up to 16
+    wide_planes: bool  # offsets in a plane need 64 bits
+    wide_pages: bool  # those inside a page do, too
+    wide_rows: bool  # those of a row's heads
+    alibi_sqrt: bool
+    shifted: bool  # a softcap or sinks would notice that smoothed keys lack their mean
+    output: str
+    registers: int  # of a thread that multiplies, where other warp groups have other numbers; else 0
+    use_asm: bool
+    fp8_hardware: bool  # it converts e4m3 to float16, NaN included
+    least_pieces: int  # of a row that the merge is left: one, or two where the attention kernel itself finishes a row in one piece
+    mixed: bool  # shares are left with their streams mixed: a part of the un-rotation, and all of it that crosses streams
+    overlap: str  # the merge is put in place at the "start" or "end" of shares, and waits on the device; else ""
+    upcast_dots: bool
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens in a tile."""
+        return self.rows // self.fold // self.group
+
+    @property
+    def score_rows(self) -> int:
+        """Rows of a tile whose scores are taken."""
+        return self.rows // 2 if self.few else self.rows
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of lanes in a tile."""
+        return self.keys // self.fold
+
+    @property
+    def row_lanes(self) -> int:
+        """Lanes in each, padding apart."""
+        return self.fold * max(self.head_size, self.head_size_v) // self.format.streams
+
+    @property
+    def row_heads(self) -> Heads:
+        """A head's keys or values as they share a row, padded."""
+        return Heads(self.head_size, self.format.streams, max(self.width, triton.next_power_of_2(self.row_lanes)))
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Lanes of the pieces that a row is multiplied in: one, padded, or several that need no padding (:mod:`.folding`)."""
+        whole = self.row_heads.width
+        if not self.keys_first or self.format.streams == 1 or self.row_lanes % 16 or self.head_size != self.head_size_v:
+            return (whole,)
+        return tuple(1 << bit for bit in reversed(range(whole.bit_length())) if self.row_lanes >> bit & 1)
+
+    @property
+    def piece_starts(self) -> tuple[int, ...]:
+        """Their first lanes."""
+        return tuple(sum(self.pieces[:i]) for i in range(len(self.pieces)))
+
+    @property
+    def operand_lanes(self) -> tuple[int, ...]:
+        """Lanes of each operand: a piece's streams, one after the other."""
+        return tuple(piece for piece in self.pieces for _ in range(self.format.streams))
+
+    @property
+    def edge_stages(self) -> int:
+        """Stages of a second part's loop: in decode it is one tile long, if that, and no place for a pipeline's code and buffers."""
+        return 1 if self.keys_first else self.stages
+
+    @property
+    def sum_parts(self) -> int:
+        """In how many parts a row's sum of weights is kept while its keys are gone through: threads of a warp need not meet for it."""
+        return 8 if self.keys_first and self.warps == 1 else 1
+
+    @property
+    def joined(self) -> bool:
+        """Whether a tile's streams are joined into one operand in channel order: worth it for many rows, and more than two streams."""
+        return not self.keys_first and self.format.streams > 2
+
+    @property
+    def streams(self) -> int:
+        """Operands that a tile's channels are multiplied in."""
+        return 1 if self.joined else len(self.operand_lanes)
+
+    @property
+    def small_vectors(self) -> bool:
+        """Whether a vector of keys has fewer elements than the program has threads. Triton (3.6) takes loads of so few for cheap, and
+        repeats them in every layout they are wanted in, where each thread loads many; loaded in pairs they are not."""
+        return self.keys < self.warps * 32
+
+    @property
+    def width(self) -> int:
+        """Lanes of a key or value tile: the same for both. Triton 3.6 addresses shared memory wrongly where they differ (seen on sm_90)."""
+        return max(Heads(size, self.format.streams).width for size in (self.head_size, self.head_size_v))
+
+    @property
+    def key_heads(self) -> Heads:
+        return Heads(self.head_size, self.format.streams, self.width)
+
+    @property
+    def value_heads(self) -> Heads:
+        return Heads(self.head_size_v, self.format.streams, self.width)
+
+    @property
+    def slices(self) -> int:
+        """The most slices that a row can be merged in: of its streams if they are mixed already, of lanes if nothing mixes them."""
+        if self.format.rotated:
+            return self.format.streams if self.mixed else 1
+        return self.width
+
+
+@dataclass(frozen=True)
+class WriteConfig:
+    """Compile-time facts of a write kernel."""
+
+    format: Format
+    head_size: int
+    head_size_v: int
+    block_size: int
+    num_kv_heads: int
+    rows: int
+    use_asm: bool
+    fp8_hardware: bool  # it converts to e4m3
+    upcast_dots: bool
+
+    @property
+    def key_heads(self) -> Heads:
+        return Heads(self.head_size, self.format.streams)
+
+    @property
+    def value_heads(self) -> Heads:
+        return Heads(self.head_size_v, self.format.streams)
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """Compile-time facts of a merge: up to ``few`` pieces eight rows go together; of more, ``pieces`` of a row are loaded together, by
+    a program for the same row of ``blocks`` row blocks and one of ``slices`` of its channels."""
+
+    few: int
+    pieces: int
+    blocks: int
+    slices: int

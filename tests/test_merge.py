@@ -48,4 +48,5 @@ def test_a_row_in_slices(mode: str, case: Case, slices: int, place: str, monkeyp
 def test_eight_rows_together(mode: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices are of rows that are merged one by one: others have the same programs as ever, and of slices nothing to do."""
     choice = Merge(few=64, pieces=32, blocks=1, slices=2, warps=4)
-    assert slices_of(mode, LONG, place, monkeypatch, choice) == {2}
+    two = replace(LONG, query_lens=(1, 1), seq_lens=(2300, 500))
+    assert slices_of(mode, two, place, monkeypatch, choice) == {2}

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ FACTS, MAX_NOTES = tl.constexpr(6), tl.constexpr(MOST)
 @dataclass(frozen=True)
 class Shape:
     """What a share is cut by, of an attention kernel's compile-time facts: one token of each sequence, tiles of KEYS keys."""
+
+    alone: bool = False
+    max_row_blocks: int = 1
 
     split: str = "shares"
     keys: int = KEYS
@@ -60,8 +63,8 @@ def note_work(notes, batch, scoring, splits, num_seqs, table_width, shape: tl.co
         at += FACTS
 
 
-def cut(lengths: list[int], device: torch.device, programs: int = PROGRAMS, least: int = 1) -> list[list[Piece]]:
-    """The pieces of each program."""
+def cut(lengths: list[int], device: torch.device, programs: int = PROGRAMS, least: int = 1, **facts: Any) -> list[list[Piece]]:
+    """The pieces of each program. ``facts``: of the :class:`Shape`."""
     notes = torch.full((programs, MOST, int(FACTS.value)), -1, dtype=torch.int32, device=device)
     batch = Batch(
         torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
@@ -69,17 +72,19 @@ def cut(lengths: list[int], device: torch.device, programs: int = PROGRAMS, leas
         torch.zeros((1, 1), dtype=torch.int32, device=device),
     )
     scoring = Scoring(1.0, None, None, None, None, None, 0, 0, None, 0)
-    note_work[(programs,)](notes, batch, scoring, Splits(least, 0, 0), len(lengths), 1 << 20, shape=Shape())
+    note_work[(programs,)](notes, batch, scoring, Splits(least, 0, 0), len(lengths), 1 << 20, shape=Shape(**facts))
     return [[Piece(*piece) for piece in pieces if piece[0] >= 0] for pieces in notes.tolist()]
 
 
 def check(lengths: list[int], programs: list[list[Piece]]) -> None:
-    """Every key is some piece's, once; a row's pieces are numbered in the order of their keys, and know how many they are."""
+    """Every key is some piece's, once; a row's pieces are numbered in the order of their keys; the first knows how many there are, and the
+    others that they are several."""
     pieces = sorted((piece for program in programs for piece in program), key=lambda piece: (piece.seq, piece.item))
     assert len({piece.item for piece in pieces}) == len(pieces)
     for seq, length in enumerate(lengths):
         mine = [piece for piece in pieces if piece.seq == seq]
-        assert [piece.num_pieces for piece in mine] == [len(mine)] * len(mine) and mine[0].unit == 0
+        assert mine[0].num_pieces == len(mine) and mine[0].unit == 0
+        assert all(piece.num_pieces > 1 and piece.unit > 0 for piece in mine[1:])
         assert [piece.item for piece in mine] == [mine[0].item + i for i in range(len(mine))]
         assert all(piece.start % KEYS == 0 for piece in mine)
         seen = [key for piece in mine for key in range(piece.start, piece.stop)]
@@ -116,7 +121,7 @@ def test_sequences_of_a_length_are_cut_at_their_ends(lengths: list[int], pieces:
     programs = cut(lengths, device)
     check(lengths, programs)
     assert all(len(program) <= 1 for program in programs)
-    assert {piece.num_pieces for program in programs for piece in program} == {pieces}
+    assert {piece.num_pieces for program in programs for piece in program if piece.unit == 0} == {pieces}
 
 
 @pytest.mark.quick
@@ -126,3 +131,14 @@ def test_what_would_wait_for_the_longest_is_not(lengths: list[int], device: torc
     programs = cut(lengths, device)
     check(lengths, programs)
     assert any(len(program) > 1 for program in programs)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("max_row_blocks", [1, 2])
+@pytest.mark.parametrize("length", [0, 1, KEYS, 100, 17 * KEYS, 17 * KEYS + 1, 3000])
+def test_a_row_block_on_its_own_is_cut_as_among_others(length: int, max_row_blocks: int, device: torch.device) -> None:
+    for programs, least in ((1, 1), (PROGRAMS, 1), (40, 1), (PROGRAMS, 3)):
+        alone = cut([length], device, programs, least, alone=True)
+        check([length], alone)
+        assert all(len(program) <= 1 for program in alone)
+        assert alone == cut([length], device, programs, least, max_row_blocks=max_row_blocks)

@@ -237,10 +237,11 @@ def _launch(
     row_blocks = batch.num_seqs * launch.max_row_blocks
     merge = schedule.merge_tile(problem, launch, row_blocks)
     slices = min(merge.slices, config.slices)
-    rows = triton.cdiv(row_blocks, merge.blocks) * config.tokens * config.group
+    rows = triton.cdiv(row_blocks, merge.blocks) * config.tokens * config.group * slices
+    eights = 0 if config.alone else row_blocks * (tile.rows // 8)
     launched.start(
         merge_kernel,
-        (row_blocks * (tile.rows // 8) + rows * slices, num_kv_heads),
+        (eights + rows, num_kv_heads),
         output,
         attention.output_scale,
         lengths,
@@ -248,6 +249,7 @@ def _launch(
         splits,
         partials,
         row_blocks,
+        programs,
         TILE=facts.MergeTile(merge.few, merge.pieces, merge.blocks, slices),
         C=config,
         num_warps=merge.warps,
@@ -266,6 +268,7 @@ def _parts(attention: Attention, launch: schedule.Launch) -> int:
 
 def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -> facts.ReadConfig:
     tile = launch.tile
+    alone = launch.split == "shares" and attention.batch.num_seqs * launch.max_row_blocks == 1 and not tile.groups
     stride = max(_strides(attention.keys) + _strides(attention.values))
     return facts.ReadConfig(
         format=form,
@@ -284,7 +287,8 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
         few=_few(attention, form, launch),
         parts=_parts(attention, launch),
-        prefetch=_prefetch(form, launch) and _device_facts(attention.q.device).use_asm,
+        alone=alone,
+        prefetch=alone and _prefetch(form, launch) and _device_facts(attention.q.device).use_asm,
         split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
         row_bytes=min(_row_bytes(attention.keys, tile.fold), _row_bytes(attention.values, tile.fold)),

@@ -14,14 +14,15 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_key, by_row
+from kvq_core.kernels.pieces import attend_pieces
 from kvq_core.kernels.prefetch import prefetch_first
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, operands, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries, query_streams, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
-from kvq_core.kernels.shares import next_work, query_rows, take_share
+from kvq_core.kernels.shares import query_rows
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_pieces, load_scales, places, tiles_of, unmasked_tiles
+from kvq_core.kernels.tiles import first_blocks, key_tile, load_pieces, load_scales, places, seen_tiles, tiles_of, unmasked_tiles
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
@@ -52,41 +53,49 @@ def attend(
     num_blocks,
     C: tl.constexpr,
 ):
+    attend_pieces(
+        attend_piece, queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width,
+        num_blocks, C,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_piece(
+    work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C: tl.constexpr
+):
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    kv_head = tl.program_id(1)
-    share = take_share(num_seqs, batch, scoring, splits, C)
-    while share.next < share.stop:
-        work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
-        rows = query_rows(work, queries, kv_head, scoring, C)
-        x = load_queries(queries, rows, C)
-        prefetch_first(keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, True, C)
-        q, unit, q_sum = half_queries(query_streams(x, C), score_unit(scoring), C)
-        q = query_operand(q, C)
-        left = softmax_unit(unit, scoring)
-        state = softmax_start(C)
-        acc = accumulator(C)
-        largest = 1e-30
-        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
-        for part in tl.static_range(tl.constexpr(C.parts)):
-            tiles = tiles_of(work, unmasked, part, C)
-            for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
-                tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
-                k_place, v_place = places(keys, values, tile, C)
-                k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C)
-                k_word, v_word = load_scales(keys, values, tile, kv_head, C)
-                k_scale, k_zero = split_word(k_word)
-                v_scale, v_zero = split_word(v_word)
-                v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
-                k, v = operands(k, unpack_keys, C), operands(v, unpack_values, C)
-                s = scores(q, k, by_key(k_zero, C) * by_row(q_sum, C), C)
-                s = finish_scores(s, unit, k_scale, rows, tile, work, scoring, part, C)
-                p, alpha, state = softmax_step(s, left, state, C)
-                weights, shrink, largest = weigh(p, v_scale, largest, C)
-                zeros = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
-                acc = accumulate(weights, v, acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
-        acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
-        finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+    rows = query_rows(work, queries, kv_head, scoring, C)
+    x = load_queries(queries, rows, C)
+    seen = seen_tiles(work, scoring, C)
+    ids = first_blocks(seen, work, batch, table_stride, C)
+    prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, True, C)
+    q, unit, q_sum = half_queries(query_streams(x, C), score_unit(scoring), C)
+    q = query_operand(q, C)
+    left = softmax_unit(unit, scoring)
+    state = softmax_start(C)
+    acc = accumulator(C)
+    largest = 1e-30
+    unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
+    for part in tl.static_range(tl.constexpr(C.parts)):
+        tiles = tiles_of(work, unmasked, part, C)
+        for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
+            tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
+            k_place, v_place = places(keys, values, tile, C)
+            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C)
+            k_word, v_word = load_scales(keys, values, tile, kv_head, C)
+            k_scale, k_zero = split_word(k_word)
+            v_scale, v_zero = split_word(v_word)
+            v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
+            k, v = operands(k, unpack_keys, C), operands(v, unpack_values, C)
+            s = scores(q, k, by_key(k_zero, C) * by_row(q_sum, C), C)
+            s = finish_scores(s, unit, k_scale, rows, tile, work, scoring, part, C)
+            p, alpha, state = softmax_step(s, left, state, C)
+            weights, shrink, largest = weigh(p, v_scale, largest, C)
+            zeros = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
+            acc = accumulate(weights, v, acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
+    acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
+    finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

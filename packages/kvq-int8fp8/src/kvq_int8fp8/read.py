@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.masks import by_row
+from kvq_core.kernels.pieces import attend_pieces
 from kvq_core.kernels.prefetch import prefetch_first
 from kvq_core.kernels.products import (
     accumulate,
@@ -28,10 +29,10 @@ from kvq_core.kernels.products import (
 )
 from kvq_core.kernels.queries import largest_in_row, load_queries, query_streams, row_factors
 from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
-from kvq_core.kernels.shares import next_work, query_rows, take_share
+from kvq_core.kernels.shares import query_rows
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import key_tile, load_pieces, load_scales, places, tiles_of, unmasked_tiles
+from kvq_core.kernels.tiles import first_blocks, key_tile, load_pieces, load_scales, places, seen_tiles, tiles_of, unmasked_tiles
 from kvq_core.launch import launch_attention
 from kvq_core.launched import Launched
 from kvq_core.spec import Attention
@@ -64,6 +65,16 @@ def attend(
     num_blocks,
     C: tl.constexpr,
 ):
+    attend_pieces(
+        attend_piece, queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width,
+        num_blocks, C,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_piece(
+    work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C: tl.constexpr
+):
     INT8: tl.constexpr = C.format.variant == "int8"
     PER_TENSOR: tl.constexpr = C.format.variant == "fp8_per_tensor"
     # Where the hardware converts, a code of NaN is one: those of invalid keys must not come in.
@@ -73,59 +84,57 @@ def attend(
     SMALL_FIRST: tl.constexpr = not INT8 and not PER_TENSOR
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
-    kv_head = tl.program_id(1)
-    share = take_share(num_seqs, batch, scoring, splits, C)
-    while share.next < share.stop:
-        work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
-        rows = query_rows(work, queries, kv_head, scoring, C)
-        factor = score_unit(scoring)
-        if PER_TENSOR:
-            factor = factor * tl.load(keys.scales)
-        x = load_queries(queries, rows, C)
-        prefetch_first(keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, not PER_TENSOR, C)
-        q, unit, q_sum = half_queries(query_streams(x, C), factor, UNIT, C)
-        seed = None
-        if INT8:
-            seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)
-        q = query_operand(q, C)
-        one = unit
-        if SMALL_FIRST:
-            one = tl.full(unit.shape, 1.0, tl.float32)
-        left = softmax_unit(one, scoring)
-        state = softmax_start(C)
-        acc = accumulator(C)
-        largest = 1e-30
-        unmasked = unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C)
-        for part in tl.static_range(tl.constexpr(C.parts)):
-            tiles = tiles_of(work, unmasked, part, C)
-            for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
-                tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
-                k_place, v_place = places(keys, values, tile, C)
-                k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C, CLEAR=CLEAR)
-                v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first, CLEAR=CLEAR)
-                if PER_TENSOR:
-                    k_scale = None
-                else:
-                    k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-                k, v = operands(k, unpack, C), operands(v, unpack, C)
-                s = scores(q, k, seed, C)
-                if SMALL_FIRST:
-                    s = s * by_row(unit, C)
-                s = finish_scores(s, one, k_scale, rows, tile, work, scoring, part, C)
-                p, alpha, state = softmax_step(s, left, state, C)
-                if PER_TENSOR:
-                    weights = (p * 256.0).to(tl.float16)
-                else:
-                    weights, shrink, largest = weigh(p, v_scale, largest, C)
-                    alpha = alpha * shrink
-                offset = None
-                if INT8:
-                    offset = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (128.0 / UNIT)
-                acc = accumulate(weights, v, acc, alpha, offset, C)
-        if PER_TENSOR:
-            largest = tl.load(values.scales)
-        acc = accumulated_rows(acc, UNIT * unweigh(largest), C)
-        finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+    rows = query_rows(work, queries, kv_head, scoring, C)
+    factor = score_unit(scoring)
+    if PER_TENSOR:
+        factor = factor * tl.load(keys.scales)
+    x = load_queries(queries, rows, C)
+    seen = seen_tiles(work, scoring, C)
+    ids = first_blocks(seen, work, batch, table_stride, C)
+    prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, not PER_TENSOR, C)
+    q, unit, q_sum = half_queries(query_streams(x, C), factor, UNIT, C)
+    seed = None
+    if INT8:
+        seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)
+    q = query_operand(q, C)
+    one = unit
+    if SMALL_FIRST:
+        one = tl.full(unit.shape, 1.0, tl.float32)
+    left = softmax_unit(one, scoring)
+    state = softmax_start(C)
+    acc = accumulator(C)
+    largest = 1e-30
+    unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
+    for part in tl.static_range(tl.constexpr(C.parts)):
+        tiles = tiles_of(work, unmasked, part, C)
+        for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
+            tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
+            k_place, v_place = places(keys, values, tile, C)
+            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C, CLEAR=CLEAR)
+            v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first, CLEAR=CLEAR)
+            if PER_TENSOR:
+                k_scale = None
+            else:
+                k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+            k, v = operands(k, unpack, C), operands(v, unpack, C)
+            s = scores(q, k, seed, C)
+            if SMALL_FIRST:
+                s = s * by_row(unit, C)
+            s = finish_scores(s, one, k_scale, rows, tile, work, scoring, part, C)
+            p, alpha, state = softmax_step(s, left, state, C)
+            if PER_TENSOR:
+                weights = (p * 256.0).to(tl.float16)
+            else:
+                weights, shrink, largest = weigh(p, v_scale, largest, C)
+                alpha = alpha * shrink
+            offset = None
+            if INT8:
+                offset = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (128.0 / UNIT)
+            acc = accumulate(weights, v, acc, alpha, offset, C)
+    if PER_TENSOR:
+        largest = tl.load(values.scales)
+    acc = accumulated_rows(acc, UNIT * unweigh(largest), C)
+    finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

@@ -107,7 +107,8 @@ class Share(NamedTuple):
 class Work(NamedTuple):
     """A piece of work: some rows of one sequence against the keys ``start`` to ``stop``.
 
-    A row block's keys are cut into ``num_pieces``; this one begins at unit ``unit`` and is number ``item`` of the launch's pieces.
+    A row block's keys are cut into ``num_pieces``, of which any but the first, at unit 0, knows only that it is not the only one; this one
+    begins at unit ``unit`` and is number ``item`` of the launch's pieces.
     """
 
     seq: Any

@@ -13,18 +13,46 @@ from triton.language.extra.cuda import gdc_wait
 from kvq_core.kernels.args import RowBlock, SoftmaxState
 from kvq_core.kernels.queries import store_channels, store_rows
 from kvq_core.kernels.rotation import unrotate_row
+from kvq_core.kernels.shares import only_units, share_size
 from kvq_core.kernels.softmax import add_sink, reciprocal_sum
 
 
-@triton.jit(do_not_specialize=["num_row_blocks"])
-def merge_kernel(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE: tl.constexpr, C: tl.constexpr):
-    """Combine the shares of every row block. Grid (eight rows of each row block, then a slice of a row of every TILE.blocks row
-    blocks; kv heads).
+@triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
+def merge_kernel(
+    output, output_scale, batch, scoring, splits, partials, num_row_blocks, num_programs, TILE: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Combine the shares that ``num_programs`` programs a kv head have left of every row block. Grid (eight rows of each row block, then a
+    slice of a row of every TILE.blocks row blocks; kv heads).
 
     Few pieces: eight rows at a time, which share an un-rotation. Many: a row at a time, TILE.pieces of them loaded together. Which of the
     two a row block needs is known on the device alone, and the programs of the other end at once: so one of the second kind looks at
-    several row blocks.
+    several row blocks. A row block on its own has programs of the second kind alone.
     """
+    if C.alone:
+        merge_only(output, output_scale, batch, scoring, splits, partials, num_programs, TILE, C)
+    else:
+        merge_all(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE, C)
+
+
+@triton.jit
+def merge_only(output, output_scale, batch, scoring, splits, partials, num_programs, TILE: tl.constexpr, C: tl.constexpr):
+    """The merge of a row block on its own. How many pieces it has follows from its length, so that nothing need be loaded for it."""
+    place = tl.program_id(0)
+    total = only_units(batch, scoring, splits, C)
+    num_pieces = tl.cdiv(total, share_size(total, num_programs, splits, C))
+    first_token = tl.load(batch.cu_seqlens_q)
+    query_len = tl.load(batch.cu_seqlens_q + 1) - first_token
+    if C.overlap != "":
+        # What comes next is the work of the launch before.
+        gdc_wait()
+    if num_pieces > 1:
+        block = RowBlock(first_token, place * 0, query_len, num_pieces, place * 0)
+        merge_row(place // TILE.slices, place % TILE.slices, block, output, output_scale, scoring, splits, partials, TILE, C)
+
+
+@triton.jit
+def merge_all(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE: tl.constexpr, C: tl.constexpr):
+    """The merge of any number of row blocks."""
     TILES: tl.constexpr = C.rows // 8
     ROWS: tl.constexpr = C.tokens * C.group
     place = tl.program_id(0)

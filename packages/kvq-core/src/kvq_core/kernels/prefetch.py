@@ -15,22 +15,21 @@ SECTORS = tl.constexpr(64)  # bytes that memory sends together
 
 @triton.jit
 def prefetch_first(
-    keys, values, work, kv_head, num_seqs, batch, table_stride, num_blocks, scoring, SCALED: tl.constexpr, C: tl.constexpr
+    keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, SCALED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Ask for the codes of a piece's first tile and, if SCALED, its scales, if C.prefetch and there is one sequence."""
+    """Ask for the codes of a piece's first tile and, if SCALED, its scales, if C.prefetch."""
     if C.prefetch:
-        if num_seqs == 1:
-            K_HEADS: tl.constexpr = C.key_heads
-            V_HEADS: tl.constexpr = C.value_heads
-            LAST: tl.constexpr = C.parts - 1  # the part that checks whether blocks exist
-            first = work.start // C.keys
-            tile = key_tile(first, Tiles(first, first + 1, first + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
-            k_place, v_place = places(keys, values, tile, C)
-            request_rows(keys, k_place, kv_head, K_HEADS, C)
-            request_rows(values, v_place, kv_head, V_HEADS, C)
-            if SCALED:
-                request_scales(keys, tile, kv_head, C)
-                request_scales(values, tile, kv_head, C)
+        K_HEADS: tl.constexpr = C.key_heads
+        V_HEADS: tl.constexpr = C.value_heads
+        LAST: tl.constexpr = C.parts - 1  # the part that checks whether blocks exist
+        first = work.start // C.keys
+        tile = key_tile(first, Tiles(first, first + 1, first + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
+        k_place, v_place = places(keys, values, tile, C)
+        request_rows(keys, k_place, kv_head, K_HEADS, C)
+        request_rows(values, v_place, kv_head, V_HEADS, C)
+        if SCALED:
+            request_scales(keys, tile, kv_head, C)
+            request_scales(values, tile, kv_head, C)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kvq_core.kernels.folding import of_own_lanes
 from kvq_core.kernels.packing import from_streams, to_streams
-from kvq_core.kernels.rotation import rotate, unrotate
+from kvq_core.kernels.rotation import rotate, rotated_pairs, stream, unrotate
 from kvq_core.kernels.rounding import to_fp8_bits
 
 
@@ -44,9 +44,18 @@ def query_streams(x, C: tl.constexpr):
     """:func:`load_queries`' rows as streams [ROWS, WIDTH], rotated if the keys are (then float32)."""
     HEADS: tl.constexpr = C.row_heads
     FORMAT: tl.constexpr = C.format
-    streams = to_streams(x, C.rows, HEADS.width, HEADS.streams)
-    if C.format.rotated:
-        streams = rotate(streams, HEADS, FORMAT, C.upcast_dots)
+    STREAMS: tl.constexpr = HEADS.streams
+    SIGNS: tl.constexpr = C.format.signs
+    if C.format.rotated and C.alone and STREAMS > 1:
+        # The shorter code, which pays where nothing else goes on; of several pieces it takes longer.
+        pairs = rotated_pairs(x, HEADS, SIGNS, C)
+        streams = ()
+        for s in tl.static_range(STREAMS):
+            streams = streams + (stream(pairs, s),)
+    else:
+        streams = to_streams(x, C.rows, HEADS.width, STREAMS)
+        if C.format.rotated:
+            streams = rotate(streams, HEADS, FORMAT, C.upcast_dots)
     return streams
 
 

@@ -68,11 +68,10 @@ def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
     if C.overlap == "start":
         gdc_launch_dependents()
     # A single sequence needs no scan: its programs are short, and wait for every load in a row.
-    if num_seqs == 1:
-        row_blocks, keys = sequence_facts(0, num_seqs, batch, scoring, C)
-        units, _ = units_of(keys, splits, C)
-        total = row_blocks * units
-        share = share_of(total, share_size(total, splits, C), 0)
+    if C.alone:
+        share = only_share(batch, scoring, splits, C)
+    elif num_seqs == 1:
+        share = only_share(batch, scoring, splits, C)
     else:
         counts = tl.zeros([SCAN], tl.int32)
         blocks = tl.zeros([SCAN], tl.int32)
@@ -88,9 +87,24 @@ def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
 
 
 @triton.jit
+def only_share(batch, scoring, splits, C: tl.constexpr):
+    """This program's share of the units of a single sequence."""
+    total = only_units(batch, scoring, splits, C)
+    return share_of(total, share_size(total, tl.num_programs(0), splits, C), 0)
+
+
+@triton.jit
+def only_units(batch, scoring, splits, C: tl.constexpr):
+    """The units of a single sequence."""
+    row_blocks, keys = sequence_facts(0, 1, batch, scoring, C)
+    units, _ = units_of(keys, splits, C)
+    return row_blocks * units
+
+
+@triton.jit
 def equal_share(total, blocks, longest, splits, C: tl.constexpr):
     """This program's share of ``total`` units in ``blocks`` row blocks, the longest of which has ``longest``."""
-    size = share_size(total, splits, C)
+    size = share_size(total, tl.num_programs(0), splits, C)
     row_units = 0
     if C.split == "shares":
         size, row_units = whole_pieces(size, total, blocks, longest)
@@ -105,11 +119,11 @@ def share_of(total, size, row_units):
 
 
 @triton.jit
-def share_size(total, splits, C: tl.constexpr):
-    """Units of an equal share."""
+def share_size(total, programs, splits, C: tl.constexpr):
+    """Units of each program's equal share."""
     size = 1
     if C.split == "shares":
-        size = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), splits.least)
+        size = tl.maximum((total + programs - 1) // programs, splits.least)
     return size
 
 
@@ -141,7 +155,7 @@ def next_work(share, num_seqs, table_width, batch, scoring, splits, C: tl.conste
     before = 0
     blocks_before = 0
     running = 0
-    if num_seqs > 1:
+    if not C.alone and num_seqs > 1:
         for base in range(0, num_seqs, SCAN):
             seqs = base + tl.arange(0, SCAN)
             row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
@@ -160,12 +174,15 @@ def piece_of(seq, before, blocks_before, share, num_seqs, table_width, batch, sc
     """(the next piece of a share, the rest of the share): of sequence ``seq``, before which are so many units and row blocks."""
     row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
     units, length = units_in(share, keys, splits, C)
-    block = (share.next - before) // units
-    unit = (share.next - before) % units
+    block = 0
+    unit = share.next - before
+    if C.max_row_blocks != 1:
+        block = unit // units
+        unit = unit % units
     count = tl.minimum(share.stop - share.next, units - unit)
-    first = share.next - unit
-    num_pieces = (first + units - 1) // share.size - first // share.size + 1
-    item = share.next // share.size + blocks_before + block
+    # A row block's first piece says how many there are. The others need to know that they are not the only one.
+    num_pieces = tl.where(unit == 0, (share.next + units - 1) // share.size - tl.program_id(0) + 1, 2)
+    item = tl.program_id(0) + blocks_before + block
 
     first_token = tl.load(batch.cu_seqlens_q + seq)
     query_len = tl.load(batch.cu_seqlens_q + seq + 1) - first_token

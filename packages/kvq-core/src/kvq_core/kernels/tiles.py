@@ -9,8 +9,8 @@ BLOCKS = tl.constexpr(128)  # block ids looked at together
 
 
 @triton.jit
-def unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
-    """(first, end) of a piece's tiles whose keys all rows see, in blocks that all exist: found once a piece. One part has no use for it."""
+def seen_tiles(work, scoring, C: tl.constexpr):
+    """(first, end) of a piece's tiles whose keys all rows see."""
     first = work.start // C.keys
     end = tl.cdiv(work.stop, C.keys)
     if C.parts > 1:
@@ -21,7 +21,25 @@ def unmasked_tiles(work, batch, table_stride, num_blocks, scoring, C: tl.constex
             first = tl.minimum(tl.maximum(tl.cdiv(seen_by_all, C.keys), first), last)
         end = tl.minimum(position + 1, work.stop) // C.keys
         end = tl.maximum(tl.minimum(end, last), first)
-        end = tl.where(blocks_exist(first * C.keys, end * C.keys, work, batch, table_stride, num_blocks, C), end, first)
+    return first, end
+
+
+@triton.jit
+def first_blocks(seen, work, batch, table_stride, C: tl.constexpr):
+    """The first BLOCKS of the block ids of these tiles, loaded while queries are on their way, for :func:`unmasked_tiles`."""
+    ids = 0
+    if C.parts > 1 and C.keys_first:
+        first, end = seen
+        ids = load_entries(first * C.keys // C.block_size, tl.cdiv(end * C.keys, C.block_size), work, batch, table_stride)
+    return ids
+
+
+@triton.jit
+def unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C: tl.constexpr):
+    """(first, end) of those tiles, if their blocks all exist: found once a piece. One part has no use for it."""
+    first, end = seen
+    if C.parts > 1:
+        end = tl.where(blocks_exist(first * C.keys, end * C.keys, ids, work, batch, table_stride, num_blocks, C), end, first)
     return first, end
 
 
@@ -40,15 +58,25 @@ def tiles_of(work, unmasked, PART: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def blocks_exist(start, stop, work, batch, table_stride, num_blocks, C: tl.constexpr):
-    """Whether every block of the keys ``start`` to ``stop`` is one of the cache's."""
-    table = batch.block_table + work.seq.to(tl.int64) * table_stride
+def blocks_exist(start, stop, ids, work, batch, table_stride, num_blocks, C: tl.constexpr):
+    """Whether every block of the keys ``start`` to ``stop`` is one of the cache's. ``ids``: see :func:`first_blocks`."""
     last = tl.cdiv(stop, C.block_size)
+    base = start // C.block_size
     missing = tl.zeros([BLOCKS], tl.int32)
-    for base in range(start // C.block_size, last, BLOCKS):
-        entries = base + tl.arange(0, BLOCKS)
-        missing |= (~block_exists(tl.load(table + entries, mask=entries < last, other=0), num_blocks)).to(tl.int32)
+    if C.keys_first:
+        missing = (~block_exists(ids, num_blocks)).to(tl.int32)
+        base += BLOCKS
+    for entry in range(base, last, BLOCKS):
+        missing |= (~block_exists(load_entries(entry, last, work, batch, table_stride), num_blocks)).to(tl.int32)
     return tl.max(missing) == 0
+
+
+@triton.jit
+def load_entries(first, last, work, batch, table_stride):
+    """BLOCKS block ids of a sequence's, from entry ``first`` on; 0 from entry ``last`` on."""
+    table = batch.block_table + work.seq.to(tl.int64) * table_stride
+    entries = first + tl.arange(0, BLOCKS)
+    return tl.load(table + entries, mask=entries < last, other=0)
 
 
 @triton.jit

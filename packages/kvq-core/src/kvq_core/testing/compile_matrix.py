@@ -87,8 +87,13 @@ CASES = MappingProxyType(
 )
 """What is built for each mode: the split decode kernel and its merge, plain, and the kernel for many rows with every option on. Further
 tiles are built plain."""
-OPTIONS = MappingProxyType({"decode-softcap": replace(CASES["decode"], softcap=30.0)})
-"""Options that cost a decode kernel most, built beside the further tiles."""
+OPTIONS = MappingProxyType(
+    {
+        "decode-softcap": replace(CASES["decode"], softcap=30.0),
+        "decode-alone": replace(CASES["decode"], query_lens=(1,), seq_lens=(32768,), num_kv_heads=8),
+    }
+)
+"""What makes another kernel of decode: the option that costs most, and a sequence on its own. Built beside the further tiles."""
 
 
 @dataclass(frozen=True)

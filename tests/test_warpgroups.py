@@ -29,6 +29,7 @@ from warp_groups import (
 )
 
 from kvq_core import get_backend, launch, ops
+from kvq_core.kernels import facts
 from kvq_core.plans import Entry, Groups, Table
 from kvq_core.plans.lookup import listening
 from kvq_core.registry import FIRST_PARTY
@@ -88,8 +89,8 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = launch.DeviceFacts(132, True, "sm_90")
-    monkeypatch.setattr(launch, "_device_facts", lambda device: facts)
+    device = launch.DeviceFacts(132, True, "sm_90")
+    monkeypatch.setattr(launch, "_device_facts", lambda _: device)
     built = scene.build(PLAIN, get_backend("int4"), torch.device("cpu"))
     seen: list[Attention] = []
     monkeypatch.setattr(type(built.backend), "read", lambda backend, attention: seen.append(attention))

@@ -6,6 +6,7 @@ block that cannot run has a comment ``<!--- skip: next "reason" -->`` on the lin
 
 import contextlib
 import json
+import math
 import re
 import sys
 import types
@@ -154,7 +155,9 @@ def test_the_tables_of_the_guides_are_those_of_the_readme() -> None:
 def test_the_claim_of_the_readme_is_that_of_its_tables() -> None:
     quantized = [bar for bar in plots.bars(README) if bar.mode != "none"]
     for what, values in (("the speed", [b.times_as_fast for b in quantized]), ("smaller", [b.times_smaller for b in quantized])):
-        claim = f"{min(values):.1f} to {max(values):.1f} times {what}"
+        # Rounded down: the tables' figures are rounded once already.
+        least, most = (math.floor(round(100 * value) / 10) / 10 for value in (min(values), max(values)))
+        claim = f"{least} to {most} times {what}"
         assert claim in " ".join(README.split()), claim
 
 

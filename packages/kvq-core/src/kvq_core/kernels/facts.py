@@ -91,7 +91,7 @@ class ReadConfig:
     max_row_blocks: int  # of a sequence; only a split needs it
     few: bool  # at most half of the rows can be valid, and have two columns each (:mod:`.fewrows`)
     parts: int  # of a piece's tiles: those away from the edges of what its rows see, where no mask is needed, and those at an edge; or 1
-    alone: bool  # the launch has one row block, cut into equal shares: a program has one piece at most
+    alone: bool  # the launch has one row block, in equal shares: a program has one piece at most (not asked of warp groups)
     prefetch: bool  # programs of a row block on its own ask for their first tile ahead (:mod:`.prefetch`)
     split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     same_strides: bool  # of the two planes

@@ -31,9 +31,8 @@ OTHERS: dict[str, Case] = {
     "two sequences": replace(ONE, query_lens=(1, 1), seq_lens=(2300, 40)),
     "two sequences, one without a token": replace(ONE, query_lens=(0, 1), seq_lens=(0, 2300)),
     "more rows than a tile has": replace(ONE, query_lens=(5,)),
-    "as long as no program's share": replace(ONE, seq_lens=(16,)),
+    "no longer than a share": replace(ONE, seq_lens=(16,)),
 }
-PLACES = places.params("interpret", "gpu")
 
 
 def alone(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch) -> set[bool]:
@@ -41,7 +40,7 @@ def alone(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch) ->
     return {constants["C"].alone for constants in read_exactly(mode, case, place, monkeypatch)}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", places.params("interpret", "gpu"))
 @pytest.mark.parametrize("case", ALONE, ids=str)
 @pytest.mark.parametrize("mode", sorted(SUITES))
 def test_alone(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,14 @@ FACTS, MAX_NOTES = tl.constexpr(6), tl.constexpr(MOST)
 class Shape:
     """What a share is cut by, of an attention kernel's compile-time facts: one token of each sequence, tiles of KEYS keys."""
 
-    alone: bool = False
-    max_row_blocks: int = 1
-
     split: str = "shares"
     keys: int = KEYS
     block_size: int = 16
     tokens: int = 1
     min_query_len: int = 1
     max_query_len: int = 1
+    max_row_blocks: int = 1
+    alone: bool = False
     overlap: str = ""
 
 

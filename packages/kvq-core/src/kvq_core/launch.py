@@ -268,6 +268,7 @@ def _parts(attention: Attention, launch: schedule.Launch) -> int:
 
 def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -> facts.ReadConfig:
     tile = launch.tile
+    # Warp groups have a loop over pieces, and may leave a row that is one piece to the merge.
     alone = launch.split == "shares" and attention.batch.num_seqs * launch.max_row_blocks == 1 and not tile.groups
     stride = max(_strides(attention.keys) + _strides(attention.values))
     return facts.ReadConfig(

@@ -29,13 +29,13 @@ def merge_kernel(
     several row blocks. A row block on its own has programs of the second kind alone.
     """
     if C.alone:
-        merge_only(output, output_scale, batch, scoring, splits, partials, num_programs, TILE, C)
+        merge_alone(output, output_scale, batch, scoring, splits, partials, num_programs, TILE, C)
     else:
         merge_all(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE, C)
 
 
 @triton.jit
-def merge_only(output, output_scale, batch, scoring, splits, partials, num_programs, TILE: tl.constexpr, C: tl.constexpr):
+def merge_alone(output, output_scale, batch, scoring, splits, partials, num_programs, TILE: tl.constexpr, C: tl.constexpr):
     """The merge of a row block on its own. How many pieces it has follows from its length, so that nothing need be loaded for it."""
     place = tl.program_id(0)
     total = only_units(batch, scoring, splits, C)
@@ -46,7 +46,8 @@ def merge_only(output, output_scale, batch, scoring, splits, partials, num_progr
         # What comes next is the work of the launch before.
         gdc_wait()
     if num_pieces > 1:
-        block = RowBlock(first_token, place * 0, query_len, num_pieces, place * 0)
+        zero = place * 0  # as the kernels' values are: a plain 0 has no width to be widened from
+        block = RowBlock(first_token, zero, query_len, num_pieces, zero)
         merge_row(place // TILE.slices, place % TILE.slices, block, output, output_scale, scoring, splits, partials, TILE, C)
 
 

@@ -68,10 +68,9 @@ def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
     if C.overlap == "start":
         gdc_launch_dependents()
     # A single sequence needs no scan: its programs are short, and wait for every load in a row.
-    if C.alone:
-        share = only_share(batch, scoring, splits, C)
-    elif num_seqs == 1:
-        share = only_share(batch, scoring, splits, C)
+    if C.alone or num_seqs == 1:
+        total = only_units(batch, scoring, splits, C)
+        share = share_of(total, share_size(total, tl.num_programs(0), splits, C), 0)
     else:
         counts = tl.zeros([SCAN], tl.int32)
         blocks = tl.zeros([SCAN], tl.int32)
@@ -84,13 +83,6 @@ def take_share(num_seqs, batch, scoring, splits, C: tl.constexpr):
             longest = tl.maximum(longest, tl.where(row_blocks > 0, units, 0))
         share = equal_share(tl.sum(counts), tl.sum(blocks), tl.max(longest, 0), splits, C)
     return share
-
-
-@triton.jit
-def only_share(batch, scoring, splits, C: tl.constexpr):
-    """This program's share of the units of a single sequence."""
-    total = only_units(batch, scoring, splits, C)
-    return share_of(total, share_size(total, tl.num_programs(0), splits, C), 0)
 
 
 @triton.jit

@@ -26,7 +26,10 @@ def seen_tiles(work, scoring, C: tl.constexpr):
 
 @triton.jit
 def first_blocks(seen, work, batch, table_stride, C: tl.constexpr):
-    """The first BLOCKS of the block ids of these tiles, loaded while queries are on their way, for :func:`unmasked_tiles`."""
+    """The first BLOCKS of the block ids of these tiles, loaded while queries are on their way, for :func:`unmasked_tiles`.
+
+    In decode alone: kernels for many rows have no registers left to hold them.
+    """
     ids = 0
     if C.parts > 1 and C.keys_first:
         first, end = seen

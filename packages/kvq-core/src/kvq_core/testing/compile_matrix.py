@@ -87,7 +87,7 @@ CASES = MappingProxyType(
 )
 """What is built for each mode: the split decode kernel and its merge, plain, and the kernel for many rows with every option on. Further
 tiles are built plain."""
-OPTIONS = MappingProxyType(
+VARIANTS = MappingProxyType(
     {
         "decode-softcap": replace(CASES["decode"], softcap=30.0),
         "decode-alone": replace(CASES["decode"], query_lens=(1,), seq_lens=(32768,), num_kv_heads=8),
@@ -139,9 +139,9 @@ def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]
 
 
 def further_reads(backend: QuantKVBackend, device: Device) -> dict[str, Problem]:
-    """:func:`further_tiles` and :data:`OPTIONS`; none for a mode without a read kernel."""
-    options = {name: _problem(backend, case) for name, case in OPTIONS.items() if "read" in kernels_of(backend)}
-    return further_tiles(backend, device) | options
+    """:func:`further_tiles` and :data:`VARIANTS`; none for a mode without a read kernel."""
+    variants = {name: _problem(backend, case) for name, case in VARIANTS.items() if "read" in kernels_of(backend)}
+    return further_tiles(backend, device) | variants
 
 
 def further_tiles(backend: QuantKVBackend, device: Device) -> dict[str, Problem]:

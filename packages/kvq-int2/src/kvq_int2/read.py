@@ -14,7 +14,7 @@ from kvq_core.kernels.pieces import attend_pieces
 from kvq_core.kernels.prefetch import prefetch_first
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, operand, operands, query_operand, scores, unweigh, weigh
 from kvq_core.kernels.queries import largest_in_row, load_queries, query_streams, row_factors
-from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.scores import finish_scores, score_base, score_unit, softmax_unit
 from kvq_core.kernels.shares import query_rows
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
@@ -112,7 +112,7 @@ def attend_piece(
             weights, shrink, largest = weigh(p, v_scale, largest, C)
             acc = accumulate(weights, v, acc, alpha * shrink, None, C)
     acc = accumulated_rows(acc, LEVEL * unweigh(largest), C)
-    finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+    finish(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

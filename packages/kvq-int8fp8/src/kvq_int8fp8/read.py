@@ -28,7 +28,7 @@ from kvq_core.kernels.products import (
     weigh,
 )
 from kvq_core.kernels.queries import largest_in_row, load_queries, query_streams, row_factors
-from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.scores import finish_scores, score_base, score_unit, softmax_unit
 from kvq_core.kernels.shares import query_rows
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
@@ -134,7 +134,7 @@ def attend_piece(
     if PER_TENSOR:
         largest = tl.load(values.scales)
     acc = accumulated_rows(acc, UNIT * unweigh(largest), C)
-    finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+    finish(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 from kvq_core.kernels.pieces import attend_pieces
 from kvq_core.kernels.products import accumulate, accumulated_rows, accumulator, query_operand, scores
 from kvq_core.kernels.queries import in_own_dtype, load_queries, query_streams
-from kvq_core.kernels.scores import finish_scores, score_unit, softmax_unit
+from kvq_core.kernels.scores import finish_scores, score_base, score_unit, softmax_unit
 from kvq_core.kernels.shares import query_rows
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 from kvq_core.kernels.splits import finish
@@ -64,4 +64,4 @@ def attend_piece(
             p, alpha, state = softmax_step(s, left, state, C, EXACT=False)
             acc = accumulate(p.to(v.dtype), (v,), acc, alpha, None, C)
     acc = accumulated_rows(acc, 1.0, C)
-    finish(acc, softmax_end(state, left, C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+    finish(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)

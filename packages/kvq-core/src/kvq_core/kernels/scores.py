@@ -25,6 +25,16 @@ def tanh_unit(scoring):
 
 
 @triton.jit
+def score_base(scoring):
+    """What all scores lack that :func:`finish_scores` gives, in log2 units: a softmax does not see it, a sink does."""
+    if scoring.softcap is None:
+        base = 0.0
+    else:
+        base = scoring.softcap * LOG2E
+    return base
+
+
+@triton.jit
 def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexpr, C: tl.constexpr):
     """Key scales ([KEYS], or None), softcap, mask and biases, in the order of the specification. Unseen scores become -inf.
 
@@ -44,9 +54,9 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexp
     if scoring.softcap is not None:
         if C.shifted:
             s = s + by_row(rows.shift * tanh_unit(scoring), C)
-        # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing.
-        cap = scoring.softcap * LOG2E
-        s = cap - 2.0 * cap * reciprocal(tl.exp2(s) + 1.0, C.use_asm)
+        # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing. The 1 is left to score_base.
+        part = -0.5 / score_base(scoring)
+        s = reciprocal(tl.fma(tl.exp2(s), part, part), C.use_asm)
     if CHECKED:
         s = s + by_key(hide_invalid(k_scale, tile), C)
     s = hide_unseen(s, rows, tile, work.seq, scoring, PART, C)

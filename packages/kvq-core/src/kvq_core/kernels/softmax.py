@@ -53,13 +53,13 @@ def sum_in_parts(p, C: tl.constexpr):
 
 
 @triton.jit
-def softmax_end(state, unit, C: tl.constexpr):
-    """The state of all rows in log2 units, its sums whole. (A plain product may be merged with a difference that follows, see
-    :func:`softmax_step`.)"""
+def softmax_end(state, unit, base, C: tl.constexpr):
+    """The state of all rows in log2 units, its sums whole; ``base``: what the scores lack. (A plain product may be merged with a difference
+    that follows, see :func:`softmax_step`.)"""
     total = state.sum
     if C.sum_parts > 1:
         total = tl.sum(total, 0)
-    return SoftmaxState(widen(tl.fma(state.max, unit, 0.0), C), widen(total, C))
+    return SoftmaxState(widen(tl.fma(state.max, unit, base), C), widen(total, C))
 
 
 @triton.jit

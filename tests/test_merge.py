@@ -38,7 +38,8 @@ def slices_of(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("mode", sorted(SUITES))
 def test_a_row_in_slices(mode: str, case: Case, slices: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = Merge(few=1, pieces=32, blocks=2, slices=slices, warps=4)
+    # As many row blocks a program as hold one of many pieces at most, or all.
+    choice = Merge(few=1, pieces=32, blocks=2 if slices == 2 else 4, slices=slices, warps=4)
     most = {"int4_per_token_head": 4}.get(mode, 8)  # of a rotated row, no more than it has streams
     assert slices_of(mode, case, place, monkeypatch, choice) == {min(slices, most)}
 

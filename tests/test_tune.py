@@ -113,7 +113,7 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
     )
     for other in others:
         assert not table.find("decode", {**facts, **other})
-    assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 8192})["rows"] == Range(8192, None)
+    assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 16384})["rows"] == Range(16384, None)
 
 
 @pytest.mark.quick
@@ -381,7 +381,7 @@ def test_the_script_needs_a_gpu_but_for_the_list(monkeypatch: pytest.MonkeyPatch
     assert "--dry-run" in capsys.readouterr().err
     assert tune.main(["--quick", "--dry-run", "--modes", "none", "--kinds", "write"]) == tune.OK
     said = capsys.readouterr().out
-    assert "no GPU here: listed as for sm_90" in said and "present: rows 8, warps 1" in said and "12 candidates in 2 classes" in said
+    assert "no GPU here: listed as for sm_90" in said and "present: rows 4, warps 1" in said and "14 candidates in 2 classes" in said
 
 
 def test_a_candidate_is_judged_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:

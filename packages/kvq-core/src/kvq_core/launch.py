@@ -250,7 +250,8 @@ def _launch(
         partials,
         row_blocks,
         programs,
-        TILE=facts.MergeTile(merge.few, merge.pieces, merge.blocks, slices),
+        # With fewer slices than planned, as many bytes together all the same.
+        TILE=facts.MergeTile(merge.few, merge.pieces * slices // merge.slices, merge.blocks, slices),
         C=config,
         num_warps=merge.warps,
         **({"launch_pdl": True} if config.overlap else {}),

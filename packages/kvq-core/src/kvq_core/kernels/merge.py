@@ -65,13 +65,13 @@ def merge_all(output, output_scale, batch, scoring, splits, partials, num_row_bl
         place -= num_row_blocks * TILES
         part = place % TILE.slices
         place = place // TILE.slices
-        first = place // ROWS * TILE.blocks
-        here = row_block(first + tl.arange(0, TILE.blocks), num_row_blocks, batch, partials, C)
-        if tl.max(here.num_pieces, 0) > TILE.few:
-            for number in range(first, tl.minimum(first + TILE.blocks, num_row_blocks)):
-                block = row_block(number, num_row_blocks, batch, partials, C)
-                if block.num_pieces > TILE.few:
-                    merge_row(place % ROWS, part, block, output, output_scale, scoring, splits, partials, TILE, C)
+        numbers = place // ROWS * TILE.blocks + tl.arange(0, TILE.blocks)
+        many = row_block(numbers, num_row_blocks, batch, partials, C).num_pieces > TILE.few
+        # From the first of them to the last: mostly there is one, or none.
+        for number in range(tl.min(tl.where(many, numbers, num_row_blocks), 0), tl.max(tl.where(many, numbers + 1, 0), 0)):
+            block = row_block(number, num_row_blocks, batch, partials, C)
+            if block.num_pieces > TILE.few:
+                merge_row(place % ROWS, part, block, output, output_scale, scoring, splits, partials, TILE, C)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
     Decode: (_axis("keys", of=(16, *_TILES)), _RESIDENCY, _BUFFERS),
     Prefill: (_axis("rows", of=_TILES), _axis("keys", of=_TILES), _axis("warps", of=(4, 8)), _axis("stages", of=(2, 3))),
     Groups: (_GROUPS,),
-    Write: (_axis("rows", of=(8, 16, 32, 64)), _axis("warps", of=(1, 2, 4))),
+    Write: (_axis("rows", of=(4, 8, 16, 32, 64)), _axis("warps", of=(1, 2, 4))),
     Merge: (_MERGING, _axis("pieces", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
 }
 """Every combination of these is tried, with the other fields as they are."""
@@ -60,8 +60,8 @@ _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
     },
     "prefill": {"width": (64, 128, 256, 512)},
     "groups": {"width": (64, 128, 256, 512), "rows": (16, 64, 255)},
-    "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 8191)},
-    "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 32, 64), "pieces": (32, 64)},
+    "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 2048, 8191, 16383)},
+    "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 64), "pieces": (1, 32, 64)},
 }
 """Where a class ends and the next begins, each bound the last of its class. Other facts are a class for each value."""
 

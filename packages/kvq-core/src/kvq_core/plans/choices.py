@@ -146,7 +146,7 @@ class Write(Choice):
     kind = "write"
     facts = MappingProxyType({**FORMAT_FACTS, "rows": int})  # of the call: tokens x kv heads
 
-    rows: int = _value(_power_of_two(8, 128))
+    rows: int = _value(_power_of_two(4, 128))
     warps: int = _value(_WARPS)
 
 

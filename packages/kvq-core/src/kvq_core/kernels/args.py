@@ -160,7 +160,8 @@ class Tiles(NamedTuple):
 class KeyTile(NamedTuple):
     """The keys of a tile: [KEYS] vectors. ``valid``: in the piece's range, and in a block that exists.
 
-    ``row_block``, ``row_slot``: those of each row of lanes, [KEYS // FOLD].
+    ``block``, ``slot``: of each key, or, in a tile that is not checked, of the first of every C.keys_an_id. ``row_block``, ``row_slot``:
+    those of each row of lanes, [KEYS // FOLD].
     """
 
     position: Any

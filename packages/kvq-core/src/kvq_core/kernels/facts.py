@@ -1,5 +1,6 @@
 """What the kernels are compiled for: frozen dataclasses, each of which is one constant."""
 
+import math
 from dataclasses import dataclass
 
 import triton
@@ -178,6 +179,11 @@ class ReadConfig:
         """Whether a vector of keys has fewer elements than the program has threads. Triton (3.6) takes loads of so few for cheap, and
         repeats them in every layout they are wanted in, where each thread loads many; loaded in pairs they are not."""
         return self.keys < self.warps * 32
+
+    @property
+    def keys_an_id(self) -> int:
+        """Neighbouring keys whose block is looked up once, where all keys of a tile are there: each thread looks one up."""
+        return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.keys_first else 1
 
     @property
     def width(self) -> int:

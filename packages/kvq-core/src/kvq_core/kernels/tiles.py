@@ -95,17 +95,22 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, PART
         number = tl.where(number < tiles.gap_at, number, number + tiles.gap)
     position = number * C.keys + tl.arange(0, C.keys)
     CHECKED: tl.constexpr = PART == C.parts - 1
+    # Copies to shared memory are of a word for each thread. Those of one word to many places would be in each other's way.
+    TOGETHER: tl.constexpr = 1 if CHECKED else C.keys_an_id
+    COUNT: tl.constexpr = C.keys // TOGETHER
     if CHECKED:
         valid = position < work.stop
+        there = valid
     else:
         valid = tl.full([C.keys], True, tl.int1)
+        there = tl.full([COUNT], True, tl.int1)
     table = batch.block_table + work.seq.to(tl.int64) * table_stride
     if C.keys_first:
-        entry, slot = entries_of(number, tl.arange(0, C.keys), C.keys, C.block_size)
+        entry, slot = entries_of(number, tl.arange(0, COUNT) * TOGETHER, C.keys, C.block_size)
     else:
         # Of many rows, whose tiles have more to do, this is the shorter code (compiled for sm_100).
         entry, slot = position // C.block_size, position % C.block_size
-    block = load_blocks(table + entry, valid, C.small_vectors)
+    block = load_blocks(table + entry, there, C.small_vectors)
     if CHECKED:
         valid = valid & block_exists(block, num_blocks)
         if scoring.window_left is not None:
@@ -119,6 +124,9 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, PART
     row_block, row_slot = block, slot
     if C.fold > 1:
         row_block, row_slot = row_places(number, work, batch, table_stride, num_blocks, CHECKED, C)
+    elif TOGETHER > 1:
+        row_block = tl.reshape(tl.broadcast_to(block[:, None], [COUNT, TOGETHER]), [C.keys])
+        _, row_slot = entries_of(number, tl.arange(0, C.keys), C.keys, C.block_size)
     return KeyTile(position, block, slot, valid, row_block, row_slot)
 
 
@@ -279,7 +287,11 @@ def load_scales(keys, values, tile, kv_head, C: tl.constexpr):
     head = kv_head.to(tl.int64)
     k_at = head * keys.scale_head_stride + k_place
     v_at = head * values.scale_head_stride + v_place
-    if C.small_vectors:
+    if tile.block.shape[0] != C.keys:
+        neighbour = tl.arange(0, C.keys_an_id)[None, :]
+        k = tl.reshape(tl.load(keys.scales + (k_at[:, None] + neighbour * keys.scale_slot_stride)), [C.keys])
+        v = tl.reshape(tl.load(values.scales + (v_at[:, None] + neighbour * values.scale_slot_stride)), [C.keys])
+    elif C.small_vectors:
         # Both from one base: Triton's AMD backend (3.7) cannot select pointers.
         is_key = (tl.arange(0, 2) == 0)[None, :]
         between = (values.scales.to(tl.int64) - keys.scales.to(tl.int64)) // 4

@@ -98,7 +98,7 @@ def _modules(seed: int) -> dict[str, ModuleType]:
         _GLUON: _module(_GLUON, jit=_jit, constexpr_function=lambda fn: fn, language=language),
         f"{_GLUON}.language": language,
         nvidia: _module("nvidia"),
-        f"{nvidia}.ampere": _module("ampere", async_copy=async_copy),
+        f"{nvidia}.ampere": _module("ampere", async_copy=async_copy, mma_v2=multiply),
         f"{nvidia}.hopper": hopper,
     }
 

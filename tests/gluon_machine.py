@@ -184,8 +184,8 @@ def allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> Any:
     return shared
 
 
-def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
-    left, right = a.numbers if isinstance(a, Shared) else _numbers(a.handle.data, a.dtype), b.numbers
+def multiply(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    left, right = (x.numbers if isinstance(x, Shared) else _numbers(x.handle.data, x.dtype) for x in (a, b))
     assert a.dtype == b.dtype and acc.dtype == tl.float32, (a.dtype, b.dtype, acc.dtype)
     assert left.shape[1] == right.shape[0] and acc.handle.data.shape == (left.shape[0], right.shape[1])
     with np.errstate(invalid="ignore"):

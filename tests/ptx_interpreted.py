@@ -1,7 +1,8 @@
 """Inline PTX in Triton's interpreter, which has none: what the kernels' own few lines of it do, on numpy arrays.
 
 Which elements share a 32-bit register depends on how threads hold them, which the interpreter does not know. So of two 16-bit elements in
-one each stands in the lower half once and in the upper half once, beside random bits, and must come out the same.
+one each stands in the lower half once and in the upper half once, beside random bits, and must come out the same. Where assembly has 32-bit
+inputs, too, and so tells neighbours apart, they are those of the last axis.
 """
 
 from __future__ import annotations
@@ -78,8 +79,13 @@ def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: lis
     wide = [_get_np_dtype(kind.scalar).itemsize == 4 for kind in types]
     if pack == 1:
         results = run(asm, bits, len(types))
+    elif any(array.dtype.itemsize == 4 for array in arrays):
+        assert wide == [False], "one result, of 16 bits"
+        bits = [word for array, word in zip(arrays, bits, strict=True) for word in _registers(array, word)]
+        (pairs,) = run(asm, bits, 1)
+        results = [np.stack((pairs & HALF, pairs >> UP), -1).reshape(arrays[0].shape)]
+        bits = [results[0]]
     else:
-        assert all(array.dtype.itemsize == 2 for array in arrays)
         # What says where bits go is the same for neighbours; what bits there are is not.
         others = [np.random.default_rng(0).integers(0, 1 << 16, bits[0].shape, dtype=np.uint32), *bits[1:]]
         registers = [count for is_wide in wide for count in ([2] if is_wide else [1])]
@@ -96,6 +102,12 @@ def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: lis
         numbers = (words if is_wide else words.astype(np.uint16)).view(_get_np_dtype(kind.scalar))
         handles.append(TensorHandle(numbers, kind.scalar))
     return _Results(handles)
+
+
+def _registers(array: np.ndarray, bits: Word) -> list[Word]:
+    """Those that pairs of elements are in: one of 16-bit elements, two of 32-bit ones."""
+    low, high = bits[..., 0::2], bits[..., 1::2]
+    return [low, high] if array.dtype.itemsize == 4 else [low | high << UP]
 
 
 def run(asm: str, inputs: list[Word], results: int) -> list[Word]:
@@ -212,6 +224,7 @@ _OPERATIONS: dict[str, Callable[..., Word]] = {
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "shl.b32": _shift(lambda a, b: a << b),
+    "shf.l.wrap.b32": lambda a, b, c: b << (c & np.uint32(31)) | (a >> np.uint32(1) >> (np.uint32(31) - (c & np.uint32(31)))),
     "shr.u32": _shift(lambda a, b: a >> b),
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,

@@ -67,8 +67,10 @@ def recorded(architecture: str) -> dict[str, list[str]]:
         words = " + ".join(in_words(problem, launch) for launch in plan(problem))
         plans.setdefault(words, []).append(name)
     for rows in (1, 512, 8191, 8192, 65536):
-        tile = write_tile(architecture, "", 4, 128, rows)
-        plans.setdefault(f"write: {tile.rows} rows, {tile.warps} warps", []).append(f"{rows} rows")
+        for fit in (False, True):
+            tile = write_tile(architecture, "", 4, 128, rows, fragments_fit=fit)
+            words = f"write: {tile.rows} rows, {tile.warps} warps" + ", in fragments" * tile.fragments
+            plans.setdefault(words, []).append(f"{rows} rows" + " that fit" * fit)
     return plans
 
 

@@ -77,6 +77,14 @@ def test_nothing_is_left_of_it(interpreted: torch.device) -> None:
     assert "gluon_samples" not in sys.modules
 
 
+def test_wide_inputs_tell_neighbours_apart(samples: ModuleType) -> None:
+    """Of a pair of 16-bit elements the first is in the lower half."""
+    x, word = torch.arange(64, dtype=torch.int16).view(torch.uint16), torch.full((64,), 0x00020001, dtype=torch.int32)
+    target = torch.empty(64, dtype=torch.uint16)
+    samples.combine[(1,)](x, word, target, samples.Sample(64, asm="xor.b32 $0, $1, $2;"))
+    assert torch.equal(target.int(), x.int() ^ torch.tensor([1, 2]).repeat(32).int())
+
+
 def words(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.uint32)
 
@@ -90,6 +98,8 @@ def words(*numbers: int) -> np.ndarray:
         ("prmt.b32 $0, $1, 0x64646464, 0x4341;", [0x12345678], 0x64126456),
         ("shr.u32 $0, $1, 8;", [0x80000100], 0x00800001),
         ("shl.b32 $0, $1, 32;", [0xFFFFFFFF], 0),
+        ("shf.l.wrap.b32 $0, $2, $1, 1;", [0x40000001, 0x80000000], 0x80000003),
+        ("shf.l.wrap.b32 $0, $2, $1, 0;", [0x40000001, 0x80000000], 0x40000001),
         ("popc.b32 $0, $1;", [0xF00F0001], 9),
         # 1027 * 2^-10 - 1 of float16, and -2 * 3 + 5.
         ("fma.rn.f16x2 $0, $1, $2, $3;", [0x6403C000, 0x14004200, 0xBC004500], 0x1A00BC00),

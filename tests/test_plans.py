@@ -166,7 +166,7 @@ RIGHT: dict[str, Any] = {
     "write": [
         {
             "where": {"streams": 4, "rows": {"min": 8}},
-            "choice": {"rows": 16, "warps": 1},
+            "choice": {"rows": 16, "warps": 1, "fragments": 0},
             "measured": [{"run": "r", "mode": "m", "setting": "w64", "us": 5, "alternatives": [{"choice": {"warps": 2}, "us": 6.5}]}],
         }
     ],
@@ -195,13 +195,14 @@ WRONG: list[tuple[list[Any], Any, str]] = [
     (["prefil"], [], "prefil: got [], need one of arch, decode, format, groups, merge, prefill, runs, write in its place"),
     (["write"], {}, "write: got {}, need a list"),
     (["write", 0], 7, "write[0]: got 7, need an object"),
-    (["write", 0, "where", "keys"], 3, "write[0].where.keys: got 3, need one of rows, streams, variant, width in its place"),
+    (["write", 0, "where", "keys"], 3, "write[0].where.keys: got 3, need one of fragments, rows, streams, variant, width in its place"),
     (["write", 0, "where", "streams"], True, "write[0].where.streams: got True, need a whole number, or its bounds {min, max}"),
     (["write", 0, "where", "rows"], {}, "write[0].where.rows: got {}, need bounds min and max"),
     (["write", 0, "where", "rows"], {"min": 9, "max": 8}, "write[0].where.rows: got {'min': 9, 'max': 8}, need bounds"),
     (["write", 0, "where", "rows", "max"], 8.5, "write[0].where.rows.max: got 8.5, need a whole number"),
     (["decode", 0, "where", "scaled"], 1, "decode[0].where.scaled: got 1, need true or false"),
     (["write", 0, "choice", "rows"], 48, "write[0].choice.rows: got 48, need a power of two from 4 to 128"),
+    (["write", 0, "choice"], {"rows": 32, "warps": 1, "fragments": 1}, "need 8 or 16 rows a warp with fragments 1"),
     (["write", 0, "choice", "warps"], KeyError, "write[0].choice.warps: got None, need a value: it is missing"),
     (["decode", 0, "choice", "stages"], 0, "decode[0].choice.stages: got 0, need a whole number from 1 to 8"),
     (["decode", 0, "choice", "registers"], 300, "decode[0].choice.registers: got 300, need null or a whole number from 24 to 255"),
@@ -218,7 +219,7 @@ def test_what_is_right_is_read(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(RIGHT))
     table = Table.read(path)
-    assert table.entries["write"][0].choice == Write(rows=16, warps=1)
+    assert table.entries["write"][0].choice == Write(rows=16, warps=1, fragments=0)
     assert table.entries["write"][0].where == {"streams": 4, "rows": Range(8, None)}
     assert table.entries["write"][0].measured[0].alternatives == (Alternative({"warps": 2}, 6.5),)
 
@@ -310,9 +311,9 @@ def test_entries_take_the_place_of_their_class() -> None:
     slower = replace(FEW, stages=2)
     again = Entry(MINE.entries["decode"][0].where, slower, (replace(MEASURED, run="s"),))
     other = Entry({"streams": 8}, FEW)
-    table = MINE.with_entries({"decode": [other, again], "write": [Entry({}, Write(8, 1))]}, {"s": RUN})
+    table = MINE.with_entries({"decode": [other, again], "write": [Entry({}, Write(8, 1, 0))]}, {"s": RUN})
     assert table.entries["decode"] == (other, again)
-    assert table.entries["write"] == (Entry({}, Write(8, 1)),)
+    assert table.entries["write"] == (Entry({}, Write(8, 1, 0)),)
     assert list(table.runs) == ["s"]  # nothing refers to the first any more
 
 

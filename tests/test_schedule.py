@@ -270,8 +270,8 @@ def test_no_program_is_launched_that_there_can_be_no_share_for() -> None:
 
 
 def test_write_programs_are_small() -> None:
-    assert write_tile("sm_90", "", 4, 128, 8192 * 8) == Write(rows=16, warps=1)
-    assert write_tile("sm_90", "", 4, 128, 64 * 8) == Write(rows=8, warps=1)
+    assert write_tile("sm_90", "", 4, 128, 8192 * 8) == Write(rows=16, warps=1, fragments=0)
+    assert write_tile("sm_90", "", 4, 128, 64 * 8) == Write(rows=8, warps=1, fragments=0)
 
 
 @pytest.mark.parametrize("arch", record_plans.ARCHITECTURES)

@@ -29,10 +29,10 @@ PRESENT = {
     "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128, parts=1),
     "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
     "groups": Groups(groups=0, stages=2, registers=184),
-    "write": Write(rows=16, warps=1),
+    "write": Write(rows=16, warps=1, fragments=0),
     "merge": Merge(few=8, pieces=32, blocks=8, slices=1, warps=4),
 }
-ONE, TWO, FOUR, EIGHT = (Write(rows=8, warps=1), Write(rows=16, warps=1), Write(rows=32, warps=1), Write(rows=64, warps=1))
+ONE, TWO, FOUR, EIGHT = (Write(rows=rows, warps=1, fragments=0) for rows in (8, 16, 32, 64))
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")
 Times = dict[Choice, dict[str, Any]]
 
@@ -67,6 +67,15 @@ def test_one_group_is_tried_beside_none_and_two_beside_none(quick: bool) -> None
     assert not any(choice.need() for choice in (*few, *many))
     assert {choice.groups for choice in few if isinstance(choice, Groups)} == {0, 1}
     assert {choice.groups for choice in many if isinstance(choice, Groups)} == {0, 2}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("quick", [True, False])
+def test_fragments_are_tried_beside_what_they_replace(quick: bool) -> None:
+    with_fragments, without = (candidates(Write(8, 1, fragments), quick=quick) for fragments in (1, 0))
+    assert not any(choice.need() for choice in (*with_fragments, *without))
+    assert {choice.fragments for choice in with_fragments if isinstance(choice, Write)} == {0, 1}
+    assert {choice.fragments for choice in without if isinstance(choice, Write)} == {0}
 
 
 @pytest.mark.quick
@@ -113,14 +122,14 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
     )
     for other in others:
         assert not table.find("decode", {**facts, **other})
-    assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 16384})["rows"] == Range(16384, None)
+    assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 16384, "fragments": False})["rows"] == Range(16384, None)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["sm_90", "generic"])
 def test_shipped_tables_change_only_where_a_class_ends(name: str) -> None:
     """So that all problems of a class have one present choice, and an entry that is tuned for it replaces that one."""
-    facts = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8}
+    facts = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8, "fragments": False}
     facts |= {"keys_per_sm": 0, "longest": 0, "rows_per_sm": 1, "pieces": 1}
     for kind, entries in Table.read(lookup.SHIPPED / f"{name}.json").entries.items():
         for fact, condition in ((fact, condition) for entry in entries for fact, condition in entry.where.items()):
@@ -251,7 +260,7 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says(monkeypatch: pytest.M
     entries: dict[str, Choice] = {
         "decode": replace(PRESENT["decode"], stages=7),
         "merge": replace(PRESENT["merge"], warps=16),
-        "write": Write(rows=128, warps=16),
+        "write": Write(rows=128, warps=16, fragments=0),
     }
     path = lookup.own_folder() / "sm_90.json"
     path.parent.mkdir(parents=True)
@@ -308,9 +317,9 @@ def best_is(winner: Choice) -> Callable[[str, Choice], float]:
 
 
 def test_what_is_tuned_is_used_from_then_on(gpu: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    facts = {"variant": "", "streams": 4, "width": 128, "rows": 512}
+    facts = {"variant": "", "streams": 4, "width": 128, "rows": 512, "fragments": True}
     before = choose("sm_90", Write, facts)
-    winner = replace(before, warps=4)
+    winner = replace(before, rows=16)
     gpu(best_is(winner))
     assert tune.main(["--quick", "--modes", "int4", "--kinds", "write"]) == tune.OK
     path = lookup.own_folder() / "sm_90.json"
@@ -321,7 +330,7 @@ def test_what_is_tuned_is_used_from_then_on(gpu: Callable[..., None], capsys: py
     assert choose("sm_90", Write, {**facts, "streams": 8}) == before
     (w64, w8192) = Table.read(path).entries["write"]
     assert [one.setting for one in (*w64.measured, *w8192.measured)] == ["w64", "w8192"]
-    assert w8192.choice == Write(rows=16, warps=1)
+    assert w8192.choice == winner
     assert len(w64.measured[0].alternatives) == len(candidates(before, quick=True)) - 1
     # Once more, with the table in use: now the winner is the present choice.
     assert tune.main(["--quick", "--modes", "int4", "--kinds", "write"]) == tune.OK

@@ -86,14 +86,19 @@ def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None) -> arg
     return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor)
 
 
-def launch_rows(kernel: Any, rows: NewRows, form: facts.Format) -> Launched:
-    """Launch a mode's write kernel: grid (row blocks, K and V)."""
+def launch_rows(kernel: Any, rows: NewRows, form: facts.Format, in_fragments: str = "") -> Launched:
+    """Launch a mode's write kernel: grid (row blocks, K and V).
+
+    ``in_fragments``: the module whose ``write`` is the mode's kernel for rows in fragments (:mod:`kvq_core.kernels.fragments`), if it has
+    one. It is imported once a plan asks for it, since not every Triton has what it is written in.
+    """
     launched = Launched(rows.key.device)
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
     device = _device_facts(rows.key.device)
     width = facts.Heads(max(head_size, rows.value.shape[2]), form.streams).width * form.streams
-    tile = schedule.write_tile(device.arch, form.variant, form.streams, width, total, rows.batch_invariant)
+    fit = bool(in_fragments) and fragments_fit(rows)
+    tile = schedule.write_tile(device.arch, form.variant, form.streams, width, total, rows.batch_invariant, fit)
     config = facts.WriteConfig(
         format=form,
         head_size=head_size,
@@ -101,10 +106,13 @@ def launch_rows(kernel: Any, rows: NewRows, form: facts.Format) -> Launched:
         block_size=rows.keys.block_size,
         num_kv_heads=num_kv_heads,
         rows=tile.rows,
+        warps=tile.warps,
         use_asm=device.use_asm,
         fp8_hardware=device.fp8_hardware,
         upcast_dots=interpreting(),
     )
+    if tile.fragments and fit:
+        kernel = importlib.import_module(in_fragments).write
     launched.start(
         kernel,
         (triton.cdiv(total, tile.rows), 2),
@@ -119,6 +127,15 @@ def launch_rows(kernel: Any, rows: NewRows, form: facts.Format) -> Launched:
         num_warps=tile.warps,
     )
     return launched
+
+
+def fragments_fit(rows: NewRows) -> bool:
+    """Whether a kernel of fragments can take these rows: on sm_90, heads of 64 or 128, of 16 bits."""
+    device = _device_facts(rows.key.device)
+    if device.arch != "sm_90" or not device.use_asm or interpreting() or not triton_is_known():
+        return False
+    shaped = rows.key.shape[2] == rows.value.shape[2] in (64, 128)
+    return shaped and rows.key.dtype == rows.value.dtype and rows.key.element_size() == 2
 
 
 def launch_attention(kernel: Any, attention: Attention, form: facts.Format, in_groups: str = "", of_drafts: str = "") -> Launched:

@@ -307,8 +307,12 @@ def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> plans.Merge
     return plans.choose(problem.arch, plans.Merge, {**problem.format_facts, "rows_per_sm": rows, "pieces": pieces})
 
 
-def write_tile(arch: str, variant: str, streams: int, width: int, rows: int, batch_invariant: bool = False) -> plans.Write:
-    """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded."""
+def write_tile(
+    arch: str, variant: str, streams: int, width: int, rows: int, batch_invariant: bool = False, fragments_fit: bool = False
+) -> plans.Write:
+    """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded; ``fragments_fit``: whether a kernel of fragments
+    can take them."""
     # A row's sums may be laid out as its program's rows are.
     rows = 1 if batch_invariant else rows
-    return plans.choose(arch, plans.Write, {"variant": variant, "streams": streams, "width": width, "rows": rows})
+    facts: dict[str, plans.Fact] = {"variant": variant, "streams": streams, "width": width, "rows": rows, "fragments": fragments_fit}
+    return plans.choose(arch, plans.Write, facts)

@@ -23,7 +23,7 @@ SHORTEST = tl.constexpr(2.0**-90)
 
 def launch_write(rows: NewRows) -> Launched:
     """Run the kernel on validated rows."""
-    return launch_rows(write, rows, FORMAT)
+    return launch_rows(write, rows, FORMAT, "kvq_int2.fragments")
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -32,42 +32,65 @@ def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.c
     V_HEADS: tl.constexpr = C.value_heads
     rows = new_rows(slot_mapping, num_tokens, num_slots, C)
     if tl.program_id(1) == 0:
-        write_plane(key, keys, rows, K_HEADS, False, C)
+        write_plane(key, keys, rows, False, K_HEADS, C)
     else:
-        write_plane(value, values, rows, V_HEADS, True, C)
+        write_plane(value, values, rows, True, V_HEADS, C)
 
 
 @triton.jit
-def write_plane(source, plane, rows, HEADS: tl.constexpr, UNBIASED: tl.constexpr, C: tl.constexpr):
-    y = streams_of(rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, None, C))
+def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    pairs = rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, None, C)
+    lanes, scales = quantized(pairs, IS_VALUE, 1, HEADS, C)
+    store_lanes(plane, rows, lanes[0], HEADS, C)
+    store_scales(plane, rows, scales)
+
+
+@triton.jit
+def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """Rotated rows -> packed lanes [ROWS, WIDTH], one tensor, and scales [ROWS].
+
+    ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
+    y = streams_of(pairs, APART)
     squares = squared_lengths(y)
-    unit = tl.full(squares.shape, 1.0, tl.float32)
     # Squares of huge values overflow and those of tiny ones vanish, but not of a row over its largest magnitude. The rows beside it stay as
     # they are: bytes do not depend on what else is written.
     extreme = (squares < SHORTEST) | (squares == float("inf"))
-    if tl.sum(extreme.to(tl.int32), 0) > 0:
+    # What follows stands in both branches, so that rows which are not scaled stay in their registers; the usual one first, as it is run.
+    if tl.sum(extreme.to(tl.int32), 0) == 0:
+        lanes, scales = cells(y, squares, IS_VALUE, HEADS, C)
+    else:
         unit = tl.where(extreme, tl.maximum(peaks(y), SMALLEST_NORMAL), 1.0)
         y = scaled(y, 1.0 / unit)
-        squares = squared_lengths(y)
+        lanes, scales = cells(y, squared_lengths(y), IS_VALUE, HEADS, C)
+        scales = unit * scales
+    return (lanes,), scales
+
+
+@triton.jit
+def cells(y, squares, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """The cells that eight streams lie in, as lanes, and scales; ``squares``: squared lengths of rows, neither huge nor tiny."""
     ROOT: tl.constexpr = HEADS.size**0.5
     # Above 0, so that a row of zeros has inner levels.
     boundary = tl.maximum(tl.sqrt(squares) * (BOUNDARY / ROOT), SMALLEST_NORMAL)
-    negative = tl.zeros_like(y[0]).to(tl.uint32)
-    inner = tl.zeros_like(negative)
-    total = tl.zeros_like(y[0])
-    apart = tl.zeros_like(y[0])
     for s in tl.static_range(8):
         beyond = tl.abs(y[s]) - boundary[:, None]
-        # Sign bits, shifted in from the right: of y, and of |y| - boundary, which is clear in the outer cells.
-        negative = negative << 1 | y[s].to(tl.uint32, bitcast=True) >> 31
-        inner = inner << 1 | beyond.to(tl.uint32, bitcast=True) >> 31
-        if UNBIASED:
-            total += tl.abs(y[s])
-            apart += tl.abs(beyond)
+        # The sign of |y| - boundary is clear in the outer cells.
+        if s == 0:
+            negative = sign_bit(y[s])
+            inner = sign_bit(beyond)
+        else:
+            negative = sign_shifted_in(negative, y[s], C.use_asm)
+            inner = sign_shifted_in(inner, beyond, C.use_asm)
+        if IS_VALUE:
+            if s == 0:
+                total = tl.abs(y[s])
+                apart = tl.abs(beyond)
+            else:
+                total += tl.abs(y[s])
+                apart += tl.abs(beyond)
     outer = inner ^ 0xFF
-    store_lanes(plane, rows, (negative << 8 | outer).to(tl.uint16), HEADS, C)
     num_outer = tl.sum(in_head(bits_set(outer, C.use_asm).to(tl.float32), 0.0, HEADS), 1)
-    if UNBIASED:
+    if IS_VALUE:
         # Of |y| - b the positive part is half of itself and its magnitude; b more each, and that is what lies in the outer cells.
         total = tl.sum(total, 1)
         apart = tl.sum(in_head(apart, 0.0, HEADS), 1)
@@ -76,15 +99,15 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, UNBIASED: tl.constexpr
     else:
         factor = tl.sqrt(squares / (num_outer * (OUTER * OUTER - INNER * INNER) + INNER * INNER * HEADS.size))
     # A NaN of the row is in the sum of its squares.
-    store_scales(plane, rows, unit * factor * (1.0 / HEADS.block))
+    return (negative << 8 | outer).to(tl.uint16), factor * (1.0 / HEADS.block)
 
 
 @triton.jit
-def streams_of(pairs):
-    """The eight streams that :func:`rotated_pairs` leaves a step early."""
+def streams_of(pairs, APART: tl.constexpr):
+    """The eight streams that ``pairs`` are a step short of."""
     result = ()
     for s in tl.static_range(8):
-        result = result + (stream(pairs, s),)
+        result = result + (stream(pairs, s, APART),)
     return result
 
 
@@ -112,6 +135,22 @@ def scaled(y, factor):
     result = ()
     for s in tl.static_range(8):
         result = result + (y[s] * factor[:, None],)
+    return result
+
+
+@triton.jit
+def sign_bit(x):
+    """1 where the sign of a float32 is set, as uint32."""
+    return x.to(tl.uint32, bitcast=True) >> 31
+
+
+@triton.jit
+def sign_shifted_in(bits, x, ASM: tl.constexpr):
+    """``bits``, a place up, and the sign of a float32 in the lowest. The compiler takes three instructions for the first two signs."""
+    if ASM:
+        result = tl.inline_asm_elementwise("shf.l.wrap.b32 $0, $2, $1, 1;", "=r,r,r", [bits, x], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        result = bits << 1 | sign_bit(x)
     return result
 
 

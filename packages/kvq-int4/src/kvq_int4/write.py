@@ -26,7 +26,7 @@ STEP = tl.constexpr((1 - 2 * _CLIP) / (LEVELS - 1))
 
 def launch_write(rows: NewRows) -> Launched:
     """Run the kernel on validated rows."""
-    return launch_rows(write, rows, FORMAT)
+    return launch_rows(write, rows, FORMAT, "kvq_int4.fragments")
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -46,7 +46,17 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     # Of few rows the rotation's matrix would be most of the work.
     FINE: tl.constexpr = HEADS.finer if C.rows < 16 else HEADS
     STREAMS: tl.constexpr = FINE.streams
-    pairs = rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C)
+    lanes, words = quantized(rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C), False, 1, HEADS, C)
+    store_lanes(plane, rows, from_streams(lanes, C.rows, FINE.width, STREAMS // 4), HEADS, C)
+    store_scales(plane, rows, words)
+
+
+@triton.jit
+def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """Rotated rows -> packed lanes [ROWS, WIDTH], a tensor for every four streams, and scale words [ROWS].
+
+    ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
+    STREAMS: tl.constexpr = len(pairs)
     # The larger of a + b and a - b is a + |b|: additions have twice the rate of comparisons.
     low = pairs[0] - tl.abs(pairs[1])
     high = pairs[0] + tl.abs(pairs[1])
@@ -60,34 +70,37 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     inverse = reciprocal(step, C.use_asm)
     zero = tl.minimum(tl.maximum(tl.floor((low + CLIP * (high - low)) * -inverse + 0.5), 0.0), 15.0)
     lanes = ()
-    length = tl.zeros_like(pairs[0])
-    shadow = tl.zeros_like(pairs[0])
     for first in tl.static_range(0, STREAMS, 4):
-        if C.use_asm:
-            # Of sums of floats, at twice the rate of shifts, the last mantissa bits are the lane: offsets and zero points make codes.
-            lane = (zero * (4369.0 / 16) + 524288.0)[:, None] + tl.zeros_like(pairs[0])
-        else:
-            lane = tl.zeros_like(pairs[0]).to(tl.int32)
         for s in tl.static_range(4):
-            y = stream(pairs, first + s)
+            y = stream(pairs, first + s, APART)
             if C.use_asm:
                 offset = sixteenths(y, inverse, zero)
-                lane += offset * (1 << (4 * s))
+                # Of sums of floats, at twice the rate of shifts, the last mantissa bits are the lane: offsets and zero points make codes.
+                part = offset * (1 << (4 * s))
+                if s == 0:
+                    part += (zero * (4369.0 / 16) + 524288.0)[:, None]
             else:
                 # Clamped below 16 first: flooring gives the same code.
                 code = tl.floor(tl.minimum(tl.maximum(y * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)).to(tl.int32)
                 offset = code.to(tl.float32) - zero[:, None]
-                lane += code << (4 * s)
-            length += y * y
-            shadow += y * offset
+                part = code << (4 * s)
+            if s == 0:
+                lane = part
+            else:
+                lane += part
+            if first + s == 0:
+                length = y * y
+                shadow = y * offset
+            else:
+                length += y * y
+                shadow += y * offset
         lanes = lanes + (lane.to(tl.int32, bitcast=True).to(tl.uint16),)
-    store_lanes(plane, rows, from_streams(lanes, C.rows, FINE.width, STREAMS // 4), HEADS, C)
     UNIT: tl.constexpr = 16.0 if C.use_asm else 1.0
     length = tl.sum(length, 1)
     # What is NaN passes both tests.
     scale = tl.where((length < SMALLEST_LENGTH) | (length == float("inf")), step, length / (tl.sum(shadow, 1) * UNIT))
-    word = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
-    store_scales(plane, rows, word.to(tl.float32, bitcast=True))
+    words = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
+    return lanes, words.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -216,6 +216,7 @@ class WriteConfig:
     block_size: int
     num_kv_heads: int
     rows: int
+    warps: int
     use_asm: bool
     fp8_hardware: bool  # it converts to e4m3
     upcast_dots: bool
@@ -227,6 +228,11 @@ class WriteConfig:
     @property
     def value_heads(self) -> Heads:
         return Heads(self.head_size_v, self.format.streams)
+
+    @property
+    def unpadded_heads(self) -> Heads:
+        """Those of keys, where values' are the same, in as many lanes as there are."""
+        return Heads(self.head_size, self.format.streams, 1)
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,13 @@ def rotated_pairs(x, HEADS: tl.constexpr, SIGNS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def stream(pairs, s: tl.constexpr):
-    """Stream s of :func:`rotated_pairs`."""
-    if s % 2 == 0:
-        y = pairs[s] + pairs[s + 1]
+def stream(pairs, s: tl.constexpr, APART: tl.constexpr = 1):
+    """Stream s of :func:`rotated_pairs`, or of pairs whose sums and differences are streams that are so far APART."""
+    FIRST: tl.constexpr = 2 * (s // (2 * APART) * APART + s % APART)
+    if s // APART % 2 == 0:
+        y = pairs[FIRST] + pairs[FIRST + 1]
     else:
-        y = pairs[s - 1] - pairs[s]
+        y = pairs[FIRST] - pairs[FIRST + 1]
     return y
 
 

@@ -22,8 +22,14 @@ class NewRows(NamedTuple):
 @triton.jit
 def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     """The program's rows and where they go."""
+    return rows_at(tl.arange(0, C.rows), slot_mapping, num_tokens, num_slots, C)
+
+
+@triton.jit
+def rows_at(place, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    """:func:`new_rows` at ``place``, 0 to ROWS - 1."""
     # Unsigned where it is divided: what may be negative takes five instructions for a shift.
-    index = tl.program_id(0).to(tl.uint32).to(tl.int64) * C.rows + tl.arange(0, C.rows)
+    index = tl.program_id(0).to(tl.uint32).to(tl.int64) * C.rows + place
     token = index // C.num_kv_heads
     exists = token < num_tokens
     slot = tl.load(slot_mapping + token, mask=exists, other=-1)
@@ -37,7 +43,12 @@ def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
 def load_rows(source, rows, HEADS: tl.constexpr, C: tl.constexpr):
     """[ROWS, STREAMS * WIDTH] in channel order, 0 in padding. Rows that are not written are read all the same: the load need not wait
     for their slots."""
-    channel = tl.arange(0, HEADS.width * HEADS.streams)
+    return load_rows_at(tl.arange(0, HEADS.width * HEADS.streams), source, rows, HEADS, C)
+
+
+@triton.jit
+def load_rows_at(channel, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
+    """:func:`load_rows` at ``channel``, 0 to STREAMS * WIDTH - 1."""
     mask = rows.exists[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
@@ -60,7 +71,12 @@ def smooth(x, source, at, mask, INTERPRETED: tl.constexpr):
 @triton.jit
 def store_lanes(plane, rows, lanes, HEADS: tl.constexpr, C: tl.constexpr, TOGETHER: tl.constexpr = 8):
     """Scatter packed rows [ROWS, WIDTH] into their slots, each thread TOGETHER lanes of a row: what it has of them needs no exchange."""
-    lane = tl.max_contiguous(tl.arange(0, HEADS.width), TOGETHER)
+    store_lanes_at(tl.max_contiguous(tl.arange(0, HEADS.width), TOGETHER), plane, rows, lanes, HEADS)
+
+
+@triton.jit
+def store_lanes_at(lane, plane, rows, lanes, HEADS: tl.constexpr):
+    """:func:`store_lanes` at ``lane``, 0 to WIDTH - 1."""
     mask = rows.valid[:, None]
     if HEADS.padded:
         mask = mask & (lane < HEADS.lanes)[None, :]

@@ -28,6 +28,10 @@ _RESIDENCY = _axis(
 )
 _MERGING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
 _TILES: Final = (32, 64, 128)
+# A warp has 8 rows or 16. Beside them, what else writes well.
+_FRAGMENTS = _axis(
+    "rows", "warps", "fragments", of=((8, 1, 0), (16, 1, 0), *((rows * warps, warps, 1) for rows in (8, 16) for warps in (1, 2, 4)))
+)
 # Without groups, registers are nobody's.
 _GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192)))
 # One group, with as many registers as two programs leave it, or three.
@@ -71,6 +75,8 @@ def candidates(present: Choice, *, quick: bool = False) -> list[Choice]:
     crossed, alone = _CROSSED[type(present)], _ALONE[type(present)]
     if isinstance(present, Groups) and present.groups == 1:
         crossed, alone = (_DRAFTS,), (_axis("stages", of=(3, 4, 5)),)
+    if isinstance(present, Write) and present.fragments:
+        crossed = (_FRAGMENTS,)
     found = {present: None}
     if not quick:
         for together in itertools.product(*crossed):

@@ -141,13 +141,28 @@ class Groups(Choice):
 
 @dataclass(frozen=True)
 class Write(Choice):
-    """``rows`` (token, head) rows of a write program."""
+    """``rows`` (token, head) rows of a write program.
+
+    ``fragments``: 1 for the mode's kernel that rotates them in the tensor cores' own layout (:mod:`kvq_core.kernels.fragments`), if it can
+    take them.
+    """
 
     kind = "write"
-    facts = MappingProxyType({**FORMAT_FACTS, "rows": int})  # of the call: tokens x kv heads
+    facts = MappingProxyType(
+        {
+            **FORMAT_FACTS,
+            "rows": int,  # of the call: tokens x kv heads
+            "fragments": bool,  # whether such a kernel can take them
+        }
+    )
 
     rows: int = _value(_power_of_two(4, 128))
     warps: int = _value(_WARPS)
+    fragments: int = _value(_whole(0, 1))
+
+    def need(self) -> str:
+        # A product has 16 rows, and half of them are other channels of the same.
+        return "8 or 16 rows a warp with fragments 1" if self.fragments and self.rows not in (8 * self.warps, 16 * self.warps) else ""
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ VARIANTS = MappingProxyType(
     }
 )
 """What makes another kernel of decode: the option that costs most, and a sequence on its own. Built beside the further tiles."""
+FEW = Case(query_lens=(64,), seq_lens=(64,), head_size=128, num_kv_heads=8, dtype=torch.bfloat16)
+"""Rows of a decode step, which a table has another write for than for those of :data:`CASES`."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ class Build:
 def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]:
     """Compile the write and read kernels of ``mode`` for ``target``.
 
-    ``every_tile``: also the read kernel with each of :func:`further_reads`, its name in place of the case's; ``None``: if kvq ships a table
-    of launch plans for exactly this target.
+    ``every_tile``: also the read kernel with each of :func:`further_reads`, its name in place of the case's, and the write kernel of
+    :data:`FEW` rows; ``None``: if kvq ships a table of launch plans for exactly this target.
     """
     backend, device = get_backend(mode), TARGETS[target].device(target)
     results = []
@@ -135,6 +137,11 @@ def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]
             with compiling_for(device) as kernels:
                 problem.read()
             results += [_facts(mode, target, name, kernel) for kernel in kernels if kernel.metadata.name == "attend"]
+        if "write" in kernels_of(backend):
+            problem = _problem(backend, FEW)
+            with compiling_for(device) as kernels:
+                problem.made.write()
+            results += [_facts(mode, target, "few", kernel) for kernel in kernels]
     return results
 
 

@@ -1,0 +1,217 @@
+"""New rows rotated in the tensor cores' own fragments: from memory into registers, and from there into packed lanes, by way of nothing.
+
+``mma.sync`` has four registers of a left operand in each thread: two neighbours in k, at two places in k and in two rows. If those are
+eight channels of one row of ours, as a 16-byte load brings them, nothing has to move: bit 1 of a channel's number says which of a product's
+rows it is in, bits 0 and 2, and 4 and 5, which thread's they are, which k. The Hadamard matrix over the four bits in k has 16 columns, of
+which a thread holds eight numbers. Over bits 3 and 6 the transform is in products that add up, by the matrix or by its negative, and over
+bit 1 in a step of additions, which is left to whoever wants the streams (:func:`kvq_core.kernels.rotation.stream`).
+
+The portable kernels (each mode's write.py) go by shared memory twice, for the rows and for a matrix of 32 columns, and a thread has eight
+rows' places to find instead of two. What is done with rotated rows is theirs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kvq_core.kernels.slots import NewRows, load_rows_at, rows_at, store_lanes_at, store_scales
+
+APART = gl.constexpr(2)
+"""Streams whose sum and difference a pair is: those of channel bit 1."""
+
+
+@gluon.constexpr_function
+def product(warps):
+    """Results of ``mma.sync``, each warp's 16 rows one below the other."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
+
+
+@gluon.constexpr_function
+def left_operand(warps):
+    return gl.DotOperandLayout(0, product(warps), 2)
+
+
+@gluon.constexpr_function
+def right_operand(warps):
+    return gl.DotOperandLayout(1, product(warps), 2)
+
+
+@gluon.constexpr_function
+def loading(rows, warps, size):
+    """Rows [rows, size] as they come from memory: a thread has 16 channels of every 64, of one or two of its warp's 8 or 16 rows."""
+    high = [[0, 64]] if size == 128 else []
+    return _of_rows(rows, warps, [[0, 1], [0, 2], [0, 4], [0, 8], *high], [[0, 16], [0, 32]], size)
+
+
+@gluon.constexpr_function
+def storing(rows, warps, size, streams):
+    """Lanes [rows, size / streams] of the same channels."""
+    low = [[0, bit // streams] for bit in (4, 8) if bit >= streams]
+    high = [[0, 64 // streams]] if size == 128 else []
+    return _of_rows(rows, warps, [*low, *high], [[0, 16 // streams], [0, 32 // streams]], size // streams)
+
+
+@gluon.constexpr_function
+def _of_rows(rows, warps, registers, threads, columns):
+    upper = [[8, 0]] if rows == 16 * warps else []
+    each = rows // warps
+    below = [[each << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([*registers, *upper], [*threads, [1, 0], [2, 0], [4, 0]], below, [], [rows, columns])
+
+
+@gluon.jit
+def write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, C: gl.constexpr):
+    """A write kernel. ``quantized``: the mode's, as in its write.py."""
+    LOADED: gl.constexpr = gl.SliceLayout(1, loading(C.rows, C.warps, C.head_size))
+    rows = rows_at(gl.arange(0, C.rows, LOADED), slot_mapping, num_tokens, num_slots, C)
+    if gl.program_id(1) == 0:
+        write_plane(key, keys, rows, quantized, False, C)
+    else:
+        write_plane(value, values, rows, quantized, True, C)
+
+
+@gluon.jit
+def write_plane(source, plane, rows, quantized, IS_VALUE: gl.constexpr, C: gl.constexpr):
+    HEADS: gl.constexpr = C.unpadded_heads
+    LOADED: gl.constexpr = gl.SliceLayout(0, loading(C.rows, C.warps, HEADS.size))
+    STORED: gl.constexpr = storing(C.rows, C.warps, HEADS.size, HEADS.streams)
+    x = load_rows_at(gl.arange(0, HEADS.size, LOADED), source, rows, HEADS, C)
+    lanes, words = quantized(rotated_pairs(x, HEADS, C), IS_VALUE, APART, HEADS, C)
+    rows = moved(rows, gl.SliceLayout(1, STORED))
+    lane = gl.arange(0, HEADS.lanes, gl.SliceLayout(0, STORED))
+    store_lanes_at(lane, plane, rows, gl.convert_layout(lanes[0], STORED), HEADS)
+    store_scales(plane, rows, gl.convert_layout(words, gl.SliceLayout(1, STORED)))
+
+
+@gluon.jit
+def moved(rows, LAYOUT: gl.constexpr):
+    """The same in another layout's name: each thread keeps what it has."""
+    return NewRows(
+        gl.convert_layout(rows.token, LAYOUT),
+        gl.convert_layout(rows.head, LAYOUT),
+        gl.convert_layout(rows.block, LAYOUT),
+        gl.convert_layout(rows.slot, LAYOUT),
+        gl.convert_layout(rows.exists, LAYOUT),
+        gl.convert_layout(rows.valid, LAYOUT),
+    )
+
+
+@gluon.jit
+def rotated_pairs(x, HEADS: gl.constexpr, C: gl.constexpr):
+    """H D x (H x without signs) of rows [ROWS, size] in ``loading``, a step early: pairs (a, b), one after the other, each
+    [ROWS, size / streams], of which a + b and a - b are streams that are APART."""
+    WARPS: gl.constexpr = C.warps
+    UPPER: gl.constexpr = C.rows // (8 * WARPS)  # of a warp's rows, eight or twice eight
+    HIGH: gl.constexpr = HEADS.size // 64  # values of channel bit 6
+    HALF: gl.constexpr = HEADS.streams // 2
+    if C.format.signs is not None:
+        x = with_signs(x, HEADS.size, C)
+    # Warps, and their rows; channel bits 6, 5 and 4, 3, 2, 1, 0. A product's rows, its k, and what is multiplied for itself.
+    x = x.reshape([WARPS, UPPER, 8, HIGH, 4, 2, 2, 2, 2]).permute((0, 7, 2, 6, 4, 8, 1, 3, 5))
+    x = x.reshape([16 * WARPS, 16, 2 * UPPER * HIGH])
+    parts = parts_of(x, 2 * UPPER * HIGH)
+    operands = ()
+    for i in gl.static_range(2 * UPPER * HIGH):
+        operands = operands + (gl.convert_layout(parts[i], left_operand(WARPS)),)
+    positive = signed_matrix(0, WARPS, x.dtype)
+    negative = signed_matrix(1, WARPS, x.dtype)
+    products = ()
+    for upper in gl.static_range(UPPER):
+        for place in gl.static_range(2 * HIGH):
+            products = products + (summed(operands, upper * 2 * HIGH, place, 2 * HIGH, WARPS, positive, negative),)
+    y = joined(products, 2 * UPPER * HIGH).reshape([WARPS, 2, 8, 2, 4, 2, UPPER, HIGH, 2])
+    y = y.permute((0, 6, 2, 7, 4, 8, 3, 5, 1)).reshape([C.rows, HEADS.lanes, HALF, 2])
+    a, b = gl.split(y)
+    a = parts_of(a, HALF)
+    b = parts_of(b, HALF)
+    pairs = ()
+    for i in gl.static_range(HALF):
+        pairs = pairs + (a[i], b[i])
+    return pairs
+
+
+@gluon.jit
+def with_signs(x, SIZE: gl.constexpr, C: gl.constexpr):
+    """D x: an exclusive or of two channels at once with two bits of a word that has the signs of all that a thread holds."""
+    WORDS: gl.constexpr = sign_words(C.format.signs, SIZE)
+    channel = gl.arange(0, SIZE, gl.SliceLayout(0, loading(C.rows, C.warps, SIZE)))
+    thread = (channel >> 4) & 3
+    word = gl.where(thread < 2, gl.where(thread == 0, WORDS[0], WORDS[1]), gl.where(thread == 2, WORDS[2], WORDS[3]))
+    pair = (channel >> 1) & 7 | (channel >> 3) & 8
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; shl.b32 t, $2, $4; lop3.b32 $0, $1, t, 0x80008000, 0x78; }",
+        "=r,r,r,r,r,r",
+        [x, word[None, :], (15 - pair)[None, :]],
+        dtype=x.dtype,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.constexpr_function
+def sign_words(signs, size):
+    """Where signs are negative, of the threads that have channels 16 t .. 16 t + 15 of every 64: bit p of word t is that of the first
+    channel of such a thread's p-th pair, bit p + 16 that of the second."""
+    words = []
+    for t in range(4):
+        word = 0
+        for pair in range(size // 8):
+            for second in range(2):
+                channel = 64 * (pair // 8) + 16 * t + 2 * (pair % 8) + second
+                word |= (1 - (signs >> channel & 1)) << (pair + 16 * second)
+        words.append(word - (word >> 31 << 32))
+    return words
+
+
+@gluon.jit
+def signed_matrix(NEGATIVE: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constexpr):
+    """H, or -H, [16, 16]."""
+    k = gl.arange(0, 16, gl.SliceLayout(1, right_operand(WARPS)))[:, None]
+    n = gl.arange(0, 16, gl.SliceLayout(0, right_operand(WARPS)))[None, :]
+    odd = k & n
+    odd = odd ^ (odd >> 2)
+    odd = odd ^ (odd >> 1)
+    return gl.where((odd & 1) == NEGATIVE, 1.0, -1.0).to(DTYPE)
+
+
+@gluon.jit
+def summed(operands, FIRST: gl.constexpr, PLACE: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexpr, positive, negative):
+    """H over k, and over COUNT operands from the FIRST on, at PLACE among them."""
+    acc = gl.zeros([16 * WARPS, 16], gl.float32, product(WARPS))
+    for i in gl.static_range(COUNT):
+        if (PLACE & i) == 1 or (PLACE & i) == 2:
+            acc = mma_v2(operands[FIRST + i], negative, acc)
+        else:
+            acc = mma_v2(operands[FIRST + i], positive, acc)
+    return acc
+
+
+@gluon.jit
+def parts_of(x, COUNT: gl.constexpr):
+    """x [ROWS, n, COUNT] as a tuple of COUNT tensors [ROWS, n]."""
+    if COUNT == 2:
+        parts = gl.split(x)
+    else:
+        even, odd = gl.split(x.reshape([x.shape[0], x.shape[1], COUNT // 2, 2]))
+        evens = parts_of(even, COUNT // 2)
+        odds = parts_of(odd, COUNT // 2)
+        parts = ()
+        for i in gl.static_range(COUNT // 2):
+            parts = parts + (evens[i], odds[i])
+    return parts
+
+
+@gluon.jit
+def joined(parts, COUNT: gl.constexpr):
+    """What :func:`parts_of` takes apart."""
+    if COUNT == 2:
+        x = gl.join(parts[0], parts[1])
+    else:
+        evens = ()
+        odds = ()
+        for i in gl.static_range(COUNT // 2):
+            evens = evens + (parts[2 * i],)
+            odds = odds + (parts[2 * i + 1],)
+        x = gl.join(joined(evens, COUNT // 2), joined(odds, COUNT // 2))
+        x = x.reshape([x.shape[0], x.shape[1], COUNT])
+    return x

@@ -182,8 +182,9 @@ class ReadConfig:
 
     @property
     def keys_an_id(self) -> int:
-        """Neighbouring keys whose block is looked up once, where all keys of a tile are there: each thread looks one up."""
-        return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.keys_first else 1
+        """Neighbouring keys whose block is looked up once, where all keys of a tile are there: each thread looks one up. Keys that share a
+        row of lanes are slower so (int2's heads of 64)."""
+        return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.keys_first and self.fold == 1 else 1
 
     @property
     def width(self) -> int:

@@ -289,6 +289,8 @@ def load_scales(keys, values, tile, kv_head, C: tl.constexpr):
     v_at = head * values.scale_head_stride + v_place
     if tile.block.shape[0] != C.keys:
         neighbour = tl.arange(0, C.keys_an_id)[None, :]
+        if C.wide_pages:
+            neighbour = neighbour.to(tl.int64)
         k = tl.reshape(tl.load(keys.scales + (k_at[:, None] + neighbour * keys.scale_slot_stride)), [C.keys])
         v = tl.reshape(tl.load(values.scales + (v_at[:, None] + neighbour * values.scale_slot_stride)), [C.keys])
     elif C.small_vectors:

@@ -146,7 +146,7 @@ def sign_bit(x):
 
 @triton.jit
 def sign_shifted_in(bits, x, ASM: tl.constexpr):
-    """``bits``, a place up, and the sign of a float32 in the lowest. The compiler takes three instructions for the first two signs."""
+    """``bits``, a place up, and the sign of a float32 in the lowest. ASM: for the first two the compiler would take three instructions."""
     if ASM:
         result = tl.inline_asm_elementwise("shf.l.wrap.b32 $0, $2, $1, 1;", "=r,r,r", [bits, x], dtype=tl.uint32, is_pure=True, pack=1)
     else:

@@ -53,7 +53,7 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
-    """Rotated rows -> packed lanes [ROWS, WIDTH], a tensor for every four streams, and scale words [ROWS].
+    """Rotated rows -> packed lanes [ROWS, WIDTH], a tensor for every four streams, and scale words [ROWS]. Values as keys.
 
     ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
     STREAMS: tl.constexpr = len(pairs)

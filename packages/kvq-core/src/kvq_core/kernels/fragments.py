@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kvq_core.kernels.packing import from_streams, to_streams
 from kvq_core.kernels.slots import NewRows, load_rows_at, rows_at, store_lanes_at, store_scales
 
 APART = gl.constexpr(2)
@@ -103,15 +104,14 @@ def rotated_pairs(x, HEADS: gl.constexpr, C: gl.constexpr):
     WARPS: gl.constexpr = C.warps
     UPPER: gl.constexpr = C.rows // (8 * WARPS)  # of a warp's rows, eight or twice eight
     HIGH: gl.constexpr = HEADS.size // 64  # values of channel bit 6
-    HALF: gl.constexpr = HEADS.streams // 2
     if C.format.signs is not None:
         x = with_signs(x, HEADS.size, C)
     # Warps, and their rows; channel bits 6, 5 and 4, 3, 2, 1, 0. A product's rows, its k, and what is multiplied for itself.
     x = x.reshape([WARPS, UPPER, 8, HIGH, 4, 2, 2, 2, 2]).permute((0, 7, 2, 6, 4, 8, 1, 3, 5))
-    x = x.reshape([16 * WARPS, 16, 2 * UPPER * HIGH])
-    parts = parts_of(x, 2 * UPPER * HIGH)
+    COUNT: gl.constexpr = 2 * UPPER * HIGH
+    parts = to_streams(x.reshape([16 * WARPS, 16 * COUNT]), 16 * WARPS, 16, COUNT)
     operands = ()
-    for i in gl.static_range(2 * UPPER * HIGH):
+    for i in gl.static_range(COUNT):
         operands = operands + (gl.convert_layout(parts[i], left_operand(WARPS)),)
     positive = signed_matrix(0, WARPS, x.dtype)
     negative = signed_matrix(1, WARPS, x.dtype)
@@ -119,15 +119,9 @@ def rotated_pairs(x, HEADS: gl.constexpr, C: gl.constexpr):
     for upper in gl.static_range(UPPER):
         for place in gl.static_range(2 * HIGH):
             products = products + (summed(operands, upper * 2 * HIGH, place, 2 * HIGH, WARPS, positive, negative),)
-    y = joined(products, 2 * UPPER * HIGH).reshape([WARPS, 2, 8, 2, 4, 2, UPPER, HIGH, 2])
-    y = y.permute((0, 6, 2, 7, 4, 8, 3, 5, 1)).reshape([C.rows, HEADS.lanes, HALF, 2])
-    a, b = gl.split(y)
-    a = parts_of(a, HALF)
-    b = parts_of(b, HALF)
-    pairs = ()
-    for i in gl.static_range(HALF):
-        pairs = pairs + (a[i], b[i])
-    return pairs
+    y = from_streams(products, 16 * WARPS, 16, COUNT).reshape([WARPS, 2, 8, 2, 4, 2, UPPER, HIGH, 2])
+    y = y.permute((0, 6, 2, 7, 4, 8, 3, 5, 1)).reshape([C.rows, HEADS.size])
+    return to_streams(y, C.rows, HEADS.lanes, HEADS.streams)
 
 
 @gluon.jit
@@ -184,34 +178,3 @@ def summed(operands, FIRST: gl.constexpr, PLACE: gl.constexpr, COUNT: gl.constex
         else:
             acc = mma_v2(operands[FIRST + i], positive, acc)
     return acc
-
-
-@gluon.jit
-def parts_of(x, COUNT: gl.constexpr):
-    """x [ROWS, n, COUNT] as a tuple of COUNT tensors [ROWS, n]."""
-    if COUNT == 2:
-        parts = gl.split(x)
-    else:
-        even, odd = gl.split(x.reshape([x.shape[0], x.shape[1], COUNT // 2, 2]))
-        evens = parts_of(even, COUNT // 2)
-        odds = parts_of(odd, COUNT // 2)
-        parts = ()
-        for i in gl.static_range(COUNT // 2):
-            parts = parts + (evens[i], odds[i])
-    return parts
-
-
-@gluon.jit
-def joined(parts, COUNT: gl.constexpr):
-    """What :func:`parts_of` takes apart."""
-    if COUNT == 2:
-        x = gl.join(parts[0], parts[1])
-    else:
-        evens = ()
-        odds = ()
-        for i in gl.static_range(COUNT // 2):
-            evens = evens + (parts[2 * i],)
-            odds = odds + (parts[2 * i + 1],)
-        x = gl.join(joined(evens, COUNT // 2), joined(odds, COUNT // 2))
-        x = x.reshape([x.shape[0], x.shape[1], COUNT])
-    return x

@@ -95,7 +95,7 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, PART
         number = tl.where(number < tiles.gap_at, number, number + tiles.gap)
     position = number * C.keys + tl.arange(0, C.keys)
     CHECKED: tl.constexpr = PART == C.parts - 1
-    # Copies to shared memory are of a word for each thread. Those of one word to many places would be in each other's way.
+    # Ids are copied to shared memory, a word for each thread: of one word to many places, with bank conflicts (docs/performance.md).
     TOGETHER: tl.constexpr = 1 if CHECKED else C.keys_an_id
     COUNT: tl.constexpr = C.keys // TOGETHER
     if CHECKED:

@@ -21,7 +21,7 @@ from gluon_machine import Copies, Layout, MBarrierLayout, allocate, multiply, sp
 from ptx_interpreted import interpreted_ptx
 
 _GLUON = "triton.experimental.gluon"
-_AS_THEY_ARE = ("pointer_type", "float16", "bfloat16", "float32", "int32", "int64", "uint16", "uint32", "int1")
+_AS_THEY_ARE = ("pointer_type", "float16", "bfloat16", "float32", "int32", "int64", "int16", "uint16", "uint32", "int1")
 _FUNCTIONS = ("zeros", "full", "arange", "load", "store", "where", "max", "sum", "maximum", "minimum", "exp2", "fma", "join",
               "split", "permute", "program_id", "num_programs", "cdiv", "associative_scan", "static_assert", "abs", "zeros_like",
               "inline_asm_elementwise")  # fmt: skip

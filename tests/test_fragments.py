@@ -30,8 +30,8 @@ from kvq_core.testing.places import Place
 
 MODES = ("int4_per_token_head", "int2_per_token_head")
 KERNELS = ("kvq_core.kernels.fragments", "kvq_int4.fragments", "kvq_int2.fragments")
-PLANNED = (Write(8, 1, 1), Write(64, 4, 1))
-OTHERS = tuple(Write(rows, warps, 1) for rows, warps in ((16, 1), (16, 2), (32, 2), (32, 4)))
+PLANNED = (Write(8, 1, 1), Write(16, 1, 1), Write(16, 2, 1))
+OTHERS = tuple(Write(rows, warps, 1) for rows, warps in ((32, 2), (32, 4), (64, 4)))
 
 ROWS = Case(query_lens=(1, 5), seq_lens=(37, 18), head_size=128, num_kv_heads=3, dtype=torch.bfloat16)
 TAKEN: tuple[Case, ...] = (

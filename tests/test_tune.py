@@ -122,7 +122,7 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
     )
     for other in others:
         assert not table.find("decode", {**facts, **other})
-    assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 16384, "fragments": False})["rows"] == Range(16384, None)
+    assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 49152, "fragments": False})["rows"] == Range(49152, None)
 
 
 @pytest.mark.quick
@@ -319,7 +319,7 @@ def best_is(winner: Choice) -> Callable[[str, Choice], float]:
 def test_what_is_tuned_is_used_from_then_on(gpu: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"variant": "", "streams": 4, "width": 128, "rows": 512, "fragments": True}
     before = choose("sm_90", Write, facts)
-    winner = replace(before, rows=16)
+    winner = replace(before, rows=8, warps=1)
     gpu(best_is(winner))
     assert tune.main(["--quick", "--modes", "int4", "--kinds", "write"]) == tune.OK
     path = lookup.own_folder() / "sm_90.json"

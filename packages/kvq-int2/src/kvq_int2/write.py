@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.facts import Format
-from kvq_core.kernels.rotation import rotated_pairs, stream
+from kvq_core.kernels.rotation import rotated_pairs, streams_of
 from kvq_core.kernels.slots import in_head, load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
@@ -100,15 +100,6 @@ def cells(y, squares, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constex
         factor = tl.sqrt(squares / (num_outer * (OUTER * OUTER - INNER * INNER) + INNER * INNER * HEADS.size))
     # A NaN of the row is in the sum of its squares.
     return (negative << 8 | outer).to(tl.uint16), factor * (1.0 / HEADS.block)
-
-
-@triton.jit
-def streams_of(pairs, APART: tl.constexpr):
-    """The eight streams that ``pairs`` are a step short of."""
-    result = ()
-    for s in tl.static_range(8):
-        result = result + (stream(pairs, s, APART),)
-    return result
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton.language as tl
 from kvq_core.hadamard import sign_bits
 from kvq_core.kernels.facts import Format
 from kvq_core.kernels.packing import from_streams
-from kvq_core.kernels.rotation import rotated_pairs, stream
-from kvq_core.kernels.rounding import reciprocal
+from kvq_core.kernels.rotation import rotated_pairs, streams_of
+from kvq_core.kernels.rounding import largest, reciprocal
 from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
@@ -57,31 +57,23 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
 
     ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
     STREAMS: tl.constexpr = len(pairs)
-    # The larger of a + b and a - b is a + |b|: additions have twice the rate of comparisons.
-    low = pairs[0] - tl.abs(pairs[1])
-    high = pairs[0] + tl.abs(pairs[1])
-    for i in tl.static_range(1, STREAMS // 2):
-        low = tl.minimum(low, pairs[2 * i] - tl.abs(pairs[2 * i + 1]))
-        high = tl.maximum(high, pairs[2 * i] + tl.abs(pairs[2 * i + 1]))
-    # Padding lanes are 0, and 0 is in the range.
-    low = tl.minimum(tl.min(low, 1), 0.0)
-    high = tl.maximum(tl.max(high, 1), 0.0)
+    y = streams_of(pairs, APART)
+    low, high = extremes(y, C.use_asm)
     step = tl.maximum((high - low) * STEP, MIN_SCALE)
     inverse = reciprocal(step, C.use_asm)
     zero = tl.minimum(tl.maximum(tl.floor((low + CLIP * (high - low)) * -inverse + 0.5), 0.0), 15.0)
     lanes = ()
     for first in tl.static_range(0, STREAMS, 4):
         for s in tl.static_range(4):
-            y = stream(pairs, first + s, APART)
+            x = y[first + s]
             if C.use_asm:
-                offset = sixteenths(y, inverse, zero)
-                # Of sums of floats, at twice the rate of shifts, the last mantissa bits are the lane: offsets and zero points make codes.
-                part = offset * (1 << (4 * s))
-                if s == 0:
-                    part += (zero * (4369.0 / 16) + 524288.0)[:, None]
+                code = with_sixteenths(x, inverse, zero)
+                offset = code - (zero * 0.0625 + 524288.0)[:, None]
+                # Its last four bits; those above end up above the lane.
+                part = code.to(tl.int32, bitcast=True) << (4 * s)
             else:
                 # Clamped below 16 first: flooring gives the same code.
-                code = tl.floor(tl.minimum(tl.maximum(y * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)).to(tl.int32)
+                code = tl.floor(tl.minimum(tl.maximum(x * inverse[:, None] + (zero + 0.5)[:, None], 0.0), 15.5)).to(tl.int32)
                 offset = code.to(tl.float32) - zero[:, None]
                 part = code << (4 * s)
             if s == 0:
@@ -89,26 +81,44 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
             else:
                 lane += part
             if first + s == 0:
-                length = y * y
-                shadow = y * offset
+                length = x * x
+                shadow = x * offset
             else:
-                length += y * y
-                shadow += y * offset
-        lanes = lanes + (lane.to(tl.int32, bitcast=True).to(tl.uint16),)
+                length += x * x
+                shadow += x * offset
+        lanes = lanes + (lane.to(tl.uint16),)
     UNIT: tl.constexpr = 16.0 if C.use_asm else 1.0
     length = tl.sum(length, 1)
+    fitted = length * reciprocal(tl.sum(shadow, 1) * UNIT, C.use_asm)
     # What is NaN passes both tests.
-    scale = tl.where((length < SMALLEST_LENGTH) | (length == float("inf")), step, length / (tl.sum(shadow, 1) * UNIT))
+    scale = tl.where((length < SMALLEST_LENGTH) | (length == float("inf")), step, fitted)
     words = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
     return lanes, words.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def sixteenths(y, inverse, zero):
-    """Codes less the zero point, over 16. A saturating multiply-add clamps to [0, 1] for nothing, NaN to 0; that times a little less than
-    1, plus 2^19 and rounded down, has whole sixteenths, 15 at most."""
+def extremes(y, ASM: tl.constexpr):
+    """The least and the largest of each row of streams and 0 (as padding lanes are), [ROWS]; for NaN 0.
+
+    Floats from 0 up compare as their bits do; below 0 they are the larger as unsigned integers, the further they are from it. Of integers
+    a maximum of three can be one instruction.
+    """
+    high = y[0].to(tl.int32, bitcast=True) & 0
+    low = high.to(tl.uint32, bitcast=True)
+    for s in tl.static_range(0, len(y), 2):
+        high = largest(high, y[s].to(tl.int32, bitcast=True), y[s + 1].to(tl.int32, bitcast=True), ASM)
+        low = largest(low, y[s].to(tl.uint32, bitcast=True), y[s + 1].to(tl.uint32, bitcast=True), ASM)
+    low = tl.minimum(tl.max(low, 1).to(tl.float32, bitcast=True), 0.0)
+    high = tl.maximum(tl.max(high, 1).to(tl.float32, bitcast=True), 0.0)
+    return low, high
+
+
+@triton.jit
+def with_sixteenths(y, inverse, zero):
+    """2^19 and codes over 16: floats whose last four mantissa bits are the codes. A saturating multiply-add clamps to [0, 1] for nothing,
+    NaN to 0; that times a little less than 1, plus 2^19 and rounded down, has whole sixteenths, 15 at most."""
     LESS: tl.constexpr = 1 - 2.0**-10
-    code = tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(
         "fma.rn.sat.f32 $0, $1, $2, $3; fma.rz.f32 $0, $0, 0f3F7FC000, 0f49000000;",
         "=&f,f,f,f",
         [y, (inverse * (0.0625 / LESS))[:, None], ((zero + 0.5) * (0.0625 / LESS))[:, None]],
@@ -116,4 +126,3 @@ def sixteenths(y, inverse, zero):
         is_pure=True,
         pack=1,
     )
-    return code - (zero * 0.0625 + 524288.0)[:, None]

@@ -61,26 +61,28 @@ def _of_rows(rows, warps, registers, threads, columns):
 
 
 @gluon.jit
-def write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, C: gl.constexpr):
-    """A write kernel. ``quantized``: the mode's, as in its write.py."""
+def write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, STREAMS: gl.constexpr, C: gl.constexpr):
+    """A write kernel. ``quantized``: the mode's, as in its write.py, which gets rows in STREAMS: those of the format, or finer ones, of
+    which a thread has fewer values each to put together."""
     LOADED: gl.constexpr = gl.SliceLayout(1, loading(C.rows, C.warps, C.head_size))
     rows = rows_at(gl.arange(0, C.rows, LOADED), slot_mapping, num_tokens, num_slots, C)
     if gl.program_id(1) == 0:
-        write_plane(key, keys, rows, quantized, False, C)
+        write_plane(key, keys, rows, quantized, False, STREAMS, C)
     else:
-        write_plane(value, values, rows, quantized, True, C)
+        write_plane(value, values, rows, quantized, True, STREAMS, C)
 
 
 @gluon.jit
-def write_plane(source, plane, rows, quantized, IS_VALUE: gl.constexpr, C: gl.constexpr):
+def write_plane(source, plane, rows, quantized, IS_VALUE: gl.constexpr, STREAMS: gl.constexpr, C: gl.constexpr):
     HEADS: gl.constexpr = C.unpadded_heads
     LOADED: gl.constexpr = gl.SliceLayout(0, loading(C.rows, C.warps, HEADS.size))
     STORED: gl.constexpr = storing(C.rows, C.warps, HEADS.size, HEADS.streams)
     x = load_rows_at(gl.arange(0, HEADS.size, LOADED), source, rows, HEADS, C)
-    lanes, words = quantized(rotated_pairs(x, HEADS, C), IS_VALUE, APART, HEADS, C)
+    lanes, words = quantized(rotated_pairs(x, HEADS, STREAMS, C), IS_VALUE, APART, HEADS, C)
+    lanes = from_streams(lanes, C.rows, HEADS.size // STREAMS, STREAMS // HEADS.streams)
     rows = moved(rows, gl.SliceLayout(1, STORED))
     lane = gl.arange(0, HEADS.lanes, gl.SliceLayout(0, STORED))
-    store_lanes_at(lane, plane, rows, gl.convert_layout(lanes[0], STORED), HEADS)
+    store_lanes_at(lane, plane, rows, gl.convert_layout(lanes, STORED), HEADS)
     store_scales(plane, rows, gl.convert_layout(words, gl.SliceLayout(1, STORED)))
 
 
@@ -98,9 +100,9 @@ def moved(rows, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def rotated_pairs(x, HEADS: gl.constexpr, C: gl.constexpr):
+def rotated_pairs(x, HEADS: gl.constexpr, STREAMS: gl.constexpr, C: gl.constexpr):
     """H D x (H x without signs) of rows [ROWS, size] in ``loading``, a step early: pairs (a, b), one after the other, each
-    [ROWS, size / streams], of which a + b and a - b are streams that are APART."""
+    [ROWS, size / STREAMS], of which a + b and a - b are streams that are APART."""
     WARPS: gl.constexpr = C.warps
     UPPER: gl.constexpr = C.rows // (8 * WARPS)  # of a warp's rows, eight or twice eight
     HIGH: gl.constexpr = HEADS.size // 64  # values of channel bit 6
@@ -121,7 +123,7 @@ def rotated_pairs(x, HEADS: gl.constexpr, C: gl.constexpr):
             products = products + (summed(operands, upper * 2 * HIGH, place, 2 * HIGH, WARPS, positive, negative),)
     y = from_streams(products, 16 * WARPS, 16, COUNT).reshape([WARPS, 2, 8, 2, 4, 2, UPPER, HIGH, 2])
     y = y.permute((0, 6, 2, 7, 4, 8, 3, 5, 1)).reshape([C.rows, HEADS.size])
-    return to_streams(y, C.rows, HEADS.lanes, HEADS.streams)
+    return to_streams(y, C.rows, HEADS.size // STREAMS, STREAMS)
 
 
 @gluon.jit
@@ -159,13 +161,31 @@ def sign_words(signs, size):
 
 @gluon.jit
 def signed_matrix(NEGATIVE: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constexpr):
-    """H, or -H, [16, 16]."""
-    k = gl.arange(0, 16, gl.SliceLayout(1, right_operand(WARPS)))[:, None]
-    n = gl.arange(0, 16, gl.SliceLayout(0, right_operand(WARPS)))[None, :]
-    odd = k & n
-    odd = odd ^ (odd >> 2)
-    odd = odd ^ (odd >> 1)
-    return gl.where((odd & 1) == NEGATIVE, 1.0, -1.0).to(DTYPE)
+    """H, or -H, [16, 16]: ones, and an exclusive or of two neighbours in k at once with their signs."""
+    # Each thread has what it has of a right operand, but for the order: [n, k].
+    n = gl.arange(0, 16, gl.SliceLayout(1, left_operand(WARPS)))[:, None]
+    k = gl.arange(0, 16, gl.SliceLayout(0, left_operand(WARPS)))[None, :]
+    ONES: gl.constexpr = "0x3f803f80" if DTYPE == gl.bfloat16 else "0x3c003c00"
+    # Bits 1 and 2, of which a thread has the same in all its registers, but for what is above; and bit 0, in which neighbours differ.
+    word = gl.inline_asm_elementwise(
+        "{ .reg .b32 t; and.b32 t, $1, 1; mad.lo.u32 t, t, 0x80008000, " + ONES + "; shl.b32 $0, $2, 31; xor.b32 $0, $0, t; }",
+        "=&r,r,r",
+        [(k >> 1) & (n >> 1) ^ (k >> 2) & (n >> 2), n | k & 0],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    # Bit 3, which registers differ in.
+    flipped = ((k >> 3) & (n >> 3) ^ NEGATIVE) & 1
+    pair = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r,r",
+        [gl.where(flipped == 1, word ^ -0x7FFF8000, word)],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=2,
+    )
+    return gl.convert_layout(pair.to(DTYPE, bitcast=True).permute((1, 0)), right_operand(WARPS))
 
 
 @gluon.jit

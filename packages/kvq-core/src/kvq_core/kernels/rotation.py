@@ -137,6 +137,15 @@ def stream(pairs, s: tl.constexpr, APART: tl.constexpr = 1):
 
 
 @triton.jit
+def streams_of(pairs, APART: tl.constexpr):
+    """Every :func:`stream` of ``pairs``, in order."""
+    streams = ()
+    for s in tl.static_range(len(pairs)):
+        streams = streams + (stream(pairs, s, APART),)
+    return streams
+
+
+@triton.jit
 def unstacked_pairs(stacked, STREAMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """:func:`butterfly_pairs` of streams one above the other, [STREAMS * ROWS, WIDTH]."""
     halves = tl.reshape(stacked, [2, STREAMS // 2 * ROWS, WIDTH])

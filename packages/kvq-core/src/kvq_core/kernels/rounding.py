@@ -29,6 +29,24 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def largest(a, b, c, ASM: tl.constexpr):
+    """Of three int32 or uint32. sm_90 has an instruction for it, which the compiler does not find in what it makes of long chains."""
+    if ASM:
+        TYPE: tl.constexpr = "s32" if a.dtype == tl.int32 else "u32"
+        result = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; max." + TYPE + " t, $1, $2; max." + TYPE + " $0, t, $3; }",
+            "=r,r,r,r",
+            [a, b, c],
+            dtype=a.dtype,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        result = tl.maximum(tl.maximum(a, b), c)
+    return result
+
+
+@triton.jit
 def to_float(x, ASM: tl.constexpr):
     """x as float32. Two bfloat16 of a register are one instruction each, which the compiler does not find."""
     if ASM and x.dtype == tl.bfloat16:

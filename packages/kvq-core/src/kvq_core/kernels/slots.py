@@ -32,10 +32,11 @@ def rows_at(place, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     index = tl.program_id(0).to(tl.uint32).to(tl.int64) * C.rows + place
     token = index // C.num_kv_heads
     exists = token < num_tokens
-    slot = tl.load(slot_mapping + token, mask=exists, other=-1)
-    valid = exists & (slot >= 0) & (slot < num_slots)
-    slot = tl.where(valid, slot, 0).to(tl.uint64)
-    block, slot = (slot // C.block_size).to(tl.int64), (slot % C.block_size).to(tl.int64)
+    # Negative slots, and those of rows there are not, are as large as can be.
+    slot = tl.load(slot_mapping + token, mask=exists, other=-1).to(tl.uint64)
+    valid = slot < num_slots.to(tl.uint64)
+    # Of blocks there are fewer than 2^32.
+    block, slot = (slot // C.block_size).to(tl.uint32).to(tl.int64), (slot % C.block_size).to(tl.int64)
     return NewRows(token, index % C.num_kv_heads, block, slot, exists, valid)
 
 
@@ -52,6 +53,8 @@ def load_rows_at(channel, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
     mask = rows.exists[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
+    tl.assume(source.token_stride >= 0)
+    tl.assume(source.head_stride >= 0)
     offset = rows.token * source.token_stride + rows.head * source.head_stride
     x = tl.load(source.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
     if source.mean is not None:
@@ -80,15 +83,24 @@ def store_lanes_at(lane, plane, rows, lanes, HEADS: tl.constexpr):
     mask = rows.valid[:, None]
     if HEADS.padded:
         mask = mask & (lane < HEADS.lanes)[None, :]
-    offset = rows.block * plane.block_stride + rows.slot * plane.slot_stride + rows.head * plane.head_stride
+    offset = offsets(rows, plane.block_stride, plane.slot_stride, plane.head_stride)
     tl.store(plane.codes + offset[:, None] + lane[None, :], lanes, mask=mask)
 
 
 @triton.jit
 def store_scales(plane, rows, scales):
     """Scatter [ROWS] scales into their slots."""
-    offset = rows.block * plane.scale_block_stride + rows.slot * plane.scale_slot_stride + rows.head * plane.scale_head_stride
+    offset = offsets(rows, plane.scale_block_stride, plane.scale_slot_stride, plane.scale_head_stride)
     tl.store(plane.scales + offset, scales, mask=rows.valid)
+
+
+@triton.jit
+def offsets(rows, block_stride, slot_stride, head_stride):
+    """[ROWS] int64, where rows go. Of strides that are not negative a product takes one instruction, of others two or three."""
+    tl.assume(block_stride >= 0)
+    tl.assume(slot_stride >= 0)
+    tl.assume(head_stride >= 0)
+    return rows.block * block_stride + rows.slot * slot_stride + rows.head * head_stride
 
 
 @triton.jit

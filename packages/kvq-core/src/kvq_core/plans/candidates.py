@@ -64,7 +64,7 @@ _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
     },
     "prefill": {"width": (64, 128, 256, 512)},
     "groups": {"width": (64, 128, 256, 512), "rows": (16, 64, 255)},
-    "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 2048, 8191, 16383)},
+    "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 2048, 8191, 16383, 49151)},
     "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 64), "pieces": (1, 32, 64)},
 }
 """Where a class ends and the next begins, each bound the last of its class. Other facts are a class for each value."""

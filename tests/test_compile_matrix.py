@@ -117,8 +117,8 @@ def build(target: str, modes: tuple[str, ...], *, every_tile: bool = False) -> N
 def kernels(mode: str, target: str) -> set[tuple[str, str]]:
     """The cases and kernels that are built."""
     reads = further_reads(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else ()
-    few = {("few", "write")} if target in MEASURED else set()
-    return KERNELS | {(read, "attend") for read in reads} | few
+    writes = {("few", "write"), ("many", "write")} if target in MEASURED else set()
+    return KERNELS | {(read, "attend") for read in reads} | writes
 
 
 def of_float32(mode: str, target: str) -> set[str]:

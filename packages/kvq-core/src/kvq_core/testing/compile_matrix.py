@@ -94,8 +94,14 @@ VARIANTS = MappingProxyType(
     }
 )
 """What makes another kernel of decode: the option that costs most, and a sequence on its own. Built beside the further tiles."""
-FEW = Case(query_lens=(64,), seq_lens=(64,), head_size=128, num_kv_heads=8, dtype=torch.bfloat16)
-"""Rows of a decode step, which a table has another write for than for those of :data:`CASES`."""
+_ROWS: dict[str, Any] = {"head_size": 128, "num_kv_heads": 8, "dtype": torch.bfloat16}
+WRITES = MappingProxyType(
+    {
+        "few": Case(query_lens=(64,), seq_lens=(64,), **_ROWS),
+        "many": Case(query_lens=(8192,), seq_lens=(8192,), **_ROWS),
+    }
+)
+"""Rows of a decode step and of a long prompt, which a table has other writes for than for those of :data:`CASES`."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,8 @@ class Build:
 def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]:
     """Compile the write and read kernels of ``mode`` for ``target``.
 
-    ``every_tile``: also the read kernel with each of :func:`further_reads`, its name in place of the case's, and the write kernel of
-    :data:`FEW` rows; ``None``: if kvq ships a table of launch plans for exactly this target.
+    ``every_tile``: also the read kernel with each of :func:`further_reads`, its name in place of the case's, and the write kernels of
+    :data:`WRITES`; ``None``: if kvq ships a table of launch plans for exactly this target.
     """
     backend, device = get_backend(mode), TARGETS[target].device(target)
     results = []
@@ -138,10 +144,11 @@ def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]
                 problem.read()
             results += [_facts(mode, target, name, kernel) for kernel in kernels if kernel.metadata.name == "attend"]
         if "write" in kernels_of(backend):
-            problem = _problem(backend, FEW)
-            with compiling_for(device) as kernels:
-                problem.made.write()
-            results += [_facts(mode, target, "few", kernel) for kernel in kernels]
+            for name, case in WRITES.items():
+                problem = _problem(backend, case)
+                with compiling_for(device) as kernels:
+                    problem.made.write()
+                results += [_facts(mode, target, name, kernel) for kernel in kernels]
     return results
 
 

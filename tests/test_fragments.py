@@ -20,7 +20,7 @@ from gluon_interpreted import interpreted_gluon
 from warp_groups import H200, use_kvq_s_tables_and_a_known_triton
 
 from kvq_core import get_backend, launch, ops
-from kvq_core.hadamard import sign_bits
+from kvq_core.hadamard import sign_bits, single_rht
 from kvq_core.offline import Device, planning_for
 from kvq_core.plans import Entry, Table, Write
 from kvq_core.plans.lookup import listening
@@ -106,6 +106,7 @@ def test_bytes_are_the_portable_kernel_s(mode: str, place: Place) -> None:
             sizes = torch.randint(-60, 60, x.shape[:2], generator=generator.manual_seed(seed))
             x *= torch.exp2(sizes)[..., None].to(x)
             x[3, 1], x[4, 0, 17], x[5, 2, 100] = 0, torch.nan, torch.inf
+            x[6, :2] = single_rht(torch.linspace(1, 2, 128) * torch.tensor([[1], [-1]]), inverse=True).to(x)
         with ops.planning_with(table_of(place, choice)):
             built.write()
         both.append(built)

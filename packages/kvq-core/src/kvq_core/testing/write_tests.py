@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from kvq_core.hadamard import single_rht
 from kvq_core.testing import places, strategies
 from kvq_core.testing.cases import QUICK, SHAPES, SMOOTHED, Case
 from kvq_core.testing.places import Place
@@ -99,6 +100,16 @@ class WriteTests(Subject):
             built.value[9, 0] *= size
 
         self.assert_others_unchanged(backend, place, spoil, f"a row times {size} as")
+
+    @pytest.mark.quick
+    def test_rows_on_one_side_of_zero(self, backend: QuantKVBackend, place: Place) -> None:
+        """After a rotation with signs: a range that ends at 0, above it or below, far from where its values lie."""
+        built = self.build(backend, Case(head_size=128, num_kv_heads=3, dtype=torch.bfloat16), place)
+        for x, seed in ((built.key, 1), (built.value, 2)):
+            rotated = 1 + torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+            rotated[::2] *= -1
+            x.copy_(single_rht(rotated, inverse=True) / 128)
+        self.assert_write(built, "rows on one side of zero")
 
     def assert_others_unchanged(self, backend: QuantKVBackend, place: Place, spoil: Callable[[Scene], None], what: str) -> None:
         """All stored rows are the same bytes after ``spoil`` has changed key (7, 1) and value (9, 0), but for those two."""

@@ -9,4 +9,4 @@ from kvq_int2.write import quantized
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: gl.constexpr):
-    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, 8, C)
+    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, C.format.streams, C)

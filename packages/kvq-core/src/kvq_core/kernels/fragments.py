@@ -166,11 +166,12 @@ def signed_matrix(NEGATIVE: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constex
     n = gl.arange(0, 16, gl.SliceLayout(1, left_operand(WARPS)))[:, None]
     k = gl.arange(0, 16, gl.SliceLayout(0, left_operand(WARPS)))[None, :]
     ONES: gl.constexpr = "0x3f803f80" if DTYPE == gl.bfloat16 else "0x3c003c00"
-    # Bits 1 and 2, of which a thread has the same in all its registers, but for what is above; and bit 0, in which neighbours differ.
+    # Bits 1 and 2 are the same in all of a thread's registers, and bit 0 is that of neighbours. That the first input's other bits do not
+    # count is for the assembly to know alone: equal words the compiler would keep once, and move for every product.
     word = gl.inline_asm_elementwise(
         "{ .reg .b32 t; and.b32 t, $1, 1; mad.lo.u32 t, t, 0x80008000, " + ONES + "; shl.b32 $0, $2, 31; xor.b32 $0, $0, t; }",
         "=&r,r,r",
-        [(k >> 1) & (n >> 1) ^ (k >> 2) & (n >> 2), n | k & 0],
+        [(k >> 1) & (n >> 1) ^ (k >> 2) & (n >> 2), n],
         dtype=gl.int32,
         is_pure=True,
         pack=1,

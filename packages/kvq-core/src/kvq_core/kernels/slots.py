@@ -35,7 +35,7 @@ def rows_at(place, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     # Negative slots, and those of rows there are not, are as large as can be.
     slot = tl.load(slot_mapping + token, mask=exists, other=-1).to(tl.uint64)
     valid = slot < num_slots.to(tl.uint64)
-    # Of blocks there are fewer than 2^32.
+    # A block's number fits: block tables are int32.
     block, slot = (slot // C.block_size).to(tl.uint32).to(tl.int64), (slot % C.block_size).to(tl.int64)
     return NewRows(token, index % C.num_kv_heads, block, slot, exists, valid)
 
@@ -53,9 +53,7 @@ def load_rows_at(channel, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
     mask = rows.exists[:, None]
     if HEADS.width * HEADS.streams != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
-    tl.assume(source.token_stride >= 0)
-    tl.assume(source.head_stride >= 0)
-    offset = rows.token * source.token_stride + rows.head * source.head_stride
+    offset = strides(rows.token, source.token_stride) + strides(rows.head, source.head_stride)
     x = tl.load(source.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
     if source.mean is not None:
         x = smooth(x, source, rows.head[:, None] * HEADS.size + channel[None, :], mask, C.upcast_dots)
@@ -96,11 +94,15 @@ def store_scales(plane, rows, scales):
 
 @triton.jit
 def offsets(rows, block_stride, slot_stride, head_stride):
-    """[ROWS] int64, where rows go. Of strides that are not negative a product takes one instruction, of others two or three."""
-    tl.assume(block_stride >= 0)
-    tl.assume(slot_stride >= 0)
-    tl.assume(head_stride >= 0)
-    return rows.block * block_stride + rows.slot * slot_stride + rows.head * head_stride
+    """[ROWS] int64, where rows go."""
+    return strides(rows.block, block_stride) + strides(rows.slot, slot_stride) + strides(rows.head, head_stride)
+
+
+@triton.jit
+def strides(count, stride):
+    """So many strides. None of a tensor is negative, and where the compiler knows, the product is one instruction, not two or three."""
+    tl.assume(stride >= 0)
+    return count * stride
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class Bar:
 def table(text: str, first_cell: str, after: str = "") -> list[dict[str, str]]:
     """The rows of the Markdown table whose first heading is ``first_cell``, behind ``after``: cells by heading, without backticks."""
     lines = text[text.index(after) :].splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_cell} |"))
+    start = next(i for i, line in enumerate(lines) if [cell.strip() for cell in line.split("|")[:2]] == ["", first_cell])
     head, _, *body = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
         for line in takewhile(lambda line: line[:1] == "|", lines[start:])

@@ -133,9 +133,9 @@ def main() -> None:
     print(torch.cuda.get_device_name() if has_gpu else "no GPU: nothing is launched")
     headers = ["mode", "door", *STAGES, "quickest", "slowest"]
     print(tabulate([(mode, door, *times) for mode, door, times in table], headers=headers, floatfmt=".1f"))
-    slowest, quick, slow = max(times[-3:] for _, door, times in table if door == "both")
-    print(f"\nrepeated write + read: at most {slowest:.1f} us, {quick:.1f} to {slow:.1f} by the round; the goal is {GOAL_US:.0f}")
-    sys.exit(slowest > GOAL_US)
+    median, quickest, slowest = max(times[-3:] for _, door, times in table if door == "both")
+    print(f"\nrepeated write + read: at most {median:.1f} us, {quickest:.1f} to {slowest:.1f} by the round; the goal is {GOAL_US:.0f}")
+    sys.exit(median > GOAL_US)
 
 
 if __name__ == "__main__":

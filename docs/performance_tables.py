@@ -1,14 +1,14 @@
 """The tables of speed, from one run of the benchmark: ``hatch run python docs/performance_tables.py [BENCHMARKS.json]``.
 
 Writes the generated parts of the README and of ``performance.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its
-place: the file that ``benchmarks/run.py --settings decode,prefill,write,more`` leaves.
+place: the file that a whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,17 @@ from typing import Any, Final
 
 from tabulate import tabulate
 
-from accuracy_page import between
-
 DOCS: Final = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+
+import report  # noqa: E402
+import shapes  # noqa: E402
+from accuracy_page import between  # noqa: E402
+from rows import COPY, FLASHINFER  # noqa: E402
+
 DATA: Final = DOCS / "_data" / "benchmarks.json"
 README: Final = DOCS.parent / "README.md"
 PAGE: Final = DOCS / "performance.md"
-FLASHINFER: Final = "flashinfer bf16"
-COPY: Final = "torch copy bf16"
 MODES: Final = {
     "none": "`none`",
     "int8_per_token_head": "int8",
@@ -71,34 +74,26 @@ WRITES: Final = {
     "w8192": "8192 tokens",
     "w8192-8": "8192 tokens, each of eight in a graph",
 }
-LAYERS: Final = 8
-"""Writes in a graph of the settings that say eight."""
-
-Content = dict[str, Any]
-"""What ``_data/benchmarks.json`` holds."""
+LAYERS: Final = {one.name: one.layers for one in shapes.LAYERS}
+"""How many writes a setting times together; the others, one."""
 
 
 class Run:
-    """One run's rows, by setting and mode."""
+    """One run's figures, by setting and mode. ``content``: what ``benchmarks.json`` holds."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: dict[str, Any]) -> None:
         self.machine: dict[str, Any] = content["machine"]
         self._rows = {(row["setting"], row["mode"]): row for row in content["rows"]}
 
-    def us(self, setting: str, mode: str) -> float | None:
-        row = self._rows.get((setting, mode))
-        return float(row["us"]) if row else None
+    def has(self, setting: str, mode: str) -> bool:
+        return (setting, mode) in self._rows
 
-    def of(self, setting: str, mode: str, figure: str) -> float:
-        return float(self._rows[setting, mode][figure])
-
-    def share(self, setting: str, mode: str) -> float:
-        """Of the memory bus."""
-        return self.of(setting, mode, "hbm")
-
-    def times(self, setting: str, other: str, mode: str) -> float:
-        """How many times as long ``setting`` takes as ``other``."""
-        return self.of(setting, mode, "us") / self.of(other, mode, "us")
+    def of(self, setting: str, mode: str, figure: str = "us") -> float:
+        """``figure``: ``us``, ``hbm`` (a share), ``tflops``, ``x_none`` or ``x_peer``. ``ValueError`` if the run does not have it."""
+        found = self._rows.get((setting, mode), {}).get(figure)
+        if found is None:
+            raise ValueError(f"the run has no {figure} of {mode} in setting {setting}: it was cut off, or that row ended in an error")
+        return float(found)
 
 
 # -- goals ------------------------------------------------------------------------------------------------------------------------
@@ -131,46 +126,35 @@ _BOUND: Final = {"none": 0, "int4_per_token_head": 2, "int2_per_token_head": 3}
 """Which of a goal's bounds is that of a mode; the other modes' is 1."""
 
 
-def _as_fast(setting: str) -> Callable[[Run, str], float]:
-    return lambda run, mode: run.of(setting, mode, "x_peer")
+def _figure(figure: str, setting: str) -> Callable[[Run, str], float]:
+    return lambda run, mode: run.of(setting, mode, figure)
 
 
-def _as_long(setting: str, other: str) -> Callable[[Run, str], float]:
-    return lambda run, mode: run.times(setting, other, mode)
-
-
-def _of_share(setting: str) -> Callable[[Run, str], float]:
-    return lambda run, mode: run.share(setting, mode) / run.share("A", mode)
-
-
-def _us(setting: str) -> Callable[[Run, str], float]:
-    return lambda run, mode: run.of(setting, mode, "us")
-
-
-def _tflops(setting: str) -> Callable[[Run, str], float]:
-    return lambda run, mode: run.of(setting, mode, "tflops")
+def _times(figure: str, setting: str, other: str) -> Callable[[Run, str], float]:
+    """How many times as much as ``other`` has."""
+    return lambda run, mode: run.of(setting, mode, figure) / run.of(other, mode, figure)
 
 
 GOALS: Final = (
-    Goal("A, x FlashInfer", _as_fast("A"), (0.95, 1.8, 3.0, 4.5)),
-    Goal("B, x FlashInfer", _as_fast("B"), (0.95, 1.75, 2.8, 4.0)),
-    Goal("C, x FlashInfer", _as_fast("C"), (0.95, 1.8, 3.0, 4.3)),
-    *(Goal(f"{SMALL[name]}, x FlashInfer", _as_fast(name), (1.0,)) for name in ("b1-512", "b32-512", "b1-4096")),
-    Goal("one of 131072 among 63 of 1024, time for that of even bytes", _as_long("ragged", "even"), (1.15,), at_most=True),
-    *(Goal(f"{rows} query rows, time for one row's", _as_long(f"A-q{rows}", "A"), (1.3,), at_most=True) for rows in (2, 4, 8)),
+    Goal("A, x FlashInfer", _figure("x_peer", "A"), (0.95, 1.8, 3.0, 4.5)),
+    Goal("B, x FlashInfer", _figure("x_peer", "B"), (0.95, 1.75, 2.8, 4.0)),
+    Goal("C, x FlashInfer", _figure("x_peer", "C"), (0.95, 1.8, 3.0, 4.3)),
+    *(Goal(f"{SMALL[name]}, x FlashInfer", _figure("x_peer", name), (1.0,)) for name in ("b1-512", "b32-512", "b1-4096")),
+    Goal("one of 131072 among 63 of 1024, time for that of even bytes", _times("us", "ragged", "even"), (1.15,), at_most=True),
+    *(Goal(f"{rows} query rows, time for one row's", _times("us", f"A-q{rows}", "A"), (1.3,), at_most=True) for rows in (2, 4, 8)),
     *(
-        Goal(f"{OTHERS[name]}, share of memory for A's", _of_share(name), (0.8,))
+        Goal(f"{OTHERS[name]}, share of memory for A's", _times("hbm", name, "A"), (0.8,))
         for name in ("A-d64", "A-d96", "A-d192", "A-d256", "A-g1", "A-g7", "A-g16")
     ),
-    *(Goal(f"{OTHERS[name]}, time for 16's", _as_long(name, "A"), (1.0,), at_most=True) for name in ("A-p32", "A-p64", "A-p128")),
+    *(Goal(f"{OTHERS[name]}, time for 16's", _times("us", name, "A"), (1.0,), at_most=True) for name in ("A-p32", "A-p64", "A-p128")),
     *(
-        Goal(f"{OTHERS[name]}, time for A's", _as_long(name, "A"), (1.05,), at_most=True)
+        Goal(f"{OTHERS[name]}, time for A's", _times("us", name, "A"), (1.05,), at_most=True)
         for name in ("A-window", "A-softcap", "A-sinks", "A-alibi")
     ),
-    Goal("a window of 1024 over 131072, time for 1 x 1024's", _as_long("B-window-1024", "b1-1024"), (1.05,), at_most=True),
-    *(Goal(f"prefill of {what}, TFLOP/s", _tflops(name), (400.0,), form=".0f") for name, what in PREFILL.items()),
-    Goal("write of 8192 tokens, µs", _us("w8192"), (18.0,), at_most=True, form=".1f"),
-    Goal("write of 64 tokens, x torch's copy without slots", _as_fast("w64"), (1.0,)),
+    Goal("a window of 1024 over 131072, time for 1 x 1024's", _times("us", "B-window-1024", "b1-1024"), (1.05,), at_most=True),
+    *(Goal(f"prefill of {what}, TFLOP/s", _figure("tflops", name), (400.0,), form=".0f") for name, what in PREFILL.items()),
+    Goal("write of 8192 tokens, µs", _figure("us", "w8192"), (18.0,), at_most=True, form=".1f"),
+    Goal("write of 64 tokens, x torch's copy without slots", _figure("x_peer", "w64"), (1.0,)),
 )
 
 
@@ -185,34 +169,34 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return tabulate(body, head, tablefmt="github", disable_numparse=True) + "\n"
 
 
-def _cell(value: float | None, form: str = ".1f") -> str:
-    return "" if value is None else format(value, form)
+def _line(run: Run, setting: str, what: str, peer: str, figure: str = "us", form: str = ".1f") -> list[str]:
+    """``what``, and the figures of the peer and of all modes; a peer may have none."""
+    first = format(run.of(setting, peer, figure) / LAYERS.get(setting, 1), form) if run.has(setting, peer) else ""
+    return [what, first, *(format(run.of(setting, mode, figure) / LAYERS.get(setting, 1), form) for mode in MODES)]
 
 
 def times(run: Run, settings: dict[str, str], heading: str, peer: str) -> str:
-    """Microseconds, a line for each setting; those of eight writes are one's."""
-
-    def us(setting: str, mode: str) -> float | None:
-        found = run.us(setting, mode)
-        return found / LAYERS if found is not None and setting.endswith(f"-{LAYERS}") else found
-
-    body = [[what, *(_cell(us(name, mode)) for mode in (peer, *MODES))] for name, what in settings.items()]
-    return _table([heading, "torch's copy" if peer == COPY else "FlashInfer", *MODES.values()], body)
+    """Microseconds, a line for each setting; of several writes, those of one."""
+    head = [heading, "torch's copy" if peer == COPY else "FlashInfer", *MODES.values()]
+    return _table(head, [_line(run, setting, what, peer) for setting, what in settings.items()])
 
 
 def prefill(run: Run) -> str:
-    body = [[what, *(_cell(run.of(name, mode, "tflops"), ".0f") for mode in (FLASHINFER, *MODES))] for name, what in PREFILL.items()]
+    body = [_line(run, setting, what, FLASHINFER, "tflops", ".0f") for setting, what in PREFILL.items()]
     return _table(["prefill", "FlashInfer", *MODES.values()], body)
 
 
-def readme(run: Run) -> str:
-    """What the README shows: A, B and C, and prefill in a sentence."""
+def headline(run: Run) -> str:
+    """What the README shows of decode: settings A, B and C."""
     machine = run.machine
     body = []
     for mode, name in {FLASHINFER: "FlashInfer bf16", **{mode: f"`{mode}`" for mode in MODES}}.items():
-        a = [_cell(run.us("A", mode)), f"{run.share('A', mode):.0%}".replace("%", " %"), _cell(run.of("A", mode, "x_none"), ".2f")]
-        rest = [[_cell(run.us(name, mode)), _cell(run.of(name, mode, "x_peer"), ".2f")] for name in "BC"]
-        body.append([name, *a, _cell(run.of("A", mode, "x_peer"), ".2f"), *rest[0], *rest[1]])
+        share = f"{100 * run.of('A', mode, 'hbm'):.0f} %"
+        # FlashInfer's bf16 kernel is a row beside the others, and its own peer.
+        times_as_fast = [format(run.of(setting, mode, "x_peer"), ".2f") for setting in "ABC"]
+        a, b, c = (format(run.of(setting, mode), ".1f") for setting in "ABC")
+        x_none = format(run.of("A", mode, "x_none"), ".2f")
+        body.append([name, a, share, x_none, times_as_fast[0], b, times_as_fast[1], c, times_as_fast[2]])
     head = [
         "cache",
         "batch 64, context 8192: µs",
@@ -233,43 +217,57 @@ launches included, median of CUDA-graph replays with a cold cache, from one run 
 {_table(head, body)}"""
 
 
+def prefill_in_words(run: Run) -> str:
+    """The least and the most that a mode has, and FlashInfer."""
+    long, chunk = ({mode: run.of(setting, mode, "tflops") for mode in MODES} for setting in PREFILL)
+    least, most = min(long, key=long.__getitem__), max(long, key=long.__getitem__)
+    peer = [f"{run.of(setting, FLASHINFER, 'tflops'):.0f}" for setting in PREFILL]
+    return f"""\
+In the same run, prefill of 8,192 tokens has {long[least]:.0f} (`{least}`) to {long[most]:.0f} TFLOP/s (`{most}`),
+a chunk of 2,048 over 32,768 keys {min(chunk.values()):.0f} to {max(chunk.values()):.0f}; FlashInfer's bf16 kernel has {" and ".join(peer)}.
+"""
+
+
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def parts(run: Run) -> dict[str, str]:
-    """The generated parts of ``performance.md``, by the name in their marks."""
+def pages(run: Run) -> dict[Path, dict[tuple[str, str], str]]:
+    """By page, what is generated, by the marks before and behind it."""
     return {
-        "goals": goals(run),
-        "small": times(run, SMALL, "decode", FLASHINFER),
-        "prefill": prefill(run),
-        "writes": times(run, WRITES, "write", COPY),
-        "others": times(run, OTHERS, "", FLASHINFER),
+        README: {
+            ("<!-- bench-table -->", "<!-- /bench-table -->"): headline(run),
+            _marks("prefill"): prefill_in_words(run),
+        },
+        PAGE: {
+            _marks("small"): times(run, SMALL, "decode", FLASHINFER),
+            _marks("prefill"): prefill(run),
+            _marks("writes"): times(run, WRITES, "write", COPY),
+            _marks("others"): times(run, OTHERS, "", FLASHINFER),
+            _marks("goals"): goals(run),
+        },
     }
 
 
-def marks(name: str) -> tuple[str, str]:
-    """What stands before and behind a generated part."""
+def _marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: docs/performance_tables.py writes what follows -->", f"<!-- /{name} -->"
-
-
-README_MARKS: Final = ("<!-- bench-table -->", "<!-- /bench-table -->")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmarks", nargs="?", type=Path, help="a run's figures, to be shown instead")
     given = parser.parse_args(argv).benchmarks
+    try:
+        generated = pages(Run(report.load(given or DATA)))
+    except ValueError as problem:
+        parser.error(str(problem))
+    for path, parts in generated.items():
+        text = path.read_text(encoding="utf-8")
+        for (begin, end), part in parts.items():
+            text = between(text, begin, part, end)
+        path.write_text(text, encoding="utf-8")
     if given is not None:
         shutil.copyfile(given, DATA)
-    run = Run(json.loads(DATA.read_text(encoding="utf-8")))
-    begin, end = README_MARKS
-    README.write_text(between(README.read_text(encoding="utf-8"), begin, readme(run), end), encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in parts(run).items():
-        begin, end = marks(name)
-        page = between(page, begin, text, end)
-    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from kvq_core import get_backend, launched, ops, repeat, schedule
+from kvq_core import get_backend, launched, list_backends, ops, repeat, schedule
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.dry_launch import DryDriver, launching_for
@@ -143,6 +143,12 @@ def unseen_by_hooks(dry: DryDriver, call: Any, arguments: dict[str, Any]) -> int
     return len(dry.started or ()) - len(seen)
 
 
+def launches_of_a_write(dry: DryDriver, mode: str) -> int:
+    backend = get_backend(mode)
+    outcome(dry, backend.reshape_and_cache, scene.build(CASES["split"], backend, CPU).write_arguments())
+    return len(dry.started or ())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blind", choices=("alignment", "stride", "dtype"))
@@ -185,8 +191,10 @@ def main() -> None:
                         tried += 1
                         wrong += [] if fits else [f"{name}, {label}"]
                     unseen += unseen_by_hooks(dry, call, base)
+        launches = {entry.mode: launches_of_a_write(dry, entry.mode) for entry in list_backends()}
     known = launched.triton_is_known()
-    print(json.dumps({"tried": tried, "known": known, "repeated": repeated, "unseen_by_hooks": unseen, "wrong": wrong}))
+    seen = {"tried": tried, "known": known, "repeated": repeated, "unseen_by_hooks": unseen, "wrong": wrong}
+    print(json.dumps(seen | {"launches_of_a_write": launches}))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,30 @@ def made_up(**us: float) -> tables.Run:
 
 def test_the_pages_show_the_committed_run(run: tables.Run) -> None:
     """Otherwise: ``hatch run python docs/performance_tables.py``."""
-    shown = {tables.README: {tables.README_MARKS: tables.readme(run)}}
-    shown[tables.PAGE] = {tables.marks(name): text for name, text in tables.parts(run).items()}
-    for path, generated in shown.items():
+    for path, parts in tables.pages(run).items():
         text = path.read_text(encoding="utf-8")
-        for (begin, end), expected in generated.items():
+        for (begin, end), expected in parts.items():
             assert text.count(begin) == text.count(end) == 1, begin
             assert text.partition(begin + "\n")[2].partition(end)[0] == expected, begin
+
+
+@pytest.mark.parametrize("broken", ["no json", "cut off", "an error"])
+def test_what_is_no_whole_run_changes_nothing(broken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(tables.DATA.read_text(encoding="utf-8"))
+    if broken == "cut off":
+        content["rows"] = content["rows"][:-1]
+    elif broken == "an error":
+        content["rows"][3] |= {"us": None, "error": "OutOfMemoryError", "hbm": None, "x_none": None, "x_peer": None}
+    file = tmp_path / "benchmarks.json"
+    file.write_text("[" if broken == "no json" else json.dumps(content))
+    paths = (tables.DATA, tables.README, tables.PAGE)
+    before = [path.read_bytes() for path in paths]
+    with pytest.raises(SystemExit) as ended:
+        tables.main([str(file)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert {"no json": str(file), "cut off": "int2_per_token_head in setting w8192-8", "an error": "in setting A:"}[broken] in said
+    assert [path.read_bytes() for path in paths] == before
 
 
 def test_the_committed_run_is_whole(run: tables.Run) -> None:
@@ -44,13 +61,13 @@ def test_the_committed_run_is_whole(run: tables.Run) -> None:
     assert run.machine["gpu"] and run.machine["flashinfer"] and not run.machine["commit"].endswith("dirty")
     settings = {*tables.SMALL, *tables.OTHERS, *tables.PREFILL, *tables.WRITES, "B", "C"}
     assert settings == {row["setting"] for row in content["rows"]}
-    assert all(run.us(setting, mode) for setting in settings for mode in MODES)
+    assert all(run.of(setting, mode) for setting in settings for mode in MODES)
 
 
 def test_eight_writes_are_shown_as_one(run: tables.Run) -> None:
-    eight = run.us("w8192-8", "none")
-    assert eight is not None
-    assert f"{eight / 8:.1f}" in tables.times(run, {"w8192-8": "eight"}, "write", tables.COPY)
+    eight, one = (f"| {run.of('w8192-8', 'int4_per_token_head') / parts:.1f} " for parts in (1, 8))
+    shown = tables.times(run, {"w8192-8": "eight"}, "write", tables.COPY)
+    assert one in shown and eight not in shown
 
 
 @pytest.mark.parametrize(

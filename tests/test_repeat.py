@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvq_core import get_backend, ops
+from kvq_core import get_backend, list_backends, ops
 from kvq_core.repeat import Repeats, facts_of
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
@@ -34,6 +34,7 @@ def test_repeats_launch_what_the_whole_way_would() -> None:
     assert seen["tried"] > 1000, "nothing was tested"
     assert seen["repeated"] > seen["tried"] if seen["known"] else seen["repeated"] == 0
     assert seen["unseen_by_hooks"] == 0, "a profiler would miss launches"
+    assert seen["launches_of_a_write"] == {entry.mode: 1 for entry in list_backends()}, "K and V go in one"
 
 
 @pytest.mark.parametrize("fact", ["alignment", "stride", "dtype"])

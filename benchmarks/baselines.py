@@ -1,4 +1,4 @@
-"""What the modes are held against: FlashInfer's bf16 kernels where they can be imported, and a plain bf16 copy for writes."""
+"""What the modes are held against: FlashInfer's bf16 kernels where they can be imported, and, for writes, torch's bf16 copy as well."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 
-from shapes import DTYPE, Read, Write
+import problems
+from shapes import DTYPE, Read, Setting, Write
 from timing import Call
 
 WORKSPACE_BYTES = 512 << 20
@@ -28,9 +30,10 @@ def flashinfer() -> Any | None:
         return None
 
 
-def flashinfer_serves(setting: Read) -> bool:
+def flashinfer_serves(setting: Setting) -> bool:
     """Whether FlashInfer is here, and has kernels for ``setting``."""
-    return setting.plain and setting.head_size in HEAD_SIZES and flashinfer() is not None
+    served = isinstance(setting, Write) or (setting.plain and setting.head_size in HEAD_SIZES)
+    return served and flashinfer() is not None
 
 
 def _needed() -> Any:
@@ -81,15 +84,43 @@ def prefill(setting: Read, device: torch.device) -> Call:
     return lambda: wrapper.run(q, pages)
 
 
-def build(settings: Sequence[Read], index: int) -> None:
+def append(setting: Write, device: torch.device) -> Call:
+    """FlashInfer's bf16 write of a layer into the setting's pages, by a page table as its reads have; :class:`ImportError` without it."""
+    module = _needed()
+    layers = []
+    for _ in range(setting.layers):
+        key, value = (torch.randn(setting.tokens, setting.kv_heads, setting.head_size, device=device).to(DTYPE) for _ in range(2))
+        pages = torch.zeros(setting.num_blocks, 2, setting.kv_heads, setting.block_size, setting.head_size, device=device, dtype=DTYPE)
+        slots = problems.slots(setting, device)
+        block, slot = (slots // setting.block_size).int(), (slots % setting.block_size).int()
+        order = torch.arange(setting.tokens + 1, device=device, dtype=torch.int32)
+        if setting.scattered:
+            # Each token is the last of a sequence of its own, of one page.
+            table = (order[:-1], slot, pages, block, order, slot + 1)
+        else:
+            one = order.new_tensor([0, setting.num_blocks])
+            table = (torch.zeros_like(slot), order[:-1], pages, block[:: setting.block_size].contiguous(), one, slot[-1:] + 1)
+        layers.append((key, value, *table, "HND"))
+
+    def call() -> None:
+        for layer in layers:
+            module.append_paged_kv_cache(*layer)
+
+    return call
+
+
+def build(settings: Sequence[Setting], index: int) -> None:
     """Have FlashInfer build its kernels for ``settings``, which it keeps on disk. For a process of its own: it takes a minute or two."""
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    kinds = {(min(setting.query_len, 32), setting.query_heads, setting.kv_heads, setting.head_size) for setting in settings}
-    for query_len, query_heads, kv_heads, head_size in sorted(kinds):
+    reads = [setting for setting in settings if isinstance(setting, Read)]
+    kinds = {(min(setting.query_len, 32), setting.query_heads, setting.kv_heads, setting.head_size) for setting in reads}
+    calls = [partial(decode, Read("", (64,), *kind), device) for kind in sorted(kinds)]
+    calls += [partial(append, Write("", 16), device)] if len(reads) < len(settings) else []
+    for call in calls:
         # What cannot be built shows in its row.
         with contextlib.suppress(Exception):
-            decode(Read("", (64,), query_len, query_heads, kv_heads, head_size), device)()
+            call()()
 
 
 def copy(setting: Write, device: torch.device) -> Call:

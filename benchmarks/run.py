@@ -97,7 +97,7 @@ def header(facts: dict[str, Any]) -> str:
     )
 
 
-def compile_kernels(jobs: Sequence[precompile.Job], peers: Sequence[shapes.Read], bar: tqdm[Any]) -> None:
+def compile_kernels(jobs: Sequence[precompile.Job], peers: Sequence[shapes.Setting], bar: tqdm[Any]) -> None:
     """All kernels that the gate and the rows need, at once, FlashInfer's for ``peers`` among them. What does not compile shows there."""
     bar.reset(total=len(jobs))
     bar.set_description("compiling")
@@ -134,8 +134,8 @@ def measure(
 ) -> list[Row]:
     """Every row of the plan, or those up to a fault that loses the device; ``keep`` gets all that there are after each setting."""
     every = [setting for _, settings in plan for setting in settings]
-    with_peer = sum(isinstance(setting, shapes.Write) or baselines.flashinfer_serves(setting) for setting in every) if peers else 0
-    bar.reset(total=len(every) * len(backends) + with_peer)
+    beside = sum(isinstance(setting, shapes.Write) + baselines.flashinfer_serves(setting) for setting in every) if peers else 0
+    bar.reset(total=len(every) * len(backends) + beside)
     found: list[Row] = []
     for op, setting in ((op, setting) for op, settings in plan for setting in settings):
         try:
@@ -201,8 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checks = gate.checks_of(backends, settings, here)
         if here is not None:
             jobs = [precompile.Job(backend.mode, (setting,), (), here) for backend in backends for setting in settings]
-            reads = [] if options.no_peers else [setting for setting in settings if isinstance(setting, shapes.Read)]
-            peers = [setting for setting in reads if baselines.flashinfer_serves(setting)]
+            peers = [] if options.no_peers else [setting for setting in settings if baselines.flashinfer_serves(setting)]
             compile_kernels([*jobs, *gate.jobs_of(checks, here)], peers, bar)
             bar.write(f"compiled in {time.perf_counter() - begin:.0f} s")
         if not gate_is_green(checks, device, bar):

@@ -49,7 +49,7 @@ def in_words(problem: Problem, launch: Launch) -> str:
     limit = "" if tile.registers is None else f", {tile.registers} registers"
     first = "keys first" if tile.keys_first else "rows first"
     words = f"{tile.rows} x {tile.keys}, {tile.warps} warps, {tile.stages} stages, {first}, {tile.programs_per_sm} an SM{limit}"
-    words += f", {tile.parts} loops" if tile.keys_first else ""
+    words += f", {tile.parts} loops" if tile.decode else ""
     words += f"; rows {launch.min_query_len} to {launch.max_query_len} in {launch.max_row_blocks}"
     if launch.split:
         row_blocks = problem.num_seqs * launch.max_row_blocks

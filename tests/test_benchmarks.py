@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,31 @@ def test_layers_are_written_to_pages_of_their_own() -> None:
     baselines.copy(three, CPU)()
 
 
+@pytest.mark.parametrize("setting", [replace(TINY, layers=2), replace(TINY, tokens=5, scattered=True)], ids=["whole blocks", "scattered"])
+def test_flashinfer_writes_every_token_to_a_slot_of_its_own(setting: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that goes by the page table as FlashInfer documents it."""
+    written: list[torch.Tensor] = []
+
+    def append(key: Any, value: Any, sequences: Any, positions: Any, pages: Any, blocks: Any, starts: Any, last: Any, layout: str) -> None:
+        assert layout == "HND" and {x.dtype for x in (sequences, positions, blocks, starts, last)} == {torch.int32}
+        size, used = pages.shape[3], starts.diff()
+        ends = (used - 1) * size + last
+        assert bool((last >= 1).all() & (last <= size).all() & (positions < ends[sequences]).all())
+        entry = starts[sequences] + positions // size
+        assert bool((entry < starts[sequences + 1]).all())
+        at = (blocks[entry].long(), slice(None), (positions % size).long())
+        pages[:, 0][at], pages[:, 1][at] = key, value
+        assert torch.equal((pages[:, 0] != 0).any(-1).sum(), torch.tensor(key.shape[0] * key.shape[1]))
+        written.append(pages)
+
+    monkeypatch.setattr(baselines, "flashinfer", lambda: SimpleNamespace(append_paged_kv_cache=append))
+    baselines.append(setting, CPU)()
+    assert len({pages.data_ptr() for pages in written}) == setting.layers
+    monkeypatch.setattr(baselines, "flashinfer", lambda: None)
+    with pytest.raises(ImportError, match="flashinfer"):
+        baselines.append(setting, CPU)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_problems_go_through_the_doors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random pages are like real ones: finite rows of unit variance, and results of the size that averaging leaves."""
@@ -271,7 +297,8 @@ def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> Non
             arguments["out"][-1] = 0
 
     read = type(backend).unified_attention
-    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 0, "longest": 0}
+    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True}
+    facts |= {"rows": 8, "folded": False, "keys_per_sm": 0, "longest": 0}
     monkeypatch.setattr(type(backend), "unified_attention", wrong_when_wide)
     plain, planned = gate.check_all([gate.Check(backend, CASES[0]), gate.Check(backend, CASES[0], (wide,))], CPU)
     assert plain.green and planned.fault.startswith("read: relative error")
@@ -543,6 +570,16 @@ def test_flashinfer_comes_first_and_may_fail(op: str, monkeypatch: pytest.Monkey
     assert [row.mode for row in bench.run(*arguments, peers=False)] == ["none"]
     other: Any = ([get_backend("none")], [replace(SMALL, head_size=96)], FakeTimer())
     assert [row.mode for row in bench.run(*other)] == ["none"]  # FlashInfer has no such kernels
+
+
+def test_writes_are_held_against_flashinfer_and_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: Any = ([get_backend("none")], [TINY], FakeTimer())
+    for module, names in ((None, [COPY, "none"]), (object(), [FLASHINFER, COPY, "none"])):
+        monkeypatch.setattr(baselines, "flashinfer", lambda module=module: module)
+        rows = list(bench_write.run(*arguments))
+        assert [row.mode for row in rows] == names and len({row.bytes for row in rows}) == 1
+        assert [bool(row.error) for row in rows] == [name == FLASHINFER for name in names]
+    assert [row.mode for row in bench_write.run(*arguments, peers=False)] == ["none"]
 
 
 def test_a_fault_that_loses_the_device_ends_the_run(

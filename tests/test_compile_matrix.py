@@ -145,8 +145,10 @@ def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) 
                 groups = choose(target, Groups, facts | {"rows": rows})
                 if groups.groups and (width, lane_bytes) == (128, 2) and triton_is_known():
                     every.add(name_of(groups))
-            for rows, keys, longest in itertools.product((8, 16, 32, 64, 128), (0, *(2**n for n in range(25))), (0, 512, 513)):
-                every.add(name_of(choose(target, Decode, facts | {"rows": rows, "keys_per_sm": keys, "longest": longest})))
+            reads = itertools.product((8, 16, 32, 64, 128), (False, True), (0, *(2**n for n in range(25))), (0, 512, 513))
+            for rows, folded, keys, longest in reads:
+                read = {"rows": rows, "folded": folded, "keys_per_sm": keys, "longest": longest}
+                every.add(name_of(choose(target, Decode, facts | read)))
     assert found.keys() == every
 
 

@@ -22,7 +22,10 @@ from kvq_core.schedule import Problem, plan
 pytestmark = pytest.mark.quick
 
 SHIPPED = sorted(path.stem for path in lookup.SHIPPED.glob("*.json"))
-INT4 = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8, "keys_per_sm": 31775, "longest": 8192}
+INT4 = {
+    **{"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True},
+    **{"rows": 8, "folded": False, "keys_per_sm": 31775, "longest": 8192},
+}
 """Of setting A of the benchmarks on an H200."""
 FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, least_share=256, parts=1)
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")

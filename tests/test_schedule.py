@@ -230,7 +230,7 @@ def test_an_engine_s_segments_are_for_single_rows() -> None:
 
 def test_mixed_batches_take_two_launches() -> None:
     decode, prefill = plan(replace(A, max_seqlen_q=500, uniform=False))
-    assert decode.tile.keys_first and not prefill.tile.keys_first
+    assert decode.tile.decode and not prefill.tile.decode
     assert decode.max_query_len + 1 == prefill.min_query_len
 
 
@@ -294,6 +294,24 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_batch_invariant()
     monkeypatch.setenv("KVQ_BATCH_INVARIANT", "1")
     assert is_batch_invariant()
+
+
+def test_rows_come_first_where_they_fill_the_long_side_of_a_product() -> None:
+    """In one warp, unfolded, and not in pieces of lanes, for which registers are short."""
+
+    def first(problem: Problem, warps: int = 1) -> str:
+        with ops.planning_with(Table("", {"decode": (Entry({}, Decode(64, warps, 2, 8, None, 64, 2)),)})):
+            tile = plan(problem)[0].tile
+        assert tile.decode
+        return "keys" if tile.keys_first else "rows"
+
+    four = replace(A, max_seqlen_q=4)
+    assert first(A) == "keys" and first(replace(A, max_seqlen_q=2)) == "keys" and first(four) == first(replace(A, group=16)) == "rows"
+    assert first(four, warps=2) == "keys" and first(replace(A, group=64)) == "rows"
+    halves = replace(A, max_seqlen_q=2, lanes=16, streams=8, head_lanes=8, foldable=True)
+    assert first(halves) == "keys" and first(replace(halves, max_seqlen_q=4)) == "rows"
+    assert first(replace(four, lanes=64, head_lanes=48)) == "keys" and first(replace(four, lanes=32, head_lanes=24)) == "rows"
+    assert first(replace(four, streams=1, lanes=256, head_lanes=192)) == "rows"
 
 
 def folded(problem: Problem) -> tuple[int, int, int]:

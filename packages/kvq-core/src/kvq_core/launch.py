@@ -300,6 +300,7 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         fold=tile.fold,
         warps=tile.warps,
         stages=tile.stages,
+        decode=tile.decode,
         keys_first=tile.keys_first,
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,

@@ -2,8 +2,8 @@
 
 What was measured is data: tiles come from the tables of :mod:`kvq_core.plans`. Here is what follows from the facts.
 
-A call is served by one or two launches. Sequences with few query rows (decode, speculative decoding) take tiles with keys first and
-have their keys split over programs; sequences with many rows (prefill) take tiles with rows first. Each launch skips the sequences of
+A call is served by one or two launches. Sequences with few query rows (decode, speculative decoding) take tiles of few rows and have
+their keys split over programs; sequences with many rows (prefill) take tiles of many. Each launch skips the sequences of
 the other, so that the two may mix in one batch without either setting the pace.
 """
 
@@ -23,6 +23,8 @@ DECODE_QUERY_LEN = 16
 DECODE_ROWS = 64
 # The same over packed keys: more rows beside them find no registers, which costs more than to unpack the keys again for the next rows.
 PACKED_ROWS = 16
+# Of a product on the tensor cores. So many query rows fill it themselves, and come first where a warp has them all.
+LONG_SIDE = 16
 # Rows and keys of a tile that warp groups work on.
 GROUPS_TILE = 128
 # Keys of a tile that one warp group works on, the rows it has at most, and the keys below which it is not worth its start.
@@ -76,6 +78,11 @@ class Problem:
         return self.lanes * self.streams
 
     @property
+    def in_pieces(self) -> bool:
+        """Whether a head's lanes are no power of two and multiplied in pieces, without padding."""
+        return self.streams > 1 and self.head_lanes % LONG_SIDE == 0 and 0 < self.head_lanes < self.lanes
+
+    @property
     def format_facts(self) -> dict[str, plans.Fact]:
         """What tables choose by for every kind of kernel."""
         return {"variant": self.variant, "streams": self.streams, "width": self.width}
@@ -92,6 +99,7 @@ class Tile:
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
     ``least``: tiles that a program of a split takes at least. ``parts``: loops over its keys, where its rows are those of one token.
+    ``decode``: a tile of few rows. ``keys_first``: scores are [keys, rows], since the rows do not fill the tensor cores' long side.
     ``groups``: warp groups that multiply, in kernels that have such; of two, ``registers`` are those groups' alone. ``fold``: keys that
     share a row of lanes, each with its own of the ``rows``.
     """
@@ -100,6 +108,7 @@ class Tile:
     keys: int
     warps: int
     stages: int
+    decode: bool
     keys_first: bool
     programs_per_sm: int
     registers: int | None = None
@@ -228,20 +237,22 @@ def _prefill(problem: Problem) -> Launch:
 
 
 def decode_tile(problem: Problem, query_rows: int) -> Tile:
-    """Few query rows, keys first."""
+    """Few query rows."""
     longest = 0 if problem.batch_invariant else problem.max_seqlen_k
     keys = problem.num_seqs * longest * problem.num_kv_heads // problem.num_sms
-    facts = {**problem.plane_facts, "rows": max(8, query_rows), "keys_per_sm": keys, "longest": longest}
-    choice = plans.choose(problem.arch, plans.Decode, facts)
     fold = 2 if problem.foldable and 2 * query_rows <= PACKED_ROWS else 1
+    facts = {**problem.plane_facts, "rows": max(8, query_rows), "folded": fold > 1, "keys_per_sm": keys, "longest": longest}
+    choice = plans.choose(problem.arch, plans.Decode, facts)
+    rows = max(8, fold * query_rows)
     # As many lanes in a tile as without, or fewer.
     tile_keys = fold * choice.keys // (1 if fold * problem.head_lanes <= problem.lanes else 2)
     return Tile(
-        rows=max(8, fold * query_rows),
+        rows=rows,
         keys=tile_keys,
         warps=choice.warps,
         stages=choice.stages,
-        keys_first=True,
+        decode=True,
+        keys_first=rows < LONG_SIDE or fold > 1 or choice.warps > 1 or problem.in_pieces,
         programs_per_sm=choice.programs_per_sm,
         registers=choice.registers,
         least=max(1, choice.least_share // tile_keys),
@@ -263,6 +274,7 @@ def drafts_tile(problem: Problem, rows: int) -> Tile | None:
         keys=DRAFTS_KEYS,
         warps=4,
         stages=way.stages,
+        decode=True,
         keys_first=True,
         programs_per_sm=SM_REGISTERS // (GROUP_THREADS * way.registers),
         registers=way.registers,
@@ -283,6 +295,7 @@ def prefill_tile(problem: Problem) -> Tile:
                 keys=GROUPS_TILE,
                 warps=4,
                 stages=way.stages,
+                decode=False,
                 keys_first=False,
                 programs_per_sm=1,
                 registers=way.registers,
@@ -290,7 +303,16 @@ def prefill_tile(problem: Problem) -> Tile:
             )
     choice = plans.choose(problem.arch, plans.Prefill, problem.plane_facts)
     rows = max(choice.rows, power_of_two(problem.group))
-    return Tile(rows, choice.keys, choice.warps, choice.stages, keys_first=False, programs_per_sm=1, registers=choice.registers)
+    return Tile(
+        rows=rows,
+        keys=choice.keys,
+        warps=choice.warps,
+        stages=choice.stages,
+        decode=False,
+        keys_first=False,
+        programs_per_sm=1,
+        registers=choice.registers,
+    )
 
 
 def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> plans.Merge:

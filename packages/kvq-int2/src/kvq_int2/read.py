@@ -103,7 +103,7 @@ def attend_piece(
         for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
             tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
             k_place, v_place = places(keys, values, tile, C)
-            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C)
+            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C, TURNED=C.keys_turned)
             k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
             v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
             k, v = operands(k, unpack, C), operands(v, unpack, C)

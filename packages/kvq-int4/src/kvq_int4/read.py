@@ -82,7 +82,7 @@ def attend_piece(
         for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
             tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
             k_place, v_place = places(keys, values, tile, C)
-            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C)
+            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C, TURNED=C.keys_turned)
             k_word, v_word = load_scales(keys, values, tile, kv_head, C)
             k_scale, k_zero = split_word(k_word)
             v_scale, v_zero = split_word(v_word)
@@ -105,7 +105,7 @@ def half_queries(q, unit, C: tl.constexpr):
     total = tl.zeros_like(left)
     half = ()
     for s in tl.static_range(4):
-        fold = 1.0 if C.keys_first and s % 2 == 0 else 0.0625
+        fold = 1.0 if C.decode and s % 2 == 0 else 0.0625
         x = (q[s] * (factor * fold)[:, None]).to(tl.float16)
         total += tl.sum(x.to(tl.float32), 1) * (1.0 / fold)
         half = half + (x,)
@@ -121,8 +121,8 @@ def split_word(word):
 
 @triton.jit
 def unpack_keys(lanes, C: tl.constexpr):
-    """16-bit lanes -> float16 streams ``n, 16 n, n, 16 n`` in units of 2^-24 if keys come first, else channels of ``16 n``."""
-    if not C.keys_first:
+    """16-bit lanes -> float16 streams ``n, 16 n, n, 16 n`` in units of 2^-24 in decode, else channels of ``16 n``."""
+    if not C.decode:
         streams = unpack_values(lanes, C)
     elif C.use_asm:
         streams = unpack_keys_asm(lanes)

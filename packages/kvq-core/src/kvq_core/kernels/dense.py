@@ -58,7 +58,7 @@ def attend_piece(
         for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
             tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
             k_place, v_place = places(keys, values, tile, C)
-            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, C, CLEAR=True)
+            k = load_lanes(keys, tile, k_place, kv_head, K_HEADS, C, TURNED=C.keys_turned, CLEAR=True)
             v = load_lanes(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first, CLEAR=True)
             s = finish_scores(scores(q, (k,), None, C), unit, None, rows, tile, work, scoring, part, C)
             p, alpha, state = softmax_step(s, left, state, C, EXACT=False)

@@ -86,6 +86,7 @@ class ReadConfig:
     fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (folding.py)
     warps: int
     stages: int
+    decode: bool  # a tile of few rows; or one of many
     keys_first: bool
     min_query_len: int
     max_query_len: int
@@ -155,19 +156,24 @@ class ReadConfig:
         return tuple(piece for piece in self.pieces for _ in range(self.format.streams))
 
     @property
+    def keys_turned(self) -> bool:
+        """Whether keys are loaded as [lanes, KEYS]: the right operand of a product in which few rows come first."""
+        return self.decode and not self.keys_first
+
+    @property
     def edge_stages(self) -> int:
         """Stages of a second part's loop: in decode it is one tile long, if that, and no place for a pipeline's code and buffers."""
-        return 1 if self.keys_first else self.stages
+        return 1 if self.decode else self.stages
 
     @property
     def sum_parts(self) -> int:
         """In how many parts a row's sum of weights is kept while its keys are gone through: threads of a warp need not meet for it."""
-        return 8 if self.keys_first and self.warps == 1 else 1
+        return 8 if self.decode and self.warps == 1 else 1
 
     @property
     def joined(self) -> bool:
         """Whether a tile's streams are joined into one operand in channel order: worth it for many rows, and more than two streams."""
-        return not self.keys_first and self.format.streams > 2
+        return not self.decode and self.format.streams > 2
 
     @property
     def streams(self) -> int:
@@ -184,7 +190,7 @@ class ReadConfig:
     def keys_an_id(self) -> int:
         """Neighbouring keys whose block is looked up once, where all keys of a tile are there: each thread looks one up. Keys that share a
         row of lanes are slower so (int2's heads of 64)."""
-        return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.keys_first and self.fold == 1 else 1
+        return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.decode and self.fold == 1 else 1
 
     @property
     def width(self) -> int:

@@ -1,7 +1,7 @@
 """Which keys a row sees, and the two orientations a tile of scores can have.
 
-Few query rows (decode): keys first, scores are [KEYS, ROWS], so that the tensor cores' long side holds keys. Many (prefill): rows
-first, [ROWS, KEYS]. The helpers below turn key and row vectors so that they broadcast in either.
+Up to 8 query rows (decode): keys first, scores are [KEYS, ROWS], so that the tensor cores' long side holds keys. 16 rows, which fill it
+themselves, and many (prefill): rows first, [ROWS, KEYS]. The helpers below turn key and row vectors so that they broadcast in either.
 """
 
 import triton

@@ -56,7 +56,7 @@ def scores(q, k, seed, C: tl.constexpr):
         if C.keys_first:
             s = dot(k[i], q[i], s, C.upcast_dots)
         else:
-            s = dot(q[i], tl.trans(k[i]), s, C.upcast_dots)
+            s = dot(q[i], k[i] if C.keys_turned else tl.trans(k[i]), s, C.upcast_dots)
     return first_columns(s, C)
 
 

@@ -14,7 +14,7 @@ def softmax_start(C: tl.constexpr):
     ROWS: tl.constexpr = C.score_rows
     PARTS: tl.constexpr = C.sum_parts
     if PARTS > 1:
-        total = tl.zeros([PARTS, ROWS], tl.float32)
+        total = tl.zeros([PARTS, ROWS] if C.keys_first else [ROWS, PARTS], tl.float32)
     else:
         total = tl.zeros([ROWS], tl.float32)
     return SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), total)
@@ -38,7 +38,7 @@ def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
         p = tl.exp2((s - by_row(safe, C)) * by_row(unit, C))
     alpha = tl.exp2((state.max - safe) * unit)
     if C.sum_parts > 1:
-        total = state.sum * alpha[None, :] + sum_in_parts(p, C)
+        total = state.sum * by_row(alpha, C) + sum_in_parts(p, C)
     else:
         total = state.sum * alpha + tl.sum(p, AXIS)
     return p, alpha, SoftmaxState(top, total)
@@ -46,10 +46,14 @@ def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
 
 @triton.jit
 def sum_in_parts(p, C: tl.constexpr):
-    """Sums over every eighth key, [8, ROWS]: of [KEYS, ROWS] as the tensor cores leave it a warp's thread has those keys to itself."""
+    """Sums over every eighth key, [8, ROWS] or [ROWS, 8]: a warp's thread has those keys to itself, as the tensor cores leave them."""
     PARTS: tl.constexpr = C.sum_parts
     ROWS: tl.constexpr = C.score_rows
-    return tl.sum(tl.reshape(p, [C.lane_rows // PARTS, PARTS, ROWS]), 0)
+    if C.keys_first:
+        sums = tl.sum(tl.reshape(p, [C.lane_rows // PARTS, PARTS, ROWS]), 0)
+    else:
+        sums = tl.sum(tl.reshape(p, [ROWS, C.lane_rows // PARTS, PARTS]), 1)
+    return sums
 
 
 @triton.jit
@@ -58,7 +62,7 @@ def softmax_end(state, unit, base, C: tl.constexpr):
     that follows, see :func:`softmax_step`.)"""
     total = state.sum
     if C.sum_parts > 1:
-        total = tl.sum(total, 0)
+        total = tl.sum(total, 0 if C.keys_first else 1)
     return SoftmaxState(widen(tl.fma(state.max, unit, base), C), widen(total, C))
 
 

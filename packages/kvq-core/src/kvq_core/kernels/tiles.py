@@ -31,7 +31,7 @@ def first_blocks(seen, work, batch, table_stride, C: tl.constexpr):
     In decode alone: kernels for many rows have no registers left to hold them.
     """
     ids = 0
-    if C.parts > 1 and C.keys_first:
+    if C.parts > 1 and C.decode:
         first, end = seen
         ids = load_entries(first * C.keys // C.block_size, tl.cdiv(end * C.keys, C.block_size), work, batch, table_stride)
     return ids
@@ -66,7 +66,7 @@ def blocks_exist(start, stop, ids, work, batch, table_stride, num_blocks, C: tl.
     last = tl.cdiv(stop, C.block_size)
     base = start // C.block_size
     missing = tl.zeros([BLOCKS], tl.int32)
-    if C.keys_first:
+    if C.decode:
         missing = (~block_exists(ids, num_blocks)).to(tl.int32)
         base += BLOCKS
     for entry in range(base, last, BLOCKS):
@@ -105,7 +105,7 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, PART
         valid = tl.full([C.keys], True, tl.int1)
         there = tl.full([COUNT], True, tl.int1)
     table = batch.block_table + work.seq.to(tl.int64) * table_stride
-    if C.keys_first:
+    if C.decode:
         entry, slot = entries_of(number, tl.arange(0, COUNT) * TOGETHER, C.keys, C.block_size)
     else:
         # Of many rows, whose tiles have more to do, this is the shorter code (compiled for sm_100).

@@ -47,7 +47,7 @@ _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
 }
 """Every combination of these is tried, with the other fields as they are."""
 _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
-    Decode: (_axis("least_share", of=(32, 64, 128, 256)), _axis("parts", of=(1, 2))),
+    Decode: (_axis("least_share", of=(32, 64, 128, 256)), _axis("parts", of=(1, 2)), _axis("stages", of=(7,))),
     Prefill: (_axis("stages", of=(1, 4)), _axis("registers", of=(None, 128, 168))),
     Groups: (),
     Write: (),

@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decode(Choice):
-    """Tiles of few query rows, keys first.
+    """Tiles of few query rows.
 
     ``stages``: Triton's, for which block ids are a level of loads: 2 to 4 keep one buffer of tiles, 5 two, 7 three.
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
@@ -85,6 +85,7 @@ class Decode(Choice):
         {
             **_PLANE_FACTS,
             "rows": int,  # of a tile: tokens x query heads of a group, a power of two
+            "folded": bool,  # whether two keys share a row of lanes
             "keys_per_sm": int,  # that all sequences and kv heads have at most, on each multiprocessor; 0 for a batch-invariant call
             "longest": int,  # keys of the longest sequence at most; 0 for a batch-invariant call
         }

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
     from kvq_core.testing.scene import Scene
 
-HEAD_SIZES: Final = (128, 64, 192, 256, 512, 576)
-"""One of each padded width that a table tells apart, the most usual first, and one of which two keys may share a row of lanes."""
+HEAD_SIZES: Final = (128, 64, 256, 512, 576, 192)
+"""One of each padded width that a table tells apart, the most usual first; then one of which two keys may share a row of lanes."""
 QUERIES: Final = ((4, 1, 4), (4, 4, 4), (4, 8, 4), (4, 16, 4), (4, 32, 4), (4, 64, 4), (4, 1, 32), (4, 1, 64), (100, 1, 4))
 """Sequences, the query tokens of each, and the heads of a group: decode tiles of 8, 16, 32 and 64 rows, prefill of few rows, and of so many
 that warp groups may take them; groups that alone are 32 and 64 rows, where tokens would be spread over tiles; many short sequences."""

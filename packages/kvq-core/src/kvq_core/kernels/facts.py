@@ -1,9 +1,24 @@
 """What the kernels are compiled for: frozen dataclasses, each of which is one constant."""
 
+import hashlib
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import triton
+
+SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+"""This file's, which decides what a kernel becomes as much as the kernel's own source does."""
+
+
+class Constant:
+    """Base of what a kernel gets as a compile-time argument."""
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton tells compiled kernels on disk apart by. By itself it would take the fields, and find a kernel of another version of
+        kvq, in which a property made something else of them."""
+        return f"{self} {SOURCE}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ def multiplied_lanes(lanes: int) -> int:
 
 
 @dataclass(frozen=True)
-class ReadConfig:
+class ReadConfig(Constant):
     """Compile-time facts of an attention kernel: the format, the shapes and the tile."""
 
     format: Format
@@ -214,7 +229,7 @@ class ReadConfig:
 
 
 @dataclass(frozen=True)
-class WriteConfig:
+class WriteConfig(Constant):
     """Compile-time facts of a write kernel."""
 
     format: Format
@@ -243,7 +258,7 @@ class WriteConfig:
 
 
 @dataclass(frozen=True)
-class MergeTile:
+class MergeTile(Constant):
     """Compile-time facts of a merge: up to ``few`` pieces eight rows go together; of more, ``pieces`` of a row are loaded together, by
     a program for the same row of ``blocks`` row blocks and one of ``slices`` of its channels."""
 

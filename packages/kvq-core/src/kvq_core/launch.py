@@ -227,10 +227,9 @@ def _launch(
     lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
     score = _bundle_scoring(attention)
     splits, partials = _splits(launched, attention, launch, items, config)
-    num_kv_heads = problem.num_kv_heads
     launched.start(
         kernel,
-        (programs, num_kv_heads),
+        (programs, problem.num_kv_heads),
         bundle_rows(attention.q, attention.smoothing),
         bundle_plane(attention.keys, "k_cache", form.streams),
         bundle_plane(attention.values, "v_cache", form.streams),
@@ -258,7 +257,7 @@ def _launch(
     eights = 0 if config.alone else row_blocks * (tile.rows // 8)
     launched.start(
         merge_kernel,
-        (eights + rows, num_kv_heads),
+        (eights + rows, problem.num_kv_heads),
         output,
         attention.output_scale,
         lengths,

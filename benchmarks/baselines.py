@@ -89,7 +89,6 @@ def append(setting: Write, device: torch.device) -> Call:
     module = _needed()
     layers = []
     for _ in range(setting.layers):
-        key, value = (torch.randn(setting.tokens, setting.kv_heads, setting.head_size, device=device).to(DTYPE) for _ in range(2))
         pages = torch.zeros(setting.num_blocks, 2, setting.kv_heads, setting.block_size, setting.head_size, device=device, dtype=DTYPE)
         slots = problems.slots(setting, device)
         block, slot = (slots // setting.block_size).int(), (slots % setting.block_size).int()
@@ -100,7 +99,7 @@ def append(setting: Write, device: torch.device) -> Call:
         else:
             one = order.new_tensor([0, setting.num_blocks])
             table = (torch.zeros_like(slot), order[:-1], pages, block[:: setting.block_size].contiguous(), one, slot[-1:] + 1)
-        layers.append((key, value, *table, "HND"))
+        layers.append((*problems.new_rows(setting, device), *table, "HND"))
 
     def call() -> None:
         for layer in layers:
@@ -116,7 +115,8 @@ def build(settings: Sequence[Setting], index: int) -> None:
     reads = [setting for setting in settings if isinstance(setting, Read)]
     kinds = {(min(setting.query_len, 32), setting.query_heads, setting.kv_heads, setting.head_size) for setting in reads}
     calls = [partial(decode, Read("", (64,), *kind), device) for kind in sorted(kinds)]
-    calls += [partial(append, Write("", 16), device)] if len(reads) < len(settings) else []
+    if len(reads) < len(settings):
+        calls.append(partial(append, Write("", 16), device))
     for call in calls:
         # What cannot be built shows in its row.
         with contextlib.suppress(Exception):

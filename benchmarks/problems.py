@@ -135,10 +135,16 @@ def slots(setting: Write, device: torch.device) -> torch.Tensor:
     return every.flatten()[: setting.tokens].contiguous()
 
 
+def new_rows(setting: Write, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random keys and values of a layer, [tokens, kv_heads, head_size] each."""
+    shape = (setting.tokens, setting.kv_heads, setting.head_size)
+    return torch.randn(shape, device=device).to(DTYPE), torch.randn(shape, device=device).to(DTYPE)
+
+
 def write(backend: QuantKVBackend, setting: Write, device: torch.device) -> dict[str, Any]:
     """Arguments of ``reshape_and_cache`` for a layer of ``setting``: random rows into poisoned pages."""
     caches = allocate(backend, setting.num_blocks, setting.block_size, setting.kv_heads, setting.head_size, device)
-    key, value = (torch.randn(setting.tokens, setting.kv_heads, setting.head_size, device=device).to(DTYPE) for _ in range(2))
+    key, value = new_rows(setting, device)
     return {
         "key": key,
         "value": value,

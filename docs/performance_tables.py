@@ -176,22 +176,14 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return tabulate(body, head, tablefmt="github", disable_numparse=True) + "\n"
 
 
-def _line(run: Run, setting: str, what: str, peers: Sequence[str], figure: str = "us", form: str = ".1f") -> list[str]:
-    """``what``, and the figures of the peers and of all modes; a peer may have none."""
-    shown = [peer for peer in peers if run.has(setting, peer)]
-    figures = {mode: format(run.of(setting, mode, figure) / LAYERS.get(setting, 1), form) for mode in (*shown, *MODES)}
-    return [what, *(figures.get(mode, "") for mode in (*peers, *MODES))]
-
-
-def times(run: Run, settings: dict[str, str], heading: str, *peers: str) -> str:
-    """Microseconds, a line for each setting; of several writes, those of one."""
-    head = [heading, *(PEERS[peer] for peer in peers), *MODES.values()]
-    return _table(head, [_line(run, setting, what, peers) for setting, what in settings.items()])
-
-
-def prefill(run: Run) -> str:
-    body = [_line(run, setting, what, (FLASHINFER,), "tflops", ".0f") for setting, what in PREFILL.items()]
-    return _table(["prefill", "FlashInfer", *MODES.values()], body)
+def figures(run: Run, settings: dict[str, str], heading: str, *peers: str, figure: str = "us", form: str = ".1f") -> str:
+    """A line for each setting; of several writes, what one of them takes. A peer may have no figure."""
+    body = []
+    for setting, what in settings.items():
+        known = [mode for mode in (*peers, *MODES) if mode in MODES or run.has(setting, mode)]
+        shown = {mode: format(run.of(setting, mode, figure) / LAYERS.get(setting, 1), form) for mode in known}
+        body.append([what, *(shown.get(mode, "") for mode in (*peers, *MODES))])
+    return _table([heading, *(PEERS[peer] for peer in peers), *MODES.values()], body)
 
 
 def headline(run: Run) -> str:
@@ -248,10 +240,10 @@ def pages(run: Run) -> dict[Path, dict[tuple[str, str], str]]:
             _marks("prefill"): prefill_in_words(run),
         },
         PAGE: {
-            _marks("small"): times(run, SMALL, "decode", FLASHINFER),
-            _marks("prefill"): prefill(run),
-            _marks("writes"): times(run, WRITES, "write", FLASHINFER, COPY),
-            _marks("others"): times(run, OTHERS, "", FLASHINFER),
+            _marks("small"): figures(run, SMALL, "decode", FLASHINFER),
+            _marks("prefill"): figures(run, PREFILL, "prefill", FLASHINFER, figure="tflops", form=".0f"),
+            _marks("writes"): figures(run, WRITES, "write", FLASHINFER, COPY),
+            _marks("others"): figures(run, OTHERS, "", FLASHINFER),
             _marks("goals"): goals(run),
         },
     }

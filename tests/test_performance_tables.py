@@ -66,7 +66,7 @@ def test_the_committed_run_is_whole(run: tables.Run) -> None:
 
 def test_eight_writes_are_shown_as_one(run: tables.Run) -> None:
     eight, one = (f"| {run.of('w8192-8', 'int4_per_token_head') / parts:.1f} " for parts in (1, 8))
-    shown = tables.times(run, {"w8192-8": "eight"}, "write", tables.COPY)
+    shown = tables.figures(run, {"w8192-8": "eight"}, "write", tables.COPY)
     assert one in shown and eight not in shown
 
 

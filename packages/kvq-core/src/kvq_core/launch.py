@@ -157,8 +157,7 @@ def launch_attention(kernel: Any, attention: Attention, form: facts.Format, in_g
 
 def problem_of(attention: Attention, form: facts.Format, has_groups: bool = False, has_drafts: bool = False) -> schedule.Problem:
     """The facts that the plan depends on. ``has_groups``, ``has_drafts``: the mode has a kernel of warp groups for many rows, for few."""
-    batch, q = attention.batch, attention.q
-    device = _device_facts(q.device)
+    batch, q, device = attention.batch, attention.q, _device_facts(attention.q.device)
     head = facts.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
     max_seqlen_q = min(batch.max_seqlen_q, q.shape[0])
     max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
@@ -184,6 +183,7 @@ def problem_of(attention: Attention, form: facts.Format, has_groups: bool = Fals
         num_sms=device.num_sms,
         head_lanes=head.lanes,
         foldable=_foldable(attention, form),
+        in_pieces=form.streams > 1 and facts.multiplied_lanes(head.lanes) < head.width,
         engine_segments=segments,
         scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
         may_split=may_split,

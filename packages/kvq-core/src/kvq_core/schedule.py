@@ -23,7 +23,8 @@ DECODE_QUERY_LEN = 16
 DECODE_ROWS = 64
 # The same over packed keys: more rows beside them find no registers, which costs more than to unpack the keys again for the next rows.
 PACKED_ROWS = 16
-# Of a product on the tensor cores. So many query rows fill it themselves, and come first where a warp has them all.
+# Of a product on the tensor cores. So many query rows fill it themselves, and come first where a warp has them all: the weights are then
+# the next product's operand as they come, where keys first have them turned by way of other threads.
 LONG_SIDE = 16
 # Rows and keys of a tile that warp groups work on.
 GROUPS_TILE = 128
@@ -46,7 +47,8 @@ class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
     ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
-    ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``arch``: ``sm_90``, ``gfx942``;
+    ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``in_pieces``: they
+    are multiplied in pieces, without padding. ``arch``: ``sm_90``, ``gfx942``;
     "" for what is no GPU. ``variant``: the format's own. ``groups_fit``, ``drafts_fit``: warp groups can take many rows; one can take few.
     """
 
@@ -63,6 +65,7 @@ class Problem:
     num_sms: int
     head_lanes: int = 0
     foldable: bool = False
+    in_pieces: bool = False
     engine_segments: int = 0
     scaled: bool = True
     may_split: bool = True
@@ -76,11 +79,6 @@ class Problem:
     def width(self) -> int:
         """Channels of a head, padded."""
         return self.lanes * self.streams
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether a head's lanes are no power of two and multiplied in pieces, without padding."""
-        return self.streams > 1 and self.head_lanes % LONG_SIDE == 0 and 0 < self.head_lanes < self.lanes
 
     @property
     def format_facts(self) -> dict[str, plans.Fact]:
@@ -246,13 +244,15 @@ def decode_tile(problem: Problem, query_rows: int) -> Tile:
     rows = max(8, fold * query_rows)
     # As many lanes in a tile as without, or fewer.
     tile_keys = fold * choice.keys // (1 if fold * problem.head_lanes <= problem.lanes else 2)
+    # Pieces of lanes leave rows that come first too few registers.
+    keys_first = rows < LONG_SIDE or fold > 1 or choice.warps > 1 or problem.in_pieces
     return Tile(
         rows=rows,
         keys=tile_keys,
         warps=choice.warps,
         stages=choice.stages,
         decode=True,
-        keys_first=rows < LONG_SIDE or fold > 1 or choice.warps > 1 or problem.in_pieces,
+        keys_first=keys_first,
         programs_per_sm=choice.programs_per_sm,
         registers=choice.registers,
         least=max(1, choice.least_share // tile_keys),

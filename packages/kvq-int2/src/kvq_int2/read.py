@@ -90,7 +90,7 @@ def attend_piece(
     seen = seen_tiles(work, scoring, C)
     ids = first_blocks(seen, work, batch, table_stride, C)
     prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, True, C)
-    q, unit = half_queries(query_streams(x, C), score_unit(scoring), C)
+    q, unit = half_queries(query_streams(x, work, C), score_unit(scoring), C)
     q, unit = query_operand(q, C), narrow(unit, C)
     scored = narrow_rows(rows, C)
     left = softmax_unit(unit, scoring)

@@ -13,6 +13,7 @@ Queries are rotated like the keys, outputs un-rotated once (codec.py). Each quer
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.dots import dot
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.pieces import attend_pieces
 from kvq_core.kernels.prefetch import prefetch_first
@@ -70,7 +71,7 @@ def attend_piece(
     seen = seen_tiles(work, scoring, C)
     ids = first_blocks(seen, work, batch, table_stride, C)
     prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, True, C)
-    q, unit, q_sum = half_queries(query_streams(x, C), score_unit(scoring), C)
+    q, unit, q_sum = half_queries(query_streams(x, work, C), score_unit(scoring), C)
     q = query_operand(q, C)
     left = softmax_unit(unit, scoring)
     state = softmax_start(C)
@@ -92,7 +93,7 @@ def attend_piece(
             s = finish_scores(s, unit, k_scale, rows, tile, work, scoring, part, C)
             p, alpha, state = softmax_step(s, left, state, C)
             weights, shrink, largest = weigh(p, v_scale, largest, C)
-            zeros = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
+            zeros = weighted_zeros(weights, v_word, v_zero, C)
             acc = accumulate(weights, v, acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
     acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
     finish(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
@@ -117,6 +118,18 @@ def split_word(word):
     """Scale words -> (scale, zero point), float32."""
     bits = word.to(tl.int32, bitcast=True)
     return (bits & -16).to(tl.float32, bitcast=True), (bits & 0xF).to(tl.float32)
+
+
+@triton.jit
+def weighted_zeros(weights, v_word, v_zero, C: tl.constexpr):
+    """sum_j w_j z_j, [ROWS] float32. Where 16 rows come first it is a product, 16 z_j being float16 as a code is (:func:`unpack_values`)."""
+    if C.keys_turned:
+        bits = (v_word.to(tl.int32, bitcast=True) & 0xF) << 4
+        z = bits.to(tl.uint16).to(tl.float16, bitcast=True)
+        total = tl.reshape(dot(weights, z[:, None], None, C.upcast_dots), [C.rows]) * (SUBNORMAL / 16.0)
+    else:
+        total = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
+    return total
 
 
 @triton.jit

@@ -92,7 +92,7 @@ def attend_piece(
     seen = seen_tiles(work, scoring, C)
     ids = first_blocks(seen, work, batch, table_stride, C)
     prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, not PER_TENSOR, C)
-    q, unit, q_sum = half_queries(query_streams(x, C), factor, UNIT, C)
+    q, unit, q_sum = half_queries(query_streams(x, work, C), factor, UNIT, C)
     seed = None
     if INT8:
         seed = seed_of_rows(q_sum * (-128.0 / UNIT), C)

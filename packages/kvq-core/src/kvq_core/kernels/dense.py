@@ -47,7 +47,7 @@ def attend_piece(
     x = load_queries(queries, rows, C)
     seen = seen_tiles(work, scoring, C)
     ids = first_blocks(seen, work, batch, table_stride, C)
-    q = query_operand(in_own_dtype(query_streams(x, C), queries), C)
+    q = query_operand(in_own_dtype(query_streams(x, work, C), queries), C)
     unit = tl.full([ROWS], 1.0, tl.float32) * score_unit(scoring)
     left = softmax_unit(unit, scoring)
     state = softmax_start(C)

@@ -176,6 +176,12 @@ class ReadConfig(Constant):
         return self.decode and not self.keys_first
 
     @property
+    def made_anew(self) -> bool:
+        """Whether the rotation's matrix and the rows' places are made for each piece (:mod:`.anew`): where a program may have several, and
+        the matrix takes many registers."""
+        return self.format.rotated and self.split == "shares" and not self.alone and self.value_heads.width >= 32
+
+    @property
     def edge_stages(self) -> int:
         """Stages of a second part's loop: in decode it is one tile long, if that, and no place for a pipeline's code and buffers."""
         return 1 if self.decode else self.stages

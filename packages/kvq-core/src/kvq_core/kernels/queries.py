@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.anew import zero_of
 from kvq_core.kernels.folding import of_own_lanes
 from kvq_core.kernels.packing import from_streams, to_streams
 from kvq_core.kernels.rotation import rotate, rotated_pairs, stream, unrotate
@@ -40,7 +41,7 @@ def load_queries(queries, rows, C: tl.constexpr):
 
 
 @triton.jit
-def query_streams(x, C: tl.constexpr):
+def query_streams(x, work, C: tl.constexpr):
     """:func:`load_queries`' rows as streams [ROWS, WIDTH], rotated if the keys are (then float32)."""
     HEADS: tl.constexpr = C.row_heads
     FORMAT: tl.constexpr = C.format
@@ -55,7 +56,7 @@ def query_streams(x, C: tl.constexpr):
     else:
         streams = to_streams(x, C.rows, HEADS.width, STREAMS)
         if C.format.rotated:
-            streams = rotate(streams, HEADS, FORMAT, C.upcast_dots)
+            streams = rotate(streams, HEADS, FORMAT, C.upcast_dots, zero_of(work.num_rows, C))
     return streams
 
 
@@ -104,12 +105,13 @@ def row_factors(peak, factor):
 
 
 @triton.jit
-def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False):
-    """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order. MIXED: see C.mixed."""
+def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False, zero=0):
+    """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order. MIXED: see C.mixed. ``zero``: see
+    :mod:`.anew`."""
     HEADS: tl.constexpr = C.value_heads
     FORMAT: tl.constexpr = C.format
     if C.format.rotated:
-        streams = unrotate(streams, HEADS, FORMAT, C.upcast_dots, MIXED)
+        streams = unrotate(streams, HEADS, FORMAT, C.upcast_dots, MIXED, zero)
     x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
     channel = tl.arange(0, HEADS.width * HEADS.streams)[None, :]
     mask = valid[:, None]

@@ -12,9 +12,9 @@ from kvq_core.kernels.packing import to_streams
 
 
 @triton.jit
-def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr):
-    """The block-diagonal Sylvester matrix over lanes, [WIDTH, WIDTH] float16."""
-    i = tl.arange(0, WIDTH)[:, None]
+def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr, zero=0):
+    """The block-diagonal Sylvester matrix over lanes, [WIDTH, WIDTH] float16. ``zero``: see :mod:`.anew`."""
+    i = zero + tl.arange(0, WIDTH)[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     odd = (i % BLOCK_LANES) & (j % BLOCK_LANES)
     odd = odd ^ (odd >> 8)
@@ -54,11 +54,11 @@ def apply_signs(x, channel, SIGNS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
-def apply_stream_signs(x, STREAM: tl.constexpr, HEADS: tl.constexpr, FORMAT: tl.constexpr):
+def apply_stream_signs(x, STREAM: tl.constexpr, HEADS: tl.constexpr, FORMAT: tl.constexpr, zero=0):
     """D x of a stream [R, WIDTH]; x itself if the format has no signs. A stream's own bits fill fewer words than all channels' do."""
     if FORMAT.signs is not None:
         SIGNS: tl.constexpr = FORMAT.stream_signs[STREAM]
-        x = apply_signs(x, tl.arange(0, HEADS.width)[None, :], SIGNS, HEADS.block_lanes)
+        x = apply_signs(x, zero + tl.arange(0, HEADS.width)[None, :], SIGNS, HEADS.block_lanes)
     return x
 
 
@@ -90,14 +90,15 @@ def butterfly_pairs(streams, STREAMS: tl.constexpr):
 
 
 @triton.jit
-def rotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
-    """H D x (H x without signs) of rows [R, WIDTH] x STREAMS, any float dtype -> float32. Padding lanes must be and stay 0."""
+def rotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr, zero=0):
+    """H D x (H x without signs) of rows [R, WIDTH] x STREAMS, any float dtype -> float32. Padding lanes must be and stay 0. ``zero``: see
+    :mod:`.anew`."""
     STREAMS: tl.constexpr = HEADS.streams
     WIDTH: tl.constexpr = HEADS.width
-    matrix = lane_matrix(WIDTH, HEADS.block_lanes)
+    matrix = lane_matrix(WIDTH, HEADS.block_lanes, zero)
     mixed = ()
     for s in tl.static_range(STREAMS):
-        x = apply_stream_signs(streams[s], s, HEADS, FORMAT)
+        x = apply_stream_signs(streams[s], s, HEADS, FORMAT, zero)
         mixed = mixed + (dot_signs(x, matrix, UPCAST),)
     return butterfly(mixed, STREAMS)
 
@@ -159,18 +160,18 @@ def unstacked_pairs(stacked, STREAMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def unrotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr, MIXED: tl.constexpr = False):
+def unrotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr, MIXED: tl.constexpr = False, zero=0):
     """D H y (H y without signs) of float32 rows; the caller divides by the block if the format asks for it.
 
-    MIXED: of rows that went through :func:`butterfly`."""
+    MIXED: of rows that went through :func:`butterfly`. ``zero``: see :mod:`.anew`."""
     STREAMS: tl.constexpr = HEADS.streams
     WIDTH: tl.constexpr = HEADS.width
-    matrix = lane_matrix(WIDTH, HEADS.block_lanes)
+    matrix = lane_matrix(WIDTH, HEADS.block_lanes, zero)
     if not MIXED:
         streams = butterfly(streams, STREAMS)
     result = ()
     for s in tl.static_range(STREAMS):
-        result = result + (apply_stream_signs(dot_signs(streams[s], matrix, UPCAST), s, HEADS, FORMAT),)
+        result = result + (apply_stream_signs(dot_signs(streams[s], matrix, UPCAST), s, HEADS, FORMAT, zero),)
     return result
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kvq_core.kernels.anew import zero_of
 from kvq_core.kernels.args import QueryRows, Share, Work
 from kvq_core.kernels.queries import score_shift
 
@@ -212,7 +213,7 @@ def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.con
 @triton.jit
 def query_rows(work, queries, kv_head, scoring, C: tl.constexpr):
     """The tile's query rows."""
-    r = tl.arange(0, C.rows) % (C.rows // C.fold)
+    r = (zero_of(work.num_rows, C) + tl.arange(0, C.rows)) % (C.rows // C.fold)
     index = work.row_start + r // C.group
     valid = (r // C.group < work.num_rows) & (r < C.tokens * C.group)
     token, head = work.first_token + index, kv_head * C.group + r % C.group

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kvq_core.kernels.anew import zero_of
 from kvq_core.kernels.args import LOG2E, QueryRows, SoftmaxState
 from kvq_core.kernels.folding import unfold
 from kvq_core.kernels.queries import store_rows
@@ -29,11 +30,11 @@ def finish(acc, state, output, output_scale, rows, work, kv_head, partials, spli
         # Scores were all short of it, which the softmax does not see, but a sink does. A softcap has had it.
         state = SoftmaxState(state.max + rows.shift * LOG2E, state.sum)
     if C.split == "":
-        write_result(acc, state, output, output_scale, rows, scoring, C)
+        write_result(acc, state, output, output_scale, rows, work, scoring, C)
     else:
         note_plan(work, kv_head, partials, C)
         if work.num_pieces == 1:
-            write_result(acc, state, output, output_scale, rows, scoring, C)
+            write_result(acc, state, output, output_scale, rows, work, scoring, C)
         else:
             write_share(acc, state, rows, work, kv_head, partials, splits, C)
 
@@ -62,13 +63,15 @@ def note_plan(work, kv_head, partials, C: tl.constexpr):
 
 
 @triton.jit
-def write_result(acc, state, output, output_scale, rows, scoring, C: tl.constexpr):
+def write_result(acc, state, output, output_scale, rows, work, scoring, C: tl.constexpr):
     state, factor = add_sink(state, rows.head, rows.valid, scoring)
     share = factor * reciprocal_sum(state.sum)
     result = ()
     for s in tl.static_range(tl.constexpr(C.format.streams)):
         result = result + (acc[s] * share[:, None],)
-    store_rows(result, output, output_scale, rows.token, rows.head, rows.valid, C.rows, C)
+    # Of another number than the queries' matrix, or that would be kept for this.
+    zero = zero_of(work.first_token, C)
+    store_rows(result, output, output_scale, rows.token, rows.head, rows.valid, C.rows, C, zero=zero)
 
 
 @triton.jit

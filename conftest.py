@@ -18,6 +18,10 @@ GPU_TIMEOUT = 180
 """Seconds. Kernels compile in two or three and run in none: what takes longer hangs."""
 
 
+GPU_KEPT = 1 << 30
+"""Bytes of the GPU that a process may keep for its next test. It shares them with others."""
+
+
 @cache
 def has_gpu() -> bool:
     import torch
@@ -48,3 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not has_gpu():
         pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give back what a large problem took of the GPU, or every process comes to hold as much as its largest."""
+    if item.get_closest_marker("gpu") and has_gpu():
+        import torch
+
+        if torch.cuda.memory_reserved() > GPU_KEPT:
+            torch.cuda.empty_cache()

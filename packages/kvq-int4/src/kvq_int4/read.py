@@ -122,7 +122,7 @@ def split_word(word):
 
 @triton.jit
 def weighted_zeros(weights, v_word, v_zero, C: tl.constexpr):
-    """sum_j w_j z_j, [ROWS] float32. Where 16 rows come first it is a product, 16 z_j being float16 as a code is (:func:`unpack_values`)."""
+    """sum_j w_j z_j, [ROWS] float32. Where 16 rows come first it is a product: 16 z_j is float16 as codes are (:func:`unpack_values`)."""
     if C.keys_turned:
         bits = (v_word.to(tl.int32, bitcast=True) & 0xF) << 4
         z = bits.to(tl.uint16).to(tl.float16, bitcast=True)

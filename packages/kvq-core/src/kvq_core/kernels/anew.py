@@ -1,8 +1,8 @@
 """What is made anew for each piece of a program's share, though it is the same for all of them.
 
-The compiler takes it out of the loop over pieces and keeps it in registers until the program ends, through the loop over keys as well, which
-has no use for it and fewer registers then to order its instructions by. A matrix of 32 lanes is 16 registers a thread, the rows' offsets are
-others. So what they are made of gets a zero that only the data knows.
+The compiler would take it out of the loop over pieces, and keep it in registers as long as the program runs: also through the loop over
+keys, which has no use for it, and which it orders by the registers that are left. A matrix over 32 lanes takes 16 of a thread's, the rows'
+offsets some more. A zero that only the data knows, added to what these are made of, keeps them where they stand.
 """
 
 import triton

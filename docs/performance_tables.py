@@ -1,7 +1,8 @@
 """The tables of speed, from one run of the benchmark: ``hatch run python docs/performance_tables.py [BENCHMARKS.json]``.
 
 Writes the generated parts of the README and of ``performance.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its
-place: the file that a whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written.
+place: the file that a whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. Of
+another GPU, reads alone are shown, from ``_data/benchmarks-h100.json``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from accuracy_page import between  # noqa: E402
 from rows import COPY, FLASHINFER  # noqa: E402
 
 DATA: Final = DOCS / "_data" / "benchmarks.json"
+H100: Final = DATA.with_name("benchmarks-h100.json")
 README: Final = DOCS.parent / "README.md"
 PAGE: Final = DOCS / "performance.md"
 MODES: Final = {
@@ -47,6 +49,7 @@ SMALL: Final = {
     "A-q4": "4 query rows",
     "A-q8": "8 query rows",
 }
+HEADLINE: Final = {"A": "A: 64 x 8192", "B": "B: 1 x 131072", "C": "C: 128 x 4096, 64/8 heads"}
 OTHERS: Final = {
     "A": "as in setting A",
     "A-g1": "1 query head a KV head",
@@ -165,8 +168,11 @@ GOALS: Final = (
 )
 
 
-def goals(run: Run) -> str:
-    return _table(["", "goal", *MODES.values()], [goal.cells(run) for goal in GOALS])
+READS: Final = tuple(goal for goal in GOALS if not goal.what.startswith("write"))
+
+
+def goals(run: Run, chosen: Sequence[Goal] = GOALS) -> str:
+    return _table(["", "goal", *MODES.values()], [goal.cells(run) for goal in chosen])
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------------------
@@ -232,7 +238,7 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def pages(run: Run) -> dict[Path, dict[tuple[str, str], str]]:
+def pages(run: Run, h100: Run) -> dict[Path, dict[tuple[str, str], str]]:
     """By page, what is generated, by the marks before and behind it."""
     return {
         README: {
@@ -245,6 +251,7 @@ def pages(run: Run) -> dict[Path, dict[tuple[str, str], str]]:
             _marks("writes"): figures(run, WRITES, "write", FLASHINFER, COPY),
             _marks("others"): figures(run, OTHERS, "", FLASHINFER),
             _marks("goals"): goals(run),
+            _marks("h100"): figures(h100, HEADLINE | SMALL, "decode", FLASHINFER) + "\n" + goals(h100, READS),
         },
     }
 
@@ -258,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("benchmarks", nargs="?", type=Path, help="a run's figures, to be shown instead")
     given = parser.parse_args(argv).benchmarks
     try:
-        generated = pages(Run(report.load(given or DATA)))
+        generated = pages(Run(report.load(given or DATA)), Run(report.load(H100)))
     except ValueError as problem:
         parser.error(str(problem))
     for path, parts in generated.items():

@@ -16,8 +16,6 @@ settings.load_profile("kvq")
 
 GPU_TIMEOUT = 180
 """Seconds. Kernels compile in two or three and run in none: what takes longer hangs."""
-
-
 GPU_KEPT = 1 << 30
 """Bytes of the GPU that a process may keep for its next test. It shares them with others."""
 

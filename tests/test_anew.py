@@ -15,7 +15,7 @@ from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 
 INT4, INT2 = "int4_per_token_head", "int2_per_token_head"
-# Shares run across the ends of sequences: a program has a part of one, whole ones, and a part of the next.
+# Shares are of 128 keys: one program has the end of the first sequence and the whole second, another the whole fourth and fifth.
 SEVERAL = Case(query_lens=(1,) * 7, seq_lens=(700, 33, 90, 1, 64, 129, 1200), head_size=128, num_kv_heads=1, queries_per_kv=4)
 CASES: tuple[tuple[str, Case], ...] = (
     (INT4, SEVERAL),

@@ -86,14 +86,14 @@ def attend_piece(
             k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, C, TURNED=C.keys_turned)
             k_word, v_word = load_scales(keys, values, tile, kv_head, C)
             k_scale, k_zero = split_word(k_word)
-            v_scale, v_zero = split_word(v_word)
+            v_scale, _ = split_word(v_word)
             v = load_pieces(values, tile, v_place, kv_head, V_HEADS, C, TURNED=C.keys_first)
             k, v = operands(k, unpack_keys, C), operands(v, unpack_values, C)
             s = scores(q, k, by_key(k_zero, C) * by_row(q_sum, C), C)
             s = finish_scores(s, unit, k_scale, rows, tile, work, scoring, part, C)
             p, alpha, state = softmax_step(s, left, state, C)
             weights, shrink, largest = weigh(p, v_scale, largest, C)
-            zeros = weighted_zeros(weights, v_word, v_zero, C)
+            zeros = weighted_zeros(weights, v_word, C)
             acc = accumulate(weights, v, acc, alpha * shrink, zeros * (16.0 / SUBNORMAL), C)
     acc = accumulated_rows(acc, SUBNORMAL / 16.0 * unweigh(largest), C)
     finish(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
@@ -121,14 +121,15 @@ def split_word(word):
 
 
 @triton.jit
-def weighted_zeros(weights, v_word, v_zero, C: tl.constexpr):
+def weighted_zeros(weights, v_word, C: tl.constexpr):
     """sum_j w_j z_j, [ROWS] float32. Where 16 rows come first it is a product: 16 z_j is float16 as codes are (:func:`unpack_values`)."""
     if C.keys_turned:
         bits = (v_word.to(tl.int32, bitcast=True) & 0xF) << 4
         z = bits.to(tl.uint16).to(tl.float16, bitcast=True)
         total = tl.reshape(dot(weights, z[:, None], None, C.upcast_dots), [C.rows]) * (SUBNORMAL / 16.0)
     else:
-        total = tl.sum(weights.to(tl.float32) * by_key(v_zero, C), 0 if C.keys_first else 1)
+        _, z = split_word(v_word)
+        total = tl.sum(weights.to(tl.float32) * by_key(z, C), 0 if C.keys_first else 1)
     return total
 
 

@@ -2,7 +2,7 @@
 
 Writes the generated parts of the README and of ``performance.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its
 place: the file that a whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written.
-Reads on another GPU are from ``_data/benchmarks-h100.json``, a run that was cut off before its last writes.
+``_data/benchmarks-h100.json`` is such a run on an H100.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ SMALL: Final = {
     "A-q4": "4 query rows",
     "A-q8": "8 query rows",
 }
-HEADLINE: Final = {"A": "A: 64 x 8192", "B": "B: 1 x 131072", "C": "C: 128 x 4096, 64/8 heads"}
 OTHERS: Final = {
     "A": "as in setting A",
     "A-g1": "1 query head a KV head",
@@ -144,7 +143,7 @@ def _beside(peer: str, setting: str) -> Callable[[Run, str], float]:
     return lambda run, mode: run.of(setting, peer) / run.of(setting, mode)
 
 
-READ_GOALS: Final = (
+GOALS: Final = (
     Goal("A, x FlashInfer", _figure("x_peer", "A"), (0.95, 1.8, 3.0, 4.5)),
     Goal("B, x FlashInfer", _figure("x_peer", "B"), (0.95, 1.75, 2.8, 4.0)),
     Goal("C, x FlashInfer", _figure("x_peer", "C"), (0.95, 1.8, 3.0, 4.3)),
@@ -162,17 +161,14 @@ READ_GOALS: Final = (
     ),
     Goal("a window of 1024 over 131072, time for 1 x 1024's", _times("us", "B-window-1024", "b1-1024"), (1.05,), at_most=True),
     *(Goal(f"prefill of {what}, TFLOP/s", _figure("tflops", name), (400.0,), form=".0f") for name, what in PREFILL.items()),
-)
-GOALS: Final = (
-    *READ_GOALS,
     Goal("write of 8192 tokens, µs", _figure("us", "w8192"), (18.0,), at_most=True, form=".1f"),
     Goal("write of 64 tokens, x FlashInfer's bf16 write", _beside(FLASHINFER, "w64"), (1.0,)),
     Goal("write of 64 tokens, x torch's copy without slots", _beside(COPY, "w64"), (1.0,)),
 )
 
 
-def goals(run: Run, chosen: Sequence[Goal] = GOALS) -> str:
-    return _table(["", "goal", *MODES.values()], [goal.cells(run) for goal in chosen])
+def goals(run: Run) -> str:
+    return _table(["", "goal", *MODES.values()], [goal.cells(run) for goal in GOALS])
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------------------
@@ -244,6 +240,7 @@ def pages(run: Run, h100: Run) -> dict[Path, dict[tuple[str, str], str]]:
         README: {
             ("<!-- bench-table -->", "<!-- /bench-table -->"): headline(run),
             _marks("prefill"): prefill_in_words(run),
+            _marks("h100"): headline(h100),
         },
         PAGE: {
             _marks("small"): figures(run, SMALL, "decode", FLASHINFER),
@@ -251,7 +248,7 @@ def pages(run: Run, h100: Run) -> dict[Path, dict[tuple[str, str], str]]:
             _marks("writes"): figures(run, WRITES, "write", FLASHINFER, COPY),
             _marks("others"): figures(run, OTHERS, "", FLASHINFER),
             _marks("goals"): goals(run),
-            _marks("h100"): figures(h100, HEADLINE | SMALL, "decode", FLASHINFER) + "\n" + goals(h100, READ_GOALS),
+            _marks("h100"): figures(h100, SMALL, "decode", FLASHINFER) + "\n" + goals(h100),
         },
     }
 

@@ -15,9 +15,13 @@ pytestmark = pytest.mark.quick
 MODES = list(tables.MODES)
 
 
+def committed(file: Path) -> tables.Run:
+    return tables.Run(json.loads(file.read_text(encoding="utf-8")))
+
+
 @pytest.fixture(scope="module")
 def run() -> tables.Run:
-    return tables.Run(json.loads(tables.DATA.read_text(encoding="utf-8")))
+    return committed(tables.DATA)
 
 
 def made_up(**us: float) -> tables.Run:
@@ -28,8 +32,7 @@ def made_up(**us: float) -> tables.Run:
 
 def test_the_pages_show_the_committed_runs(run: tables.Run) -> None:
     """Otherwise: ``hatch run python docs/performance_tables.py``."""
-    h100 = tables.Run(json.loads(tables.H100.read_text(encoding="utf-8")))
-    for path, parts in tables.pages(run, h100).items():
+    for path, parts in tables.pages(run, committed(tables.H100)).items():
         text = path.read_text(encoding="utf-8")
         for (begin, end), expected in parts.items():
             assert text.count(begin) == text.count(end) == 1, begin
@@ -55,9 +58,11 @@ def test_what_is_no_whole_run_changes_nothing(broken: str, tmp_path: Path, capsy
     assert [path.read_bytes() for path in paths] == before
 
 
-def test_the_committed_run_is_whole(run: tables.Run) -> None:
+@pytest.mark.parametrize("file", [tables.DATA, tables.H100], ids=lambda file: file.stem)
+def test_the_committed_runs_are_whole(file: Path) -> None:
     """Every mode in every setting; FlashInfer and the copy where they can be asked."""
-    content = json.loads(tables.DATA.read_text(encoding="utf-8"))
+    run = committed(file)
+    content = json.loads(file.read_text(encoding="utf-8"))
     assert not [row for row in content["rows"] if row["error"]]
     assert run.machine["gpu"] and run.machine["flashinfer"] and not run.machine["commit"].endswith("dirty")
     settings = {*tables.SMALL, *tables.OTHERS, *tables.PREFILL, *tables.WRITES, "B", "C"}

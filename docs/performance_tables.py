@@ -2,7 +2,7 @@
 
 Writes the generated parts of the README and of ``performance.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its
 place: the file that a whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written.
-``_data/benchmarks-h100.json`` is such a run on an H100.
+Beside it stands ``_data/benchmarks-h100.json``, such a run on an H100, which is put there by hand.
 """
 
 from __future__ import annotations

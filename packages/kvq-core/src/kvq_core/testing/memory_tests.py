@@ -27,7 +27,8 @@ _CASE = Case(query_lens=(1, 20, 3), seq_lens=(300, 41, 18), queries_per_kv=4)
 _WIDE_BLOCKS = replace(_CASE, layout="interleaved", padding=2**28)
 _MANY_BLOCKS = replace(_CASE, padding=0)
 _HEAD_STRIDE = 2**30 + 64
-_NEEDED_BYTES = 80 << 30
+# The largest test takes 46 GiB at its peak. Tests of other processes have the rest: 16 of them pass on a GPU that says 79 GiB.
+_NEEDED_BYTES = 72 << 30
 
 on_gpu = pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 
@@ -48,7 +49,7 @@ def furthest(built: Scene, name: str) -> int:
 class MemoryTests(Subject):
     @pytest.fixture
     def room(self) -> Iterator[None]:
-        """Half of a large GPU for one test at a time, whatever runs in other processes."""
+        """Most of a large GPU for one test at a time, whatever runs in other processes."""
         if not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < _NEEDED_BYTES:
             pytest.skip(f"needs a GPU with {_NEEDED_BYTES >> 30} GiB")
         with FileLock(Path(tempfile.gettempdir()) / "kvq-memory-tests.lock"):

@@ -27,8 +27,8 @@ _CASE = Case(query_lens=(1, 20, 3), seq_lens=(300, 41, 18), queries_per_kv=4)
 _WIDE_BLOCKS = replace(_CASE, layout="interleaved", padding=2**28)
 _MANY_BLOCKS = replace(_CASE, padding=0)
 _HEAD_STRIDE = 2**30 + 64
-# The largest test takes 46 GiB at its peak. Tests of other processes have the rest: 16 of them pass on a GPU that says 79 GiB.
-_NEEDED_BYTES = 72 << 30
+# The largest test takes 46 GiB at its peak; with those of 15 other processes beside it, 72 GiB were in use on a GPU of 79.
+_NEEDED_BYTES = 76 << 30
 
 on_gpu = pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 

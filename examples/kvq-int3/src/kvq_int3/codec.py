@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 
 from kvq_core import single_rht
-from kvq_core.hadamard import block_of
+from kvq_core.hadamard import LARGEST_SCALE, block_of, headroom
 
 BOUNDARIES = (0.50055, 1.04996, 1.74793)
 LEVELS = (0.24509, 0.75601, 1.34391, 2.15195)
@@ -35,7 +35,10 @@ BITS = 3
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] of any float dtype, d a multiple of 8 -> bytes [..., 3 d / 8] uint8 and scales [...] float32."""
-    y = single_rht(x.float())
+    x = x.float()
+    # And this, their sums.
+    room = headroom(x)
+    y = single_rht(x * room)
     # Taking the largest magnitude out first keeps the squares of huge rows finite and those of tiny rows above zero.
     peak = y.abs().amax(-1, keepdim=True)
     unit = y / torch.where(peak > 0, peak, 1.0)
@@ -43,7 +46,7 @@ def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     z = unit / torch.where(rms > 0, rms, 1.0)
     # NaN falls above every boundary. Its code means nothing, since the row's scale is NaN, too.
     codes = torch.bucketize(z, _mirrored(BOUNDARIES, x.device, 0.0), right=True)
-    return pack(codes), (peak * rms / block_of(x.shape[-1])).squeeze(-1)
+    return pack(codes), (peak * rms / block_of(x.shape[-1]) / room).clamp(max=LARGEST_SCALE).squeeze(-1)
 
 
 def decode(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

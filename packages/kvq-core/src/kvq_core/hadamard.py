@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -81,6 +82,16 @@ def _tensor_core_kernel() -> Callable[[torch.Tensor], torch.Tensor] | None:
         return None
     kernel: Callable[[torch.Tensor], torch.Tensor] = hadamard_transform
     return kernel
+
+
+LARGEST_SCALE: Final = 2.0**107
+"""What a stored scale is at most. A level times it, summed over a head and over many keys, stays in float32: rows of values beyond 1e30 or so
+may come back shorter than they were, but finite."""
+
+
+def headroom(x: torch.Tensor) -> torch.Tensor:
+    """The power of two [..., 1] by which to multiply float32 rows [..., d], so that no sum over one overflows; 1 but for huge rows."""
+    return torch.where(x.abs().amax(-1, keepdim=True) > 2.0**100, 2.0**-20, 1.0)
 
 
 def fast_hadamard_transform(x: torch.Tensor) -> torch.Tensor:

@@ -101,9 +101,10 @@ def _visible(p: torch.Tensor, j: torch.Tensor, scoring: Scoring, seq: int) -> to
 
 
 def to_output_dtype(x: torch.Tensor, dtype: torch.dtype, output_scale: torch.Tensor | None) -> torch.Tensor:
-    """Cast a result; with ``output_scale``, divide by it first and clamp into the range of an fp8 ``dtype``."""
+    """Cast a result, what is finite to the nearest finite number; with ``output_scale``, divide by it first and clamp to an fp8 ``dtype``."""
     if output_scale is None:
-        return x.to(dtype)
+        limit = torch.finfo(dtype).max
+        return torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype)
     x = x / output_scale.to(x.dtype)
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max

@@ -7,6 +7,7 @@
     code = the cell of z between -0.9816, 0, 0.9816   centroids c = -1.5104, -0.4528, 0.4528, 1.5104 (codes 0..3)
     s    = ||y|| / (||c|| b)                          keys: x' is as long as x
     s    = ||y||^2 / (<y, c> b)                       values: x' has no bias, <x, x'> = <x, x>
+           at most 1.9 <y, c> / (||c||^2 b)           where levels fit the row badly
     x'   = H (c * s)                                  no further factor; s = 0 for a zero row
 
     16-bit word w of a head (little-endian), channels 8w .. 8w + 7:
@@ -19,6 +20,14 @@ Sign and magnitude lie in two planes of eight, because one shift then brings a c
 wants them: ``(word << i) & 0x8080 | 0x0037`` is the fp16 subnormal +-55 or +-183, whose ratio 3.327 stands in for 3.336
 (read.py; it moves a value by 0.09 %, the mode itself by 35 %). Levels and boundaries: Lloyd (1982), Max (1960), four levels, unit Gaussian.
 
+No finite row comes back further from itself than zero is. For a fixed c the squared error of a scale t = s b is
+
+    ||y - t c||^2 = ||y||^2 - 2 t <y, c> + t^2 ||c||^2 = ||y||^2 - t ||c||^2 (2 t* - t),    t* = <y, c> / ||c||^2 > 0
+
+which is at most ||y||^2 for every t from 0 to 2 t*. With f the cosine of y and c, the keys' scale is t* / f and the values' t* / f^2: they
+leave that range where f < 1/2 and f^2 < 1/2, as for a row that turns into a single large number. The bound at 1.9 t* holds from there on
+(ordinary rows have f near 0.94), and leaves 1 - 0.19 f^2 of ||y||^2 at most, so that rounding and read.py's levels do not matter.
+
 The least squared error would have a smaller scale, and shrink every row by a ninth. Scores then are too flat, and a mean over many values
 too short, which more keys do not average out; the noise is what they average out.
 """
@@ -29,34 +38,39 @@ import math
 
 import torch
 
-from kvq_core.hadamard import block_hadamard, block_of
+from kvq_core.hadamard import LARGEST_SCALE, block_hadamard, block_of, headroom
 
 BOUNDARY = 0.9816
 INNER, OUTER = 0.4528, 1.5104
+LARGEST_FACTOR = 1.9
+"""Of the stored scale over that of least squares. From 2 on a row may come back worse than zero is."""
 # The attention kernel's levels are 55 and 183 times this; the factor keeps their mean square, over a Gaussian, that of the centroids.
 READ_LEVEL = 0.0082503
 
 
 def encode(x: torch.Tensor, *, unbiased: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] of any float dtype -> bytes [..., d / 4] uint8 and scales [...] float32; ``unbiased``: the values' scale."""
-    y = block_hadamard(x.float())
+    x = x.float()
+    room = headroom(x)
+    y = block_hadamard(x * room)
     size = y.shape[-1]
     # Taking the largest magnitude out first keeps the squares of huge rows finite and those of tiny rows above zero.
     peak = y.abs().amax(-1, keepdim=True)
     unit = y / torch.where(peak > 0, peak, 1.0)
     squares = unit.square().sum(-1, keepdim=True)
     outer = unit.abs() * math.sqrt(size) >= BOUNDARY * torch.where(squares > 0, squares, 1.0).sqrt()
-    return pack(y < 0, outer), (peak * fitted(unit, outer, unbiased) / block_of(size)).squeeze(-1)
+    scale = peak * fitted(unit, outer, unbiased) / block_of(size) / room
+    return pack(y < 0, outer), scale.clamp(max=LARGEST_SCALE).squeeze(-1)
 
 
 def fitted(y: torch.Tensor, outer: torch.Tensor, unbiased: bool) -> torch.Tensor:
-    """The factor [..., 1] with which the levels taken for rotated rows [..., d] are as long as y, or have no bias; 0 for a zero row."""
+    """The factor [..., 1] with which the levels taken for rotated rows [..., d] are as long as y, or have no bias, if it is not too large;
+    0 for a zero row."""
     level = torch.where(outer, OUTER, INNER)
-    squares = y.square().sum(-1, keepdim=True)
-    if not unbiased:
-        return (squares / level.square().sum(-1, keepdim=True)).sqrt()
+    squares, level_squares = y.square().sum(-1, keepdim=True), level.square().sum(-1, keepdim=True)
     shadow = (y.abs() * level).sum(-1, keepdim=True)
-    return squares / torch.where(shadow == 0, 1.0, shadow)
+    wanted = squares / torch.where(shadow == 0, 1.0, shadow) if unbiased else (squares / level_squares).sqrt()
+    return torch.minimum(wanted, LARGEST_FACTOR * shadow / level_squares)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@
     t    = max(0.95 r / 15, 1e-6)                     the step that codes are chosen in: the range's ends are clipped
     zp   = clamp(round(-(min(min y, 0) + 0.025 r) / t), 0, 15)
     code = clamp(round(y / t + zp), 0, 15)
-    s    = <y, y> / <y, code - zp>                    stored; t where <y, y> is below 1e-10 or no float32
+    s    = <y, y> / <y, code - zp>                    stored; t where <y, y> is below 1e-10 or above 2^100; at most 2^107
     y'   = (code - zp) * s',                          x' = D H y' / b
 
     byte i of a head:     7 6 5 4   3 2 1 0           scale word:   31 .. 4            3 2 1 0
@@ -19,33 +19,46 @@ Rounding is half away from zero.
 A range that ends short of the extremes makes all steps finer; few values pay for it. The stored scale is not the step but the one that
 leaves a row's product with itself as it is, <y, y'> = <y, y>: what attention sums over many keys and values then has no bias. Both are
 the writer's business: whoever reads vLLM's format reads these bytes.
+
+No finite row comes back further from itself than zero is. A code is off by half a step at most, and by no more than y / t, but for the
+clipped ends, so that with the step as its scale the error is below ||y||. The fitted scale leaves ||y||^2 (1 / f^2 - 1), f the cosine of y
+and code - zp: at most ||y||^2 while f^2 >= 1/2, and 16 levels over a row of up to 256 values have f^2 > 0.6 (the largest alone is 15 steps
+of the range, beside which 255 halves of a step are not enough). A scale held at 2^107 is one between 0 and that of least squares.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvq_core.hadamard import block_of, single_rht
+from kvq_core.hadamard import LARGEST_SCALE, block_of, headroom, single_rht
 
 MIN_SCALE = 1e-6
 LEVELS = 16
 SMALLEST_LENGTH = 1e-10
 """Shorter rows, squared, may lie between the levels next to 0 as a whole, since the step does not go below ``MIN_SCALE``."""
+LARGEST_LENGTH = 2.0**100
+"""Longer rows, squared, may be more than float32 holds. No row of fp16 is."""
 CLIP = 0.025
 """The share of a row's range that is clipped at either end."""
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] of any float dtype -> codes [..., d / 2] uint8 and scale words [...] float32."""
-    y = single_rht(x.float())
-    return quantize(y, *grid(y))
+    x = x.float()
+    room = headroom(x)
+    y = single_rht(x * room)
+    return quantize(y, *grid(y), room)
 
 
-def quantize(y: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated rows [..., d] on the grid of ``step`` and ``zero`` [..., 1] -> codes and scale words as :func:`encode` returns them."""
+def quantize(
+    y: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, room: torch.Tensor | float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated rows [..., d] on the grid of ``step`` and ``zero`` [..., 1] -> codes and scale words as :func:`encode` returns them.
+
+    ``room``: what the rows were multiplied by."""
     # Below 0.5 everything clamps to 0, so that flooring x + 0.5 is rounding half away from zero here.
     codes = torch.clamp(torch.floor(y / step + zero + 0.5), 0, LEVELS - 1)
-    scale = fitted(y, codes, step, zero)
+    scale = (fitted(y, codes, step, zero) / room).clamp(max=LARGEST_SCALE)
     return pack(codes.nan_to_num(0).to(torch.uint8)), join_scale(scale.squeeze(-1), zero.squeeze(-1))
 
 
@@ -60,7 +73,8 @@ def grid(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def fitted(y: torch.Tensor, codes: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     """The scale [..., 1] of rotated rows for which <y, y'> = <y, y>; the step where float32 cannot tell."""
     length, shadow = y.square().sum(-1, keepdim=True), (y * (codes - zero)).sum(-1, keepdim=True)
-    return torch.where((length < SMALLEST_LENGTH) | length.isinf(), step, length / shadow)
+    # A range without an end leaves NaN.
+    return torch.where((length < SMALLEST_LENGTH) | (length > LARGEST_LENGTH), step + 0 * step, length / shadow)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 ::
 
-    s    = max(absmax(x) / QMAX, 1e-6)                QMAX = 127 (int8) or 448 (float8_e4m3fn)
+    s    = max(absmax(x) / QMAX, 1e-6)                QMAX = 127 (int8) or 448 (float8_e4m3fn); stored as 2^107 at most
     code = clamp(round(x / s), -128, 127)             int8, half away from zero
     code = e4m3(clamp(x / s, -448, 448))              fp8, to nearest, ties to even
     x'   = code * s
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import torch
 
+from kvq_core.hadamard import LARGEST_SCALE
+
 MIN_SCALE = 1e-6
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
@@ -26,14 +28,14 @@ def encode_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = _scale(x, INT8_MAX)
     scaled = x / scale
     rounded = torch.trunc(scaled + torch.copysign(torch.full_like(scaled, 0.5), scaled))
-    return torch.clamp(rounded, -128, 127).nan_to_num(0).to(torch.int8), scale.squeeze(-1)
+    return torch.clamp(rounded, -128, 127).nan_to_num(0).to(torch.int8), _stored(scale)
 
 
 def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] -> codes [..., d] float8_e4m3fn and scales [...] float32."""
     x = x.float()
     scale = _scale(x, E4M3_MAX)
-    return to_e4m3(x / scale), scale.squeeze(-1)
+    return to_e4m3(x / scale), _stored(scale)
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -48,3 +50,8 @@ def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _scale(x: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.clamp(x.abs().amax(-1, keepdim=True) / largest, min=MIN_SCALE)
+
+
+def _stored(scale: torch.Tensor) -> torch.Tensor:
+    """[..., 1] -> [...], not above ``LARGEST_SCALE``; NaN where there is no scale."""
+    return (scale.clamp(max=LARGEST_SCALE) + 0 * scale).squeeze(-1)

@@ -4,20 +4,28 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.facts import Format
-from kvq_core.kernels.rotation import rotated_pairs, streams_of
+from kvq_core.kernels.rotation import ROOM, rotated_pairs, streams_of
+from kvq_core.kernels.rounding import least, reciprocal
 from kvq_core.kernels.slots import in_head, load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
 from kvq_core.spec import NewRows
+from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_int2.codec import BOUNDARY as _BOUNDARY
 from kvq_int2.codec import INNER as _INNER
+from kvq_int2.codec import LARGEST_FACTOR as _LARGEST_FACTOR
 from kvq_int2.codec import OUTER as _OUTER
 
 FORMAT = Format(streams=8, rotated=True, few_rows=True)
 BOUNDARY = tl.constexpr(_BOUNDARY)
 INNER = tl.constexpr(_INNER)
 OUTER = tl.constexpr(_OUTER)
+LARGEST_FACTOR = tl.constexpr(_LARGEST_FACTOR)
+LARGEST_SCALE = tl.constexpr(_LARGEST_SCALE)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+FEW_SHARE, FEW_LESS = tl.constexpr(0.29), tl.constexpr(7.0)
+"""A row that has fewer outer cells than its size times this, less that, may need the keys' bound, one that has more does not: the worst
+has one large value, others at the boundary, zeros, and a cosine above 1 / LARGEST_FACTOR. Few rows of noise have as few."""
 SHORTEST = tl.constexpr(2.0**-90)
 
 
@@ -39,7 +47,7 @@ def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.c
 
 @triton.jit
 def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
-    pairs = rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, None, C)
+    pairs = rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, None, C, ROOM)
     lanes, scales = quantized(pairs, IS_VALUE, 1, HEADS, C)
     store_lanes(plane, rows, lanes[0], HEADS, C)
     store_scales(plane, rows, scales)
@@ -47,28 +55,32 @@ def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr
 
 @triton.jit
 def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
-    """Rotated rows -> packed lanes [ROWS, WIDTH], one tensor, and scales [ROWS].
+    """Rotated rows, times ROOM -> packed lanes [ROWS, WIDTH], one tensor, and scales [ROWS].
 
     ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
     y = streams_of(pairs, APART)
     squares = squared_lengths(y)
+    lanes, scales, num_outer = cells(y, squares, IS_VALUE, IS_VALUE, HEADS, C)
     # Squares of huge values overflow and those of tiny ones vanish, but not of a row over its largest magnitude. The rows beside it stay as
     # they are: bytes do not depend on what else is written.
     extreme = (squares < SHORTEST) | (squares == float("inf"))
-    # What follows stands in both branches, so that rows which are not scaled stay in their registers; the usual one first, as it is run.
-    if tl.sum(extreme.to(tl.int32), 0) == 0:
-        lanes, scales = cells(y, squares, IS_VALUE, HEADS, C)
-    else:
+    rare = extreme
+    if not IS_VALUE:
+        rare = extreme | (num_outer < HEADS.size * FEW_SHARE - FEW_LESS)
+    if tl.sum(rare.to(tl.int32), 0) != 0:
         unit = tl.where(extreme, tl.maximum(peaks(y), SMALLEST_NORMAL), 1.0)
         y = scaled(y, 1.0 / unit)
-        lanes, scales = cells(y, squared_lengths(y), IS_VALUE, HEADS, C)
-        scales = unit * scales
+        lanes, scales, _ = cells(y, squared_lengths(y), IS_VALUE, True, HEADS, C)
+        scales = least(unit * scales, LARGEST_SCALE)
     return (lanes,), scales
 
 
 @triton.jit
-def cells(y, squares, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
-    """The cells that eight streams lie in, as lanes, and scales; ``squares``: squared lengths of rows, neither huge nor tiny."""
+def cells(y, squares, IS_VALUE: tl.constexpr, BOUNDED: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """The cells that eight streams lie in, as lanes, and scales; ``squares``: squared lengths of rows, neither huge nor tiny. And how many
+    values lie in outer cells.
+
+    BOUNDED: scales are as codec.py bounds them. Those of keys with more than FEW outer cells are anyway."""
     ROOT: tl.constexpr = HEADS.size**0.5
     # Above 0, so that a row of zeros has inner levels.
     boundary = tl.maximum(tl.sqrt(squares) * (BOUNDARY / ROOT), SMALLEST_NORMAL)
@@ -81,7 +93,7 @@ def cells(y, squares, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constex
         else:
             negative = sign_shifted_in(negative, y[s], C.use_asm)
             inner = sign_shifted_in(inner, beyond, C.use_asm)
-        if IS_VALUE:
+        if BOUNDED:
             if s == 0:
                 total = tl.abs(y[s])
                 apart = tl.abs(beyond)
@@ -90,16 +102,20 @@ def cells(y, squares, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constex
                 apart += tl.abs(beyond)
     outer = inner ^ 0xFF
     num_outer = tl.sum(in_head(bits_set(outer, C.use_asm).to(tl.float32), 0.0, HEADS), 1)
-    if IS_VALUE:
+    level_squares = num_outer * (OUTER * OUTER - INNER * INNER) + INNER * INNER * HEADS.size
+    inverse = reciprocal(level_squares, C.use_asm)
+    factor = tl.sqrt(squares * inverse)
+    if BOUNDED:
         # Of |y| - b the positive part is half of itself and its magnitude; b more each, and that is what lies in the outer cells.
         total = tl.sum(total, 1)
         apart = tl.sum(in_head(apart, 0.0, HEADS), 1)
         outside = (total - boundary * HEADS.size + apart) * 0.5 + num_outer * boundary
-        factor = squares / tl.maximum(total * INNER + outside * (OUTER - INNER), SMALLEST_NORMAL)
-    else:
-        factor = tl.sqrt(squares / (num_outer * (OUTER * OUTER - INNER * INNER) + INNER * INNER * HEADS.size))
+        shadow = tl.maximum(total * INNER + outside * (OUTER - INNER), SMALLEST_NORMAL)
+        if IS_VALUE:
+            factor = squares / shadow
+        factor = least(factor, shadow * (inverse * LARGEST_FACTOR))
     # A NaN of the row is in the sum of its squares.
-    return (negative << 8 | outer).to(tl.uint16), factor * (1.0 / HEADS.block)
+    return (negative << 8 | outer).to(tl.uint16), factor * (1.0 / (ROOM * HEADS.block)), num_outer
 
 
 @triton.jit

@@ -3,24 +3,29 @@
 import triton
 import triton.language as tl
 
+from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.hadamard import sign_bits
 from kvq_core.kernels.facts import Format
 from kvq_core.kernels.packing import from_streams
-from kvq_core.kernels.rotation import rotated_pairs, streams_of
+from kvq_core.kernels.rotation import ROOM, rotated_pairs, streams_of
 from kvq_core.kernels.rounding import largest, reciprocal
 from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
 from kvq_core.spec import NewRows
 from kvq_int4.codec import CLIP as _CLIP
+from kvq_int4.codec import LARGEST_LENGTH as _LARGEST_LENGTH
 from kvq_int4.codec import LEVELS
 from kvq_int4.codec import MIN_SCALE as _MIN_SCALE
 from kvq_int4.codec import SMALLEST_LENGTH as _SMALLEST_LENGTH
 
 FORMAT = Format(streams=4, rotated=True, signs=sign_bits(0, 256))
-MIN_SCALE = tl.constexpr(_MIN_SCALE)
+# Of rows times ROOM.
+MIN_SCALE = tl.constexpr(_MIN_SCALE * ROOM.value)
+SMALLEST_LENGTH = tl.constexpr(_SMALLEST_LENGTH * ROOM.value**2)
+LARGEST_LENGTH = tl.constexpr(_LARGEST_LENGTH * ROOM.value**2)
+LARGEST_SCALE = tl.constexpr(_LARGEST_SCALE)
 CLIP = tl.constexpr(_CLIP)
-SMALLEST_LENGTH = tl.constexpr(_SMALLEST_LENGTH)
 STEP = tl.constexpr((1 - 2 * _CLIP) / (LEVELS - 1))
 
 
@@ -46,14 +51,14 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
     # Of few rows the rotation's matrix would be most of the work.
     FINE: tl.constexpr = HEADS.finer if C.rows < 16 else HEADS
     STREAMS: tl.constexpr = FINE.streams
-    lanes, words = quantized(rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C), False, 1, HEADS, C)
+    lanes, words = quantized(rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C, ROOM), False, 1, HEADS, C)
     store_lanes(plane, rows, from_streams(lanes, C.rows, FINE.width, STREAMS // 4), HEADS, C)
     store_scales(plane, rows, words)
 
 
 @triton.jit
 def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
-    """Rotated rows -> packed lanes [ROWS, WIDTH], a tensor for every four streams, and scale words [ROWS]. Values as keys.
+    """Rotated rows, times ROOM -> packed lanes [ROWS, WIDTH], a tensor for every four streams, and scale words [ROWS]. Values as keys.
 
     ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
     STREAMS: tl.constexpr = len(pairs)
@@ -87,11 +92,12 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
                 length += x * x
                 shadow += x * offset
         lanes = lanes + (lane.to(tl.uint16),)
-    UNIT: tl.constexpr = 16.0 if C.use_asm else 1.0
+    UNIT: tl.constexpr = ROOM * (16.0 if C.use_asm else 1.0)
     length = tl.sum(length, 1)
     fitted = length * reciprocal(tl.sum(shadow, 1) * UNIT, C.use_asm)
-    # What is NaN passes both tests.
-    scale = tl.where((length < SMALLEST_LENGTH) | (length == float("inf")), step, fitted)
+    # A range without an end leaves NaN, and a length that is NaN passes both tests.
+    step = tl.fma(step, 0.0, tl.minimum(step * (1.0 / ROOM), LARGEST_SCALE))
+    scale = tl.where((length < SMALLEST_LENGTH) | (length > LARGEST_LENGTH), step, fitted)
     words = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
     return lanes, words.to(tl.float32, bitcast=True)
 

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.kernels.facts import Format
 from kvq_core.kernels.packing import to_streams
 from kvq_core.kernels.rounding import e4m3_pair, floor_bits, reciprocal, to_float, widest
@@ -14,6 +15,7 @@ from kvq_int8fp8.codec import E4M3_MAX, INT8_MAX
 from kvq_int8fp8.codec import MIN_SCALE as _MIN_SCALE
 
 MIN_SCALE = tl.constexpr(_MIN_SCALE)
+LARGEST_SCALE = tl.constexpr(_LARGEST_SCALE)
 PER_INT8_MAX = tl.constexpr(1.0 / INT8_MAX)
 PER_E4M3_MAX = tl.constexpr(1.0 / E4M3_MAX)
 
@@ -55,7 +57,8 @@ def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
             scale = tl.maximum(peak * PER_E4M3_MAX, MIN_SCALE)
             inverse = reciprocal(scale, C.use_asm)[:, None]
             lanes = e4m3_pair(low * inverse, high * inverse, C.fp8_hardware)
-        store_scales(plane, rows, tl.where(peak != peak, float("nan"), scale))
+        # NaN where the peak is no number.
+        store_scales(plane, rows, tl.fma(peak, 0.0, tl.minimum(scale, LARGEST_SCALE)))
     store_lanes(plane, rows, lanes, HEADS, C, 4)
 
 

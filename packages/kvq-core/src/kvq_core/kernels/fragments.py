@@ -101,7 +101,7 @@ def moved(rows, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def rotated_pairs(x, HEADS: gl.constexpr, STREAMS: gl.constexpr, C: gl.constexpr):
-    """H D x (H x without signs) of rows [ROWS, size] in ``loading``, a step early: pairs (a, b), one after the other, each
+    """ROOM times H D x (H x without signs) of rows [ROWS, size] in ``loading``, a step early: pairs (a, b), one after the other, each
     [ROWS, size / STREAMS], of which a + b and a - b are streams that are APART."""
     WARPS: gl.constexpr = C.warps
     UPPER: gl.constexpr = C.rows // (8 * WARPS)  # of a warp's rows, eight or twice eight
@@ -161,11 +161,11 @@ def sign_words(signs, size):
 
 @gluon.jit
 def signed_matrix(NEGATIVE: gl.constexpr, WARPS: gl.constexpr, DTYPE: gl.constexpr):
-    """H, or -H, [16, 16]: ones, and an exclusive or of two neighbours in k at once with their signs."""
+    """ROOM times H, or -H, [16, 16]: ROOM, and an exclusive or of two neighbours in k at once with their signs."""
     # Each thread has what it has of a right operand, but for the order: [n, k].
     n = gl.arange(0, 16, gl.SliceLayout(1, left_operand(WARPS)))[:, None]
     k = gl.arange(0, 16, gl.SliceLayout(0, left_operand(WARPS)))[None, :]
-    ONES: gl.constexpr = "0x3f803f80" if DTYPE == gl.bfloat16 else "0x3c003c00"
+    ONES: gl.constexpr = "0x3a803a80" if DTYPE == gl.bfloat16 else "0x14001400"
     # Bits 1 and 2 are the same in all of a thread's registers, and bit 0 is that of neighbours. That the first input's other bits do not
     # count is for the assembly to know alone: equal words the compiler would keep once, and move for every product.
     word = gl.inline_asm_elementwise(

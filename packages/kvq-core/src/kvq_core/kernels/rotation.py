@@ -11,9 +11,13 @@ from kvq_core.kernels.dots import dot_signs
 from kvq_core.kernels.packing import to_streams
 
 
+ROOM = tl.constexpr(2.0**-10)
+"""What new rows are multiplied by as they are rotated, so that no sum over a finite row, nor the distance of two, overflows."""
+
+
 @triton.jit
-def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr, zero=0):
-    """The block-diagonal Sylvester matrix over lanes, [WIDTH, WIDTH] float16. ``zero``: see :mod:`.anew`."""
+def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr, zero=0, UNIT: tl.constexpr = 1.0):
+    """UNIT times the block-diagonal Sylvester matrix over lanes, [WIDTH, WIDTH] float16. ``zero``: see :mod:`.anew`."""
     i = zero + tl.arange(0, WIDTH)[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     odd = (i % BLOCK_LANES) & (j % BLOCK_LANES)
@@ -21,7 +25,7 @@ def lane_matrix(WIDTH: tl.constexpr, BLOCK_LANES: tl.constexpr, zero=0):
     odd = odd ^ (odd >> 4)
     odd = odd ^ (odd >> 2)
     odd = (odd ^ (odd >> 1)) & 1
-    sign = tl.where(odd == 1, -1.0, 1.0)
+    sign = tl.where(odd == 1, -UNIT, UNIT)
     return tl.where(i // BLOCK_LANES == j // BLOCK_LANES, sign, 0.0).to(tl.float16)
 
 
@@ -104,13 +108,17 @@ def rotate(streams, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.conste
 
 
 @triton.jit
-def rotated_pairs(x, HEADS: tl.constexpr, SIGNS: tl.constexpr, C: tl.constexpr):
-    """What :func:`rotate` gives for rows [ROWS, STREAMS * WIDTH] in channel order, a step early: pairs (a, b), one after the other,
-    where streams 2 i and 2 i + 1 are a + b and a - b."""
+def rotated_pairs(x, HEADS: tl.constexpr, SIGNS: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr = 1.0):
+    """UNIT (a power of two) times what :func:`rotate` gives for rows [ROWS, STREAMS * WIDTH] in channel order, a step early: pairs (a, b),
+    one after the other, where streams 2 i and 2 i + 1 are a + b and a - b."""
     STREAMS: tl.constexpr = HEADS.streams
     WIDTH: tl.constexpr = HEADS.width
     ROWS: tl.constexpr = C.rows
-    matrix = lane_matrix(WIDTH, HEADS.block_lanes)
+    WIDE: tl.constexpr = x.dtype == tl.float32 and UNIT != 1.0
+    # float32 rows before they are taken apart, where the largest would be rounded up; others as they are multiplied.
+    if WIDE:
+        x = x * UNIT
+    matrix = lane_matrix(WIDTH, HEADS.block_lanes, 0, 1.0 if WIDE else UNIT)
     if SIGNS is not None:
         x = apply_signs(x, tl.arange(0, STREAMS * WIDTH)[None, :], SIGNS, HEADS.block, C.use_asm)
     if 1 < ROWS and ROWS < 16:

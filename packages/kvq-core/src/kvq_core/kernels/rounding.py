@@ -90,6 +90,12 @@ def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.const
 
 
 @triton.jit
+def least(a, b):
+    """The smaller, or NaN where one is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def widest(a, b):
     """The larger, or NaN where one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

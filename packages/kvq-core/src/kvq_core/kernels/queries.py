@@ -7,7 +7,7 @@ from kvq_core.kernels.anew import zero_of
 from kvq_core.kernels.folding import of_own_lanes
 from kvq_core.kernels.packing import from_streams, to_streams
 from kvq_core.kernels.rotation import rotate, rotated_pairs, stream, unrotate
-from kvq_core.kernels.rounding import least, to_fp8_bits, widest
+from kvq_core.kernels.rounding import in_float16, to_fp8_bits
 
 
 @triton.jit
@@ -134,7 +134,6 @@ def store_channels(x, channel, mask, output, output_scale, token, head, C: tl.co
     else:
         y = x.to(output.ptr.dtype.element_ty)
         if C.format.streams > 1 and output.ptr.dtype.element_ty == tl.float16:
-            # A quantized row may be longer than it was, and float16 has no room for it. Rows that are not finite are NaN here.
-            y = widest(least(y, 65504.0), -65504.0)
+            y = in_float16(y)
     offset = token.to(tl.int64) * output.token_stride + head_offset(head, output.head_stride, C)
     tl.store(output.ptr + offset + channel, y, mask=mask)

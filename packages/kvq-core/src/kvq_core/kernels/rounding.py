@@ -102,6 +102,12 @@ def widest(a, b):
 
 
 @triton.jit
+def in_float16(y):
+    """float16 with its largest number in place of infinity: a quantized row may be longer than it was. (What is not finite is NaN there.)"""
+    return widest(least(y, 65504.0), -65504.0)
+
+
+@triton.jit
 def e4m3_pair(low, high, HARDWARE: tl.constexpr):
     """float32 pairs -> uint16, the bytes of :func:`to_fp8_bits`, ``low`` in the low one. HARDWARE (sm_89 and later) does it at once.
 

@@ -23,6 +23,7 @@ import pytest
 _PARTS = (
     "codec_tests",
     "determinism_tests",
+    "extreme_tests",
     "fuzz_tests",
     "input_tests",
     "memory_tests",

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from kvq_core.kernels.rounding import in_float16
 from kvq_core.kernels.warpgroups.layouts import COLUMNS, HALF, OPERAND, PRODUCT, QUERY, ROWS, WEIGHTS
 
 
@@ -147,4 +148,7 @@ def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.con
         channel = channel_at(channel, ADJACENT, C)
     token, head, _, valid = rows_of(work, GROUP, ROWS, C)
     offset = token.to(gl.int64) * work.out_token_stride + head.to(gl.int64) * work.out_head_stride
-    gl.store(work.output + offset[:, None] + channel[None, :], y.to(work.output.dtype.element_ty), mask=valid[:, None])
+    y = y.to(work.output.dtype.element_ty)
+    if C.format.streams > 1 and work.output.dtype.element_ty == gl.float16:
+        y = in_float16(y)
+    gl.store(work.output + offset[:, None] + channel[None, :], y, mask=valid[:, None])

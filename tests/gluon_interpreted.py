@@ -22,7 +22,7 @@ from ptx_interpreted import interpreted_ptx
 
 _GLUON = "triton.experimental.gluon"
 _AS_THEY_ARE = ("pointer_type", "float16", "bfloat16", "float32", "int32", "int64", "int16", "uint16", "uint32", "int1")
-_FUNCTIONS = ("zeros", "full", "arange", "load", "store", "where", "max", "sum", "maximum", "minimum", "exp2", "fma", "join",
+_FUNCTIONS = ("zeros", "full", "arange", "load", "store", "where", "max", "sum", "maximum", "minimum", "exp2", "log2", "fma", "join",
               "split", "permute", "program_id", "num_programs", "cdiv", "associative_scan", "static_assert", "abs", "zeros_like",
               "inline_asm_elementwise")  # fmt: skip
 _LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout", "DotOperandLayout",

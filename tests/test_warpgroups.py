@@ -129,6 +129,13 @@ def test_attention_interpreted(mode: str, case: Case, where: Where) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_lse_interpreted(mode: str, where: Where) -> None:
+    built = where.build(mode, replace(SMALL, sinks=mode != "none"))
+    with ops.planning_with(where.taking):
+        SUITES[mode]().assert_lse(built.backend, built, where.place)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_missing_blocks_interpreted(mode: str, where: Where) -> None:
     """As the portable kernel has them, which the suite knows."""
     built = where.build(mode, SMALL)

@@ -20,6 +20,7 @@ from kvq_core.registry import InstalledMode, get_backend, has_backend, list_back
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
     from kvq_core.cache import PagedKVCache
+    from kvq_core.cascade import combine
     from kvq_core.hadamard import fast_hadamard_transform, single_rht
     from kvq_core.schedule import batch_invariant, set_batch_invariant
 
@@ -37,6 +38,7 @@ __all__ = [
     "SnapshotError",
     "UnknownModeError",
     "batch_invariant",
+    "combine",
     "fast_hadamard_transform",
     "get_backend",
     "has_backend",
@@ -52,6 +54,7 @@ def __getattr__(name: str) -> object:
     home = {
         "QuantKVBackend": "backend",
         "PagedKVCache": "cache",
+        "combine": "cascade",
         "fast_hadamard_transform": "hadamard",
         "single_rht": "hadamard",
         "batch_invariant": "schedule",

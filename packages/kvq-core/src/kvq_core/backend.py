@@ -200,6 +200,7 @@ class QuantKVBackend(ABC):
         softmax_segm_max: torch.Tensor | None = None,
         softmax_segm_expsum: torch.Tensor | None = None,
         smoothing: KeySmoothing | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Causal attention of ragged query rows over the pages, into ``out``.
 
@@ -224,6 +225,8 @@ class QuantKVBackend(ABC):
                 scratch [rows, num_query_heads, segments(, at least head_size_v)] float32, all four or none. They serve batches of one
                 query row a sequence that have no more rows than the scratch; in all others kvq plans and uses its own workspace.
             smoothing: what :meth:`reshape_and_cache` was given for these pages. Scores are those of the keys as they were.
+            lse: [num_tokens, num_query_heads] float32, contiguous: filled with the natural logarithm of each row's softmax denominator,
+                its sink included; -inf for a row that sees nothing. :func:`kvq_core.combine` joins two reads by it.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
@@ -254,5 +257,13 @@ class QuantKVBackend(ABC):
             softmax_segm_output,
             softmax_segm_max,
             softmax_segm_expsum,
-            *(() if smoothing is None else (smoothing.mean, smoothing.balance)),
+            *_optional(smoothing, lse),
         )
+
+
+def _optional(smoothing: KeySmoothing | None, lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The read op's last arguments, as far as they are given: each costs a call some time."""
+    if smoothing is None:
+        return () if lse is None else (None, None, lse)
+    smoothed = (smoothing.mean, smoothing.balance)
+    return smoothed if lse is None else (*smoothed, lse)

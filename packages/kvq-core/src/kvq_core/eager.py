@@ -30,10 +30,12 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
 
 def read(backend: QuantKVBackend, attention: Attention) -> None:
     """Dense float32 attention over the decoded pages, one sequence at a time."""
-    result = reference.attention(attention, lambda plane, blocks: gather(backend, plane, blocks))
+    result, lse = reference.attention_and_lse(attention, lambda plane, blocks: gather(backend, plane, blocks))
     # Rows past the last sequence's, an engine's padding, stay as they are.
     owned = slice(int(attention.batch.cu_seqlens_q[-1]))
     attention.out[owned] = reference.to_output_dtype(result[owned], attention.out.dtype, attention.output_scale)
+    if attention.lse is not None:
+        attention.lse[owned] = lse[owned]
 
 
 def gather(backend: QuantKVBackend, plane: Plane, blocks: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,11 @@ def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None) -> arg
     return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor)
 
 
+def bundle_output(out: torch.Tensor, lse: torch.Tensor | None) -> args.Output:
+    token, head, _ = out.stride()
+    return args.Output(out, token, head, lse)
+
+
 def launch_rows(kernel: Any, rows: NewRows, form: facts.Format, in_fragments: str = "") -> Launched:
     """Launch a mode's write kernel: grid (row blocks, K and V).
 
@@ -203,8 +208,7 @@ def groups_fit(attention: Attention, form: facts.Format) -> bool:
     plain = scoring.window_left < 0 and scoring.softcap <= 0
     plain = plain and attention.output_scale is None and attention.out.dtype not in _FP8_NAMES
     plain = plain and scoring.alibi_slopes is None and scoring.qq_bias is None and scoring.mm_prefix_range is None
-    # A sink sees what smoothed scores are short of.
-    plain = plain and (attention.smoothing is None or scoring.sinks is None)
+    plain = plain and (attention.smoothing is None or not _scores_matter(attention))
     unquantized = form.streams == 1
     shaped = attention.q.shape[2] == attention.out.shape[2] == 128 and attention.queries_per_kv <= 128
     if not plain or not shaped or (unquantized and not attention.q.dtype == attention.keys.codes.dtype in (torch.bfloat16, torch.float16)):
@@ -223,7 +227,7 @@ def _launch(
         # Every sequence has at most one row block that is not full.
         programs = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
     out = attention.out
-    output = bundle_rows(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out)
+    output = bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
     lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
     score = _bundle_scoring(attention)
     splits, partials = _splits(launched, attention, launch, items, config)
@@ -315,7 +319,7 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         wide_pages=attention.keys.block_size * stride >= 2**31,
         wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
-        shifted=attention.smoothing is not None and (attention.scoring.softcap > 0 or attention.scoring.sinks is not None),
+        shifted=attention.smoothing is not None and _scores_matter(attention),
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         registers=(tile.registers or 0) if tile.groups > 1 else 0,
         use_asm=_device_facts(attention.q.device).use_asm,
@@ -325,6 +329,11 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         overlap=("start" if launch.merge_waits else "end") if launch.split and _overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )
+
+
+def _scores_matter(attention: Attention) -> bool:
+    """Whether a row's result changes with a number added to all its scores, such as what smoothed keys lack."""
+    return attention.scoring.softcap > 0 or attention.scoring.sinks is not None or attention.lse is not None
 
 
 def _few(attention: Attention, form: facts.Format, launch: schedule.Launch) -> bool:

@@ -38,7 +38,7 @@ _READ_SCHEMA = (
     "Tensor? alibi_slopes, bool use_alibi_sqrt, Tensor? qq_bias, Tensor? output_scale, Tensor? mm_prefix_range, "
     "Tensor? k_scale_cache, Tensor? v_scale_cache, SymInt? seq_threshold_3D, SymInt? num_par_softmax_segments, "
     "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum, "
-    "Tensor? k_mean=None, Tensor? k_factor=None) -> ()"
+    "Tensor? k_mean=None, Tensor? k_factor=None, Tensor(e!)? lse=None) -> ()"
 )
 _MAX_SEQLEN_K = 7
 """Its place among the read op's arguments."""
@@ -119,6 +119,7 @@ def _read(
     segm_expsum: torch.Tensor | None,
     k_mean: torch.Tensor | None = None,
     k_factor: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> Launched | None:
     attention = Attention(
         q=q,
@@ -132,6 +133,7 @@ def _read(
         seq_threshold_3d=seq_threshold_3d,
         batch_invariant=batch_invariant,
         smoothing=Smoothing.given(k_mean, k_factor),
+        lse=lse,
     )
     attention.validate(backend)
     if debug.enabled():

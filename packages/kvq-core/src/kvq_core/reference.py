@@ -6,6 +6,7 @@ For query row i of a sequence (absolute position ``p = context_len + i``) and ke
     seen = j < seqused_k and (j <= p and p - j < 1 + window_left, or p and j in one range of mm_prefix_range)
     s   += slope * (j - p), or -slope * sqrt(p - j) for j <= p;  s += qq_bias[i, j - context_len]
     out  = sum_j softmax(s)_j v_j, with exp(sink) added to the denominator; 0 for a row that sees nothing
+    lse  = ln of that denominator, sum_j exp(s_j) + exp(sink); -inf for a row that sees nothing
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ def attention(attn: Attention, gather: Gather, dtype: torch.dtype = torch.float3
     ``gather(plane, blocks)`` returns the decoded rows [len(blocks) * block_size, num_kv_heads, head_size] of physical ``blocks``.
     Returns [num_tokens, num_query_heads, head_size_v] of ``dtype``; rows that belong to no sequence are 0.
     """
+    return attention_and_lse(attn, gather, dtype)[0]
+
+
+def attention_and_lse(attn: Attention, gather: Gather, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attention`, and the rows' log-sum-exp [num_tokens, num_query_heads] of ``dtype``."""
     batch, keys = attn.batch, attn.keys
     out = torch.zeros(attn.out.shape, dtype=dtype, device=attn.q.device)
+    lse = torch.full(attn.q.shape[:2], -torch.inf, dtype=dtype, device=attn.q.device)
+    if attn.scoring.sinks is not None:
+        lse[:] = attn.scoring.sinks  # all that a sequence without keys has
     q, shift = attn.q.to(dtype), attn.q.new_zeros(attn.q.shape[:2], dtype=dtype)
     if attn.smoothing is not None:
         q, shift = attn.smoothing.of_queries(q)
@@ -41,13 +50,14 @@ def attention(attn: Attention, gather: Gather, dtype: torch.dtype = torch.float3
         stored = inside.repeat_interleave(keys.block_size)[:num_keys]
         k = gather(keys, blocks)[:num_keys].to(dtype)
         v = gather(attn.values, blocks)[:num_keys].to(dtype)
-        out[first:last] = _one_sequence(q[first:last], shift[first:last], k, v, stored, attn.scoring, seq)
-    return out
+        rows = slice(first, last)
+        out[rows], lse[rows] = _one_sequence(q[rows], shift[rows], k, v, stored, attn.scoring, seq)
+    return out, lse
 
 
 def _one_sequence(
     q: torch.Tensor, shift: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored: torch.Tensor, scoring: Scoring, seq: int
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_query_heads, _ = q.shape
     num_keys, num_kv_heads, _ = k.shape
     group = num_query_heads // num_kv_heads
@@ -85,8 +95,9 @@ def _one_sequence(
     # 0 * NaN is NaN: a key that no row sees must not reach the sum at all.
     v = v.masked_fill(~seen.any(0)[:, None, None], 0.0)
     mixed = torch.einsum("hgij,jhd->ihgd", weights.view(num_kv_heads, group, num_rows, num_keys), v).flatten(1, 2)
+    lse = (top + total.log()).permute(1, 0, 2).squeeze(-1)
     total = total.permute(1, 0, 2)
-    return torch.where(total > 0, mixed / total, torch.where(total == 0, 0.0, torch.nan))
+    return torch.where(total > 0, mixed / total, torch.where(total == 0, 0.0, torch.nan)), lse
 
 
 def _visible(p: torch.Tensor, j: torch.Tensor, scoring: Scoring, seq: int) -> torch.Tensor:

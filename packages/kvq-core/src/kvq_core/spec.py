@@ -322,7 +322,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Attention:
-    """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv].
+    """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv] and, where it is given, ``lse`` [T, Hq] float32.
 
     ``batch_invariant`` is the switch of ``kvq_core.schedule`` as the call found it.
     """
@@ -338,6 +338,7 @@ class Attention:
     seq_threshold_3d: int | None = None
     batch_invariant: bool = False
     smoothing: Smoothing | None = None
+    lse: torch.Tensor | None = None
 
     @property
     def queries_per_kv(self) -> int:
@@ -370,6 +371,10 @@ class Attention:
             self.scratch.validate(q.shape[1], out.shape[2], device)
         if self.smoothing is not None:
             self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device)
+        if self.lse is not None:
+            _need_tensor(self.lse, "lse", 2, (torch.float32,), device)
+            _need(self.lse.shape == q.shape[:2], "lse", _shape(self.lse), f"the {tuple(q.shape[:2])} tokens and heads of q")
+            _need(self.lse.is_contiguous(), "lse", f"strides {self.lse.stride()}", "a contiguous tensor")
 
 
 def _check_planes(backend: QuantKVBackend, named: dict[str, Plane], device: torch.device, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Plane(NamedTuple):
@@ -36,6 +37,16 @@ class Rows(NamedTuple):
     head_stride: Any
     mean: Any = None
     factor: Any = None
+
+
+class Output(NamedTuple):
+    """Where results go: a [tokens, heads, channels] tensor with contiguous channels, and ``lse`` [tokens, heads] float32, contiguous, or
+    None: the natural logarithm of each row's softmax denominator."""
+
+    ptr: Any
+    token_stride: Any
+    head_stride: Any
+    lse: Any
 
 
 class Batch(NamedTuple):

@@ -117,7 +117,7 @@ class ReadConfig(Constant):
     wide_pages: bool  # those inside a page do, too
     wide_rows: bool  # those of a row's heads
     alibi_sqrt: bool
-    shifted: bool  # a softcap or sinks would notice that smoothed keys lack their mean
+    shifted: bool  # a softcap, sinks or an LSE would notice that smoothed keys lack their mean
     output: str
     registers: int  # of a thread that multiplies, where other warp groups have other numbers; else 0
     use_asm: bool

@@ -14,7 +14,7 @@ from kvq_core.kernels.args import RowBlock, SoftmaxState
 from kvq_core.kernels.queries import store_channels, store_rows
 from kvq_core.kernels.rotation import unrotate_row
 from kvq_core.kernels.shares import only_units, share_size
-from kvq_core.kernels.softmax import add_sink, reciprocal_sum
+from kvq_core.kernels.softmax import add_sink, reciprocal_sum, store_lse
 
 
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
@@ -130,6 +130,7 @@ def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.
         acc = joined
         state = SoftmaxState(top, state.sum * alpha + one.sum * one_weight + two.sum * two_weight)
     state, factor = add_sink(state, head, valid, scoring)
+    store_lse(state, token, head, valid, output, C)
     scale = factor * reciprocal_sum(state.sum)
     result = ()
     for s in tl.static_range(tl.constexpr(C.format.streams)):
@@ -195,6 +196,7 @@ def merge_row(r, part, block, output, output_scale, scoring, splits, partials, T
     largest = tl.max(top, 0)
     weight = tl.exp2(top - tl.where(largest == float("-inf"), 0.0, largest))
     state, factor = add_sink(SoftmaxState(largest, tl.sum(total * weight, 0)), head, valid, scoring)
+    store_lse(state, token, head, tl.where(part == 0, valid, False), output, C)
     x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
     if C.format.rotated:
         x = unrotate_row(x, channel, HEADS, SIGNS, C.mixed)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import LOG2E, SoftmaxState
+from kvq_core.kernels.args import LN2, LOG2E, SoftmaxState
 from kvq_core.kernels.fewrows import widen
 from kvq_core.kernels.masks import by_row
 
@@ -79,6 +79,14 @@ def add_sink(state, heads, valid, scoring):
         factor = tl.exp2(state.max - safe)
         result = SoftmaxState(top, state.sum * factor + tl.exp2(sink - safe))
     return result, factor
+
+
+@triton.jit
+def store_lse(state, token, head, valid, output, C: tl.constexpr):
+    """Store the rows' log-sum-exp, ``ln sum_j exp(score_j)``, sinks included; -inf where nothing was seen. ``state``: in log2 units."""
+    if output.lse is not None:
+        at = token.to(tl.int64) * (tl.num_programs(1) * C.group) + head
+        tl.store(output.lse + at, (state.max + tl.log2(state.sum)) * LN2, mask=valid)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from kvq_core.kernels.args import LOG2E, QueryRows, SoftmaxState
 from kvq_core.kernels.folding import unfold
 from kvq_core.kernels.queries import store_rows
 from kvq_core.kernels.rotation import butterfly
-from kvq_core.kernels.softmax import add_sink, reciprocal_sum
+from kvq_core.kernels.softmax import add_sink, reciprocal_sum, store_lse
 
 
 @triton.jit
@@ -65,6 +65,7 @@ def note_plan(work, kv_head, partials, C: tl.constexpr):
 @triton.jit
 def write_result(acc, state, output, output_scale, rows, work, scoring, C: tl.constexpr):
     state, factor = add_sink(state, rows.head, rows.valid, scoring)
+    store_lse(state, rows.token, rows.head, rows.valid, output, C)
     share = factor * reciprocal_sum(state.sum)
     result = ()
     for s in tl.static_range(tl.constexpr(C.format.streams)):

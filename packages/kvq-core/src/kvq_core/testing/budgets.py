@@ -67,13 +67,9 @@ NO_LEVEL_ERROR = LevelError()
 
 def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: LevelError = NO_LEVEL_ERROR) -> torch.Tensor:
     """The bound [Hq, n, Dv] on |float32 result - exact.out| where matrix operands have unit roundoff ``u``; 0: they are not rounded."""
-    deviation = SIGMAS * u / math.sqrt(3) * softmax_scale
-    size, num_keys = exact.q.shape[-1], exact.k.shape[1]
-    lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
-    rest = level_error.shared * (exact.raw - exact.shift).abs() + level_error.spread * SIGMAS * lengths / math.sqrt(size)
-    rest = rest + size * F32 * (lengths + exact.shift_terms)
-    rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
-    from_query = deviation * _largest_spread(exact.q, exact.k) if u else torch.zeros_like(rest)
+    num_keys = exact.k.shape[1]
+    deviation = _deviation(softmax_scale, u)
+    from_query, rest = _scores(exact, softmax_scale, softcap, u, level_error)
 
     p, v = exact.weights, exact.v.abs()
     score = from_query + rest
@@ -96,6 +92,31 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     levels = level_error.shared * (p @ v) + level_error.spread * SIGMAS / math.sqrt(v.shape[-1]) * rows
     lost = 2 * num_keys * FLOAT16_WEIGHT * exact.v.norm(dim=-1).amax(-1)[:, None, None] if num_keys else 0.0
     return weights + products + levels + lost + v.shape[-1] * SMALLEST
+
+
+def lse(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: LevelError = NO_LEVEL_ERROR) -> torch.Tensor:
+    """The bound [Hq, n] on |float32 LSE - exact.lse|. A log-sum-exp moves by no more than the score that moves most (a softcap's slope is
+    at most 1); its sum's rounding, relative to the sum, adds to it."""
+    from_query, rest = _scores(exact, softmax_scale, softcap, u, level_error)
+    error = (from_query + rest).masked_fill(exact.final == -math.inf, 0.0)
+    num_keys = exact.k.shape[1]
+    moved = error.amax(-1) if num_keys else torch.zeros_like(exact.lse)
+    return moved + (SIGMAS * math.sqrt(num_keys) + 16) * F32 + 4 * F32 * exact.lse.abs().nan_to_num(posinf=0.0)
+
+
+def _deviation(softmax_scale: float, u: float) -> float:
+    return SIGMAS * u / math.sqrt(3) * softmax_scale
+
+
+def _scores(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: LevelError) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far scores may be off [Hq, n, m]: what the query's rounding makes of it, and the rest."""
+    size = exact.q.shape[-1]
+    lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
+    rest = level_error.shared * (exact.raw - exact.shift).abs() + level_error.spread * SIGMAS * lengths / math.sqrt(size)
+    rest = rest + size * F32 * (lengths + exact.shift_terms)
+    rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
+    from_query = _deviation(softmax_scale, u) * _largest_spread(exact.q, exact.k) if u else torch.zeros_like(rest)
+    return from_query, rest
 
 
 def stored(bound: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, u: float) -> torch.Tensor:

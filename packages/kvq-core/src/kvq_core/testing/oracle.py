@@ -15,10 +15,10 @@ from kvq_core.testing.scene import Scene
 @dataclass(frozen=True)
 class Exact:
     """One sequence: ``q`` [Hq, n, D], ``k`` [Hq, m, D], ``v`` [Hq, m, Dv] (kv heads repeated); ``raw`` scores before the softcap and
-    ``capped`` ones after it [Hq, n, m]; ``shift`` [Hq, n, 1], the part of ``raw`` that is the smoothed keys' mean's, where a softcap or a
-    sink sees it, and ``shift_terms``, the sum of its terms' magnitudes;
+    ``capped`` ones after it [Hq, n, m]; ``shift`` [Hq, n, 1], the part of ``raw`` that is the smoothed keys' mean's, where a softcap, a
+    sink or an LSE sees it, and ``shift_terms``, the sum of its terms' magnitudes;
     ``final`` ones, -inf where unseen; ``weights`` [Hq, n, m], which sum to 1 less the sink's
-    share; ``out`` [Hq, n, Dv]."""
+    share; ``out`` [Hq, n, Dv]; ``lse`` [Hq, n], the logarithm of the softmax denominator."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -30,6 +30,7 @@ class Exact:
     out: torch.Tensor
     shift: torch.Tensor
     shift_terms: torch.Tensor
+    lse: torch.Tensor
 
 
 def visible(num_rows: int, num_keys: int, window: int, ranges: list[list[int]]) -> torch.Tensor:
@@ -77,7 +78,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
     if arguments["sinks"] is not None:
         logits = torch.cat([final, arguments["sinks"].double()[:, None, None].expand(heads, num_rows, 1)], -1)
     weights = torch.softmax(logits, -1)[..., :num_keys].nan_to_num(0.0).masked_fill(~seen, 0.0)
-    return Exact(q, k, v, raw, capped, final, weights, weights @ v, shift, shift_terms)
+    return Exact(q, k, v, raw, capped, final, weights, weights @ v, shift, shift_terms, torch.logsumexp(logits, -1))
 
 
 def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,7 +91,7 @@ def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[t
     terms = q * mean * arguments["softmax_scale"]
     if smoothing.balance is not None:
         q = q * smoothing.balance.double().repeat_interleave(group, 0)[:, None]
-    if not arguments["softcap"] and arguments["sinks"] is None:
+    if not arguments["softcap"] and arguments["sinks"] is None and arguments.get("lse") is None:
         return q, none, none  # a softmax does not see it
     return q, terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True)
 

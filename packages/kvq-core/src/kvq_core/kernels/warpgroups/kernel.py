@@ -53,7 +53,7 @@ def attend_in_groups(
     gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
-    gl.static_assert(C.output == "" and C.split == "" and not C.shifted, "no fp8 output, no split, no sinks beside smoothed keys")
+    gl.static_assert(C.output == "" and C.split == "" and not C.shifted, "no fp8 output, no split, nothing that smoothed keys change")
     kv_head = gl.program_id(1)
     found, seq, row_start, num_rows, first_token, context_len, stop = find_work(gl.program_id(0), num_seqs, table_width, batch, C)
     if found:
@@ -91,6 +91,10 @@ def attend_in_groups(
 
         BALANCED: gl.constexpr = queries.factor is not None
         SINKS: gl.constexpr = scoring.sinks is not None
+        LSE: gl.constexpr = output.lse is not None
+        lse = queries.ptr
+        if LSE:
+            lse = output.lse
         factor = queries.ptr
         if BALANCED:
             factor = queries.factor
@@ -120,6 +124,7 @@ def attend_in_groups(
             output.ptr,
             output.token_stride,
             output.head_stride,
+            lse,
             sinks,
             score_unit,
             value_unit,
@@ -135,8 +140,8 @@ def attend_in_groups(
         gl.warp_specialize(
             [
                 (fill_tiles, (k, v, span, shared, SCALED, SHRUNK, FINITE, UNPACK, SCALE_OF, C)),
-                (multiply_tiles, (0, work, span, shared, SCALED, BALANCED, SINKS, ADJACENT, C)),
-                (multiply_tiles, (1, work, span, shared, SCALED, BALANCED, SINKS, ADJACENT, C)),
+                (multiply_tiles, (0, work, span, shared, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+                (multiply_tiles, (1, work, span, shared, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
             ],
             [WARPS, WARPS],
             [C.registers, C.registers],

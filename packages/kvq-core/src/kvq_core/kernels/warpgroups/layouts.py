@@ -80,6 +80,7 @@ class Work(NamedTuple):
     output: Any
     out_token_stride: Any
     out_head_stride: Any
+    lse: Any
     sinks: Any
     score_unit: Any
     value_unit: Any

@@ -4,24 +4,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.warpgroups.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
 from kvq_core.kernels.warpgroups.queries import load_queries, rows_of, store_output
 from kvq_core.kernels.warpgroups.work import all_exist
 
 LOG2E = gl.constexpr(_LOG2E.value)
+LN2 = gl.constexpr(_LN2.value)
 
 
 @gluon.jit
 def multiply_tiles(
     GROUP: gl.constexpr, work, span, shared,
-    SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, ADJACENT: gl.constexpr,
+    SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ADJACENT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
     D: gl.constexpr = C.head_size
     left = load_queries(work, GROUP, BALANCED, ADJACENT, C)
-    _, head, position, valid = rows_of(work, GROUP, ROWS, C)
+    token, head, position, valid = rows_of(work, GROUP, ROWS, C)
     acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
     total = gl.zeros([HALF], gl.float32, ROWS)
@@ -32,7 +34,10 @@ def multiply_tiles(
         acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, False, C)
     for n in range(whole, span.last):
         acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, True, C)
-    share, total = take_sink(top, total, left, head, valid, work, SINKS)
+    share, top, total = take_sink(top, total, left, head, valid, work, SINKS)
+    if LSE:
+        at = token.to(gl.int64) * (gl.num_programs(1) * C.group) + head
+        gl.store(work.lse + at, (top + gl.log2(total)) * LN2, mask=valid)
     share = share * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
     if SCALED:
         share = share * largest
@@ -89,16 +94,17 @@ def multiply(
 
 @gluon.jit
 def take_sink(top, total, left, head, valid, work, SINKS: gl.constexpr):
-    """(factor for the accumulator, sum of weights) with exp(sink) in the sum."""
+    """(factor for the accumulator, maximum in log2 units, sum of weights) with exp(sink) in the sum."""
     factor = gl.full_like(total, 1.0)
+    zero = gl.zeros_like(total)
+    # Products rounded before the difference, as in softmax.add_sink.
+    top = gl.fma(top, left, zero)
     if SINKS:
-        zero = gl.zeros_like(total)
         sink = gl.load(work.sinks + head, mask=valid, other=float("-inf")).to(gl.float32)
-        # Products rounded before the difference, as in softmax.add_sink.
         sink = gl.fma(sink, gl.full_like(total, LOG2E), zero)
-        top = gl.fma(top, left, zero)
         new = gl.maximum(top, sink)
         safe = gl.where(new == float("-inf"), 0.0, new)
         factor = gl.exp2(top - safe)
         total = total * factor + gl.exp2(sink - safe)
-    return factor, total
+        top = new
+    return factor, top, total

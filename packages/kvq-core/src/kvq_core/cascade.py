@@ -1,0 +1,48 @@
+"""Combine two reads of the same query rows over disjoint keys, by their log-sum-exp.
+
+With ``lse_i = ln sum_j exp(s_j)`` over the keys of read ``i`` and ``out_i`` its softmax-weighted values::
+
+    lse = ln(exp(lse_1) + exp(lse_2))        out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
+
+which is attention over both sets of keys: cascade attention over a shared prefix, and context parallelism, read their keys in parts. Give
+sinks to one of the reads only, since each read counts them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvq_core.errors import ArgumentError
+
+
+def combine(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the keys of two reads.
+
+    Args:
+        out, other: [num_tokens, num_query_heads, head_size_v], the results of ``unified_attention`` without an ``output_scale``.
+        lse, other_lse: [num_tokens, num_query_heads] float32, what it filled ``lse`` with.
+
+    Returns:
+        New tensors like ``out`` and ``lse``, computed in float32. A row that saw nothing in either read is 0, its LSE -inf.
+
+    Raises:
+        ArgumentError: the four tensors do not belong together.
+    """
+    named = {"out": out, "lse": lse, "other": other, "other_lse": other_lse}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(name, type(tensor).__name__, "a torch.Tensor")
+    if out.dim() != 3 or not out.dtype.is_floating_point or out.dtype.itemsize == 1:
+        need = "[num_tokens, num_query_heads, head_size_v] of bfloat16, float16 or float32"
+        raise ArgumentError("out", f"shape {tuple(out.shape)} of {out.dtype}", need)
+    needs = {"lse": (out.shape[:2], torch.float32), "other": (out.shape, out.dtype), "other_lse": (out.shape[:2], torch.float32)}
+    for name, (shape, dtype) in needs.items():
+        tensor = named[name]
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != out.device:
+            got = f"shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            raise ArgumentError(name, got, f"shape {tuple(shape)} of {dtype} on {out.device}")
+    total = torch.logaddexp(lse, other_lse)
+    # Rows that saw nothing: -inf - -inf would be NaN.
+    base = total.masked_fill(total == -torch.inf, 0.0)
+    share, other_share = ((part - base).exp()[..., None] for part in (lse, other_lse))
+    return (out.float() * share + other.float() * other_share).to(out.dtype), total

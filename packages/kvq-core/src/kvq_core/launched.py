@@ -51,6 +51,7 @@ class _Start:
     compiled: CompiledKernel
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
+    hooks: list[Any]  # those of this kernel alone that Triton calls before each launch (``add_pre_run_hook``)
 
 
 class Launched:
@@ -76,7 +77,7 @@ class Launched:
             return
         x, y, z = (*grid, 1, 1)[:3]
         constants = (options[name] for name in kernel.arg_names[len(arguments) :])
-        self._starts.append(_Start(compiled, (x, y, z), (*arguments, *constants)))
+        self._starts.append(_Start(compiled, (x, y, z), (*arguments, *constants), kernel.pre_run_hooks))
 
     def repeat(self, addresses: list[int]) -> Repeated | None:
         """How to launch the same at other addresses than ``addresses``, those of the call's tensors; ``None`` if that is not known.
@@ -122,6 +123,7 @@ class Repeated:
         self._offsets = [address - held[0] for address in held]
         self._places = {address: index for index, address in enumerate([*addresses, *held])}
         self._constants: list[Any] = []
+        self._hooks = [start.hooks for start in starts]
         self._launches = [_Again.of(start, tuple(map(self._pick, start.arguments))) for start in starts]
 
     def _pick(self, argument: Any) -> Pick:
@@ -144,7 +146,7 @@ class Repeated:
         return len(self._places) + len(self._constants) - 1
 
     def __call__(self, addresses: list[int]) -> bool:
-        if driver.active is not self._driver or _knobs() != self._knobs or not _no_hooks():
+        if driver.active is not self._driver or _knobs() != self._knobs or any(self._hooks) or not _no_hooks():
             return False
         stream = self._driver.get_current_stream(self._driver.get_current_device())
         if not self._offsets:

@@ -26,16 +26,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvq_core import eager, ops
+from kvq_core import checks, eager, ops
+from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.spec import Attention, NewRows, window_left
 
 if TYPE_CHECKING:
-    from kvq_core.calibration import KeySmoothing
     from kvq_core.launched import Launched
 
 
@@ -82,10 +82,12 @@ class QuantKVBackend(ABC):
     def packed_head_size(self, head_size: int) -> int:
         """Cache elements that one head's ``head_size`` values take. Raises :class:`ArgumentError` if they do not pack."""
         self.check_head_size(head_size, "head_size")
-        return head_size // self.packing_factor
+        return int(head_size // self.packing_factor)
 
     def check_head_size(self, head_size: int, argument: str) -> None:
         """Raise :class:`ArgumentError` naming ``argument`` unless this mode can pack ``head_size``."""
+        if type(head_size) is not int:
+            head_size = checks.integer(argument, head_size, 1)
         if not 0 < head_size <= self.max_head_size or head_size % self.head_size_multiple:
             need = f"a multiple of {self.head_size_multiple} up to {self.max_head_size} for mode {self.mode}"
             raise ArgumentError(argument, f"head size {head_size}", need)
@@ -94,11 +96,13 @@ class QuantKVBackend(ABC):
         self, num_blocks: int, block_size: int, num_kv_heads: int, device: torch.device | str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """New K and V scale caches [num_blocks, block_size, num_kv_heads] float32, head-major in memory; ``None`` if the mode has none."""
+        counts = {"num_blocks": num_blocks, "num_kv_heads": num_kv_heads, "block_size": block_size}
+        shape = [checks.integer(name, count) for name, count in counts.items()]
         if not self.needs_scale_caches:
             return None, None
 
         def plane() -> torch.Tensor:
-            return torch.zeros(num_blocks, num_kv_heads, block_size, dtype=torch.float32, device=device).transpose(1, 2)
+            return torch.zeros(shape, dtype=torch.float32, device=checks.device("device", device)).transpose(1, 2)
 
         return plane(), plane()
 
@@ -168,8 +172,15 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        smoothed = () if smoothing is None else (smoothing.mean, smoothing.inverse)
-        ops.write_op(self)(key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache, *smoothed)
+        arguments: tuple[Any, ...] = (key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
+        if smoothing is not None:
+            given = checks.instance("smoothing", smoothing, KeySmoothing)
+            arguments += (given.mean, given.inverse)
+        try:
+            ops.write_op(self)(*arguments)
+        except ops.NOT_TAKEN:
+            ops.check_write(self, *arguments)
+            raise
 
     def unified_attention(
         self,
@@ -231,39 +242,40 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        ops.read_op(self)(
+        arguments: tuple[Any, ...] = (
             q,
             k_cache,
             v_cache,
             out,
             cu_seqlens_q,
-            max_seqlen_q,
+            checks.integer("max_seqlen_q", max_seqlen_q),
             seqused_k,
-            max_seqlen_k,
-            softmax_scale,
+            checks.integer("max_seqlen_k", max_seqlen_k),
+            checks.real("softmax_scale", softmax_scale),
             window_left(window_size),
             block_table,
-            softcap,
+            checks.real("softcap", softcap),
             sinks,
             alibi_slopes,
-            use_alibi_sqrt,
+            checks.flag("use_alibi_sqrt", use_alibi_sqrt),
             qq_bias,
             output_scale,
             mm_prefix_range,
             k_scale_cache,
             v_scale_cache,
-            seq_threshold_3D,
-            num_par_softmax_segments,
+            None if seq_threshold_3D is None else checks.integer("seq_threshold_3D", seq_threshold_3D, -checks.INT64_MAX, checks.INT64_MAX),
+            None if num_par_softmax_segments is None else checks.integer("num_par_softmax_segments", num_par_softmax_segments, 1),
             softmax_segm_output,
             softmax_segm_max,
             softmax_segm_expsum,
-            *_optional(smoothing, lse),
         )
-
-
-def _optional(smoothing: KeySmoothing | None, lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The read op's last arguments, as far as they are given: each costs a call some time."""
-    if smoothing is None:
-        return () if lse is None else (None, None, lse)
-    smoothed = (smoothing.mean, smoothing.balance)
-    return smoothed if lse is None else (*smoothed, lse)
+        if smoothing is not None:
+            given = checks.instance("smoothing", smoothing, KeySmoothing)
+            arguments += (given.mean, given.balance)
+        if lse is not None:
+            arguments += (lse,) if smoothing is not None else (None, None, lse)
+        try:
+            ops.read_op(self)(*arguments)
+        except ops.NOT_TAKEN:
+            ops.check_read(self, *arguments)
+            raise

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 import torch
 
-from kvq_core import __version__, snapshot
+from kvq_core import __version__, checks, snapshot
 from kvq_core import step as steps
 from kvq_core.backend import QuantKVBackend
 from kvq_core.blocks import BlockPool
@@ -81,7 +81,9 @@ class PagedKVCache:
     ) -> None:
         backend = _backend(mode_or_backend)
         head_size_v = head_size if head_size_v is None else head_size_v
-        geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size, head_size_v, num_layers, dtype, layout)
+        geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size, head_size_v, num_layers, dtype, layout).checked()
+        num_blocks, block_size, num_layers = geometry.num_blocks, geometry.block_size, geometry.num_layers
+        num_kv_heads, head_size = geometry.num_kv_heads, geometry.head_size
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
         self._pool = BlockPool(num_blocks)
         self._table = SequenceTable(self._pool, block_size)
@@ -133,9 +135,7 @@ class PagedKVCache:
 
     def layer(self, layer: int) -> LayerCaches:
         """Views of one layer's caches, in the shapes the doors take. Writing through them writes to the cache."""
-        if not 0 <= layer < len(self._pages.layers):
-            raise ArgumentError("layer", layer, f"0 .. {len(self._pages.layers) - 1}")
-        return self._pages.layers[layer]
+        return self._pages.layers[checks.integer("layer", layer, 0, len(self._pages.layers) - 1)]
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence, the ones reserved last included."""
@@ -143,7 +143,10 @@ class PagedKVCache:
 
     def block_table(self, seqs: Sequence[int]) -> torch.Tensor:
         """[len(seqs), max_blocks] int32 on the cache's device; -1 past a sequence's last block."""
-        if len(seqs) == 0:
+        if not isinstance(seqs, Iterable) or isinstance(seqs, str | bytes):
+            raise ArgumentError("seqs", checks.described(seqs), "a list of sequence ids")
+        seqs = list(seqs)
+        if not seqs:
             raise ArgumentError("seqs", "no sequence", "at least one")
         return steps.block_table([self._table.get(seq, "seqs").blocks for seq in seqs], self.device)
 
@@ -255,12 +258,12 @@ class PagedKVCache:
         """
         g, caches = self.geometry, self.layer(layer)
         self._check_step(step)
-        num_query_heads = q.shape[1] if q.dim() == 3 else g.num_kv_heads
+        num_query_heads = q.shape[1] if checks.tensor("q", q).dim() == 3 else g.num_kv_heads
         self._check_rows("q", q, (step.num_tokens, num_query_heads, g.head_size))
         shape = (step.num_tokens, num_query_heads, g.head_size_v)
         if out is None:
             out = torch.empty(shape, dtype=q.dtype if output_scale is None else torch.float8_e4m3fn, device=self.device)
-        elif out.shape != shape or out.device != self.device:
+        elif checks.tensor("out", out).shape != shape or out.device != self.device:
             raise ArgumentError("out", f"shape {tuple(out.shape)} on {out.device}", f"{shape} on {self.device}")
         self.backend.unified_attention(
             q,
@@ -288,13 +291,13 @@ class PagedKVCache:
         return out
 
     def _check_step(self, step: Step) -> None:
-        if step.owner is not self._table:
+        if checks.instance("step", step, Step).owner is not self._table:
             raise ArgumentError("step", "one of another cache", "one that this cache's append() returned")
         if not self._table.unchanged_since(step.clock, step.sequences):
             raise ArgumentError("step", "one whose sequences were appended to, truncated, forked or freed since", "their latest step")
 
     def _check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if rows.shape != shape:
+        if checks.tensor(argument, rows).shape != shape:
             raise ArgumentError(argument, f"shape {tuple(rows.shape)}", f"{shape} = [num_tokens, heads, head size]")
         if rows.device != self.device:
             raise ArgumentError(argument, f"a tensor on {rows.device}", f"one on {self.device}")
@@ -310,6 +313,7 @@ class PagedKVCache:
         Raises:
             OSError: the file cannot be written.
         """
+        checks.path("path", path)
         package = type(self.backend).__module__.partition(".")[0]
         versions = {"kvq_core": __version__, package: str(getattr(sys.modules.get(package), "__version__", "unknown"))}
         bookkeeping = {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in self._table.saved().items()}
@@ -339,10 +343,15 @@ class PagedKVCache:
                 installed; tensors are missing or do not fit the geometry it states.
             FileNotFoundError: there is no such file.
         """
+        checks.path("path", path)
+        device = checks.device("device", device)
+        if smoothing is not None:
+            checks.instance("smoothing", smoothing, ModelSmoothing)
+        wanted = None if mode is None else _backend(mode)
         with snapshot.opened(path) as file:
             header = file.header
             try:
-                backend = _backend(header.mode if mode is None else mode)
+                backend = wanted or _backend(header.mode)
                 if backend.mode != header.mode:
                     raise file.error(f"it holds mode {header.mode}, not {backend.mode} as asked for")
                 for name, (dtype, shape) in contents(backend, header.geometry).items():

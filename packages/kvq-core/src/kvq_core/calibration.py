@@ -20,6 +20,7 @@ from typing import Any, Final, Self, Union
 
 import torch
 
+from kvq_core import checks
 from kvq_core.errors import ArgumentError, SnapshotError
 
 FIRST_PREFILL: Final = "first_prefill"
@@ -49,7 +50,7 @@ class KeySmoothing:
         for name, tensor in (("mean", self.mean), ("balance", self.balance)):
             if tensor is None:
                 continue
-            if tensor.dim() != 2 or tensor.dtype != torch.float32:
+            if checks.tensor(name, tensor).dim() != 2 or tensor.dtype != torch.float32:
                 raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype}", "[num_kv_heads, head_size] float32")
             if tensor.shape != self.mean.shape or tensor.device != self.mean.device:
                 raise ArgumentError(name, f"{tuple(tensor.shape)} on {tensor.device}", f"{tuple(self.mean.shape)} on {self.mean.device}")
@@ -74,6 +75,7 @@ class KeySmoothing:
 
     def to(self, device: torch.device | str) -> KeySmoothing:
         """The same on ``device``."""
+        device = checks.device("device", device)
         return KeySmoothing(self.mean.to(device), None if self.balance is None else self.balance.to(device))
 
     def check(self, num_kv_heads: int, head_size: int, argument: str = "smoothing") -> None:
@@ -92,14 +94,22 @@ class KeyStatistics:
 
     def add(self, keys: torch.Tensor, queries: torch.Tensor | None = None, real: torch.Tensor | None = None) -> None:
         """Count keys [num_tokens, num_kv_heads, head_size], those ``real`` [num_tokens] bool, and queries [any, heads, head_size]."""
-        if keys.dim() != 3 or not keys.is_floating_point():
-            raise ArgumentError("keys", f"shape {tuple(keys.shape)}, {keys.dtype}", "[num_tokens, num_kv_heads, head_size] floats")
-        self._keys = _Moments.of(keys, real).plus(self._keys)
+        heads, size = checks.floats("keys", keys, 3, "[num_tokens, num_kv_heads, head_size]").shape[1:]
+        known = self._keys
+        if known is not None and known.total.shape != (heads, size):
+            raise ArgumentError("keys", f"{heads} heads of {size}", "the {} heads of {} of earlier ones".format(*known.total.shape))
+        if real is not None and (checks.tensor("real", real).dtype != torch.bool or real.shape != keys.shape[:1]):
+            raise ArgumentError("real", f"shape {tuple(real.shape)}, {real.dtype}", f"[{len(keys)}] bool, one for each token")
+        if queries is not None:
+            checks.floats("queries", queries, 3, "[num_tokens, num_query_heads, head_size]")
+            if not heads or queries.shape[1] % heads or queries.shape[2] != size:
+                raise ArgumentError("queries", f"shape {tuple(queries.shape)}", f"[num_tokens, a multiple of {heads}, {size}]")
+        for name, x in (("real", real), ("queries", queries)):
+            if x is not None and x.device != keys.device:
+                raise ArgumentError(name, f"a tensor on {x.device}", f"one on {keys.device}")
+        self._keys = _Moments.of(keys, real).plus(known)
         if queries is None:
             return
-        heads, size = keys.shape[1:]
-        if queries.dim() != 3 or queries.shape[1] % heads or queries.shape[2] != size:
-            raise ArgumentError("queries", f"shape {tuple(queries.shape)}", f"[num_tokens, a multiple of {heads}, {size}]")
         grouped = queries.unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1)
         self._queries = _Moments.of(grouped, None).plus(self._queries)
 
@@ -109,6 +119,7 @@ class KeyStatistics:
         A channel of keys with standard deviation s_k, met by queries of root mean square s_q, has the factor sqrt(s_k / s_q), relative to
         the geometric mean of its head: quantization spreads its error evenly over k', and the scores see it times q'.
         """
+        checks.flag("balanced", balanced)
         if self._keys is None:
             raise ArgumentError("keys", "none so far", "keys to estimate a mean from")
         mean = self._keys.mean
@@ -201,6 +212,13 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
 
     layers: Mapping[int, KeySmoothing]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Mapping):
+            raise ArgumentError("layers", checks.described(self.layers), "a mapping from layers to KeySmoothing")
+        for layer, one in self.layers.items():
+            checks.integer("layers", layer)
+            checks.instance(f"layers[{layer}]", one, KeySmoothing)
+
     def __getitem__(self, layer: int) -> KeySmoothing:
         return self.layers[layer]
 
@@ -247,6 +265,7 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        checks.path("path", path)
         header = {"format_version": _FORMAT_VERSION, "fingerprint": self.fingerprint}
         stored = {name: tensor.cpu().contiguous() for name, tensor in self.tensors().items()}
         try:
@@ -263,6 +282,9 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
             FileNotFoundError: there is no file.
         """
         from safetensors import SafetensorError, safe_open
+
+        checks.path("path", path)
+        device = checks.device("device", device)
 
         def refused(why: str) -> SnapshotError:
             return SnapshotError(f"{os.fspath(path)}: {why}")

@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from kvq_core import checks
 from kvq_core.errors import ArgumentError
 
 # vLLM's generator seed for the signs, and the step between rounds (vllm int4_per_token_head, Apache-2.0).
@@ -24,6 +25,7 @@ _SEED, _SEED_STEP = 0x9E3779B9, 0x517CC1B7
 
 def block_of(head_size: int) -> int:
     """The transform's block: the largest power of two that divides ``head_size``."""
+    head_size = checks.integer("head_size", head_size, 1)
     return head_size & -head_size
 
 
@@ -94,6 +96,12 @@ def headroom(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs().amax(-1, keepdim=True) > 2.0**100, 2.0**-20, 1.0)
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    if checks.tensor("x", x).dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise ArgumentError("x", f"shape {tuple(x.shape)}, {x.dtype}", "[..., channels] of bfloat16, float16, float32 or float64")
+    return x
+
+
 def fast_hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     """Unnormalized Sylvester transform H x along the last dimension, so that applying it twice multiplies by d.
 
@@ -103,7 +111,7 @@ def fast_hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     Raises:
         ArgumentError: d is not a power of two.
     """
-    size = x.shape[-1]
+    size = _rows(x).shape[-1]
     if size < 1 or size & (size - 1):
         raise ArgumentError("x", f"last dimension {size}", "a power of two")
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and size <= 2**15:
@@ -129,5 +137,6 @@ def single_rht(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     Args:
         x: [..., d], any d; acts on blocks of ``d & -d`` channels.
     """
-    signs = rht_signs(x.shape[-1], device=x.device).to(x.dtype)
+    checks.flag("inverse", inverse)
+    signs = rht_signs(_rows(x).shape[-1], device=x.device).to(x.dtype)
     return block_hadamard(x) * signs if inverse else block_hadamard(x * signs)

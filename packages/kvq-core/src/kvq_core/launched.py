@@ -19,6 +19,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from kvq_core.memory import Apart
 from kvq_core.repeat import ALIGNMENT
 from kvq_core.workspace import kept_buffer, sole_use, workspace, workspace_size
 
@@ -51,6 +52,7 @@ class _Start:
     compiled: CompiledKernel
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
+    hooks: list[Any]  # those of this kernel alone that Triton calls before each launch (``add_pre_run_hook``)
 
 
 class Launched:
@@ -76,11 +78,12 @@ class Launched:
             return
         x, y, z = (*grid, 1, 1)[:3]
         constants = (options[name] for name in kernel.arg_names[len(arguments) :])
-        self._starts.append(_Start(compiled, (x, y, z), (*arguments, *constants)))
+        self._starts.append(_Start(compiled, (x, y, z), (*arguments, *constants), kernel.pre_run_hooks))
 
-    def repeat(self, addresses: list[int]) -> Repeated | None:
+    def repeat(self, addresses: list[int], apart: Apart) -> Repeated | None:
         """How to launch the same at other addresses than ``addresses``, those of the call's tensors; ``None`` if that is not known.
 
+        ``apart``: whether the call may be made at them.
         Two tensors at one address could not be told apart.
         """
         known = triton_is_known() and driver.active.get_current_target().backend == "cuda"
@@ -88,7 +91,7 @@ class Launched:
             return None
         try:
             starts = [start for start in self._starts if start is not None]
-            return Repeated(self.device, starts, self._spaces[0] if self._spaces else None, addresses)
+            return Repeated(self.device, starts, self._spaces[0] if self._spaces else None, addresses, apart)
         except _UntracedError:
             return None
 
@@ -115,13 +118,15 @@ class Repeated:
     Their arguments are gathered from one *pool*: the addresses of the call's tensors, those of the workspace's parts, the constants.
     """
 
-    def __init__(self, device: torch.device, starts: list[_Start], space: _Space | None, addresses: list[int]) -> None:
+    def __init__(self, device: torch.device, starts: list[_Start], space: _Space | None, addresses: list[int], apart: Apart) -> None:
         self._device, self._driver, self._knobs = device, driver.active, _knobs()
+        self._apart = apart
         self._size, parts = space or (0, ())
         held = [part.data_ptr() for part in parts if part.numel()]
         self._offsets = [address - held[0] for address in held]
         self._places = {address: index for index, address in enumerate([*addresses, *held])}
         self._constants: list[Any] = []
+        self._hooks = [start.hooks for start in starts]
         self._launches = [_Again.of(start, tuple(map(self._pick, start.arguments))) for start in starts]
 
     def _pick(self, argument: Any) -> Pick:
@@ -144,7 +149,13 @@ class Repeated:
         return len(self._places) + len(self._constants) - 1
 
     def __call__(self, addresses: list[int]) -> bool:
-        if driver.active is not self._driver or _knobs() != self._knobs or not _no_hooks():
+        if (
+            driver.active is not self._driver
+            or _knobs() != self._knobs
+            or any(self._hooks)
+            or not _no_hooks()
+            or not self._apart(addresses)
+        ):
             return False
         stream = self._driver.get_current_stream(self._driver.get_current_device())
         if not self._offsets:

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
+from kvq_core import checks
 from kvq_core.errors import ArgumentError
 from kvq_core.spec import FLOATS
 
@@ -38,18 +39,23 @@ class Geometry:
     dtype: torch.dtype
     layout: str
 
+    def checked(self) -> Self:
+        """The same with Python's own integers; :class:`ArgumentError` naming the first field that no cache can have."""
+        counts = ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v", "num_layers")
+        integers: dict[str, Any] = {name: checks.integer(name, getattr(self, name), 1) for name in counts}
+        found = replace(self, **integers)
+        if found.block_size % 8:
+            raise ArgumentError("block_size", found.block_size, "a multiple of 8")
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in FLOATS:
+            need = f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come"
+            raise ArgumentError("dtype", checks.described(self.dtype), need)
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
+            raise ArgumentError("layout", checks.described(self.layout), f"one of {', '.join(LAYOUTS)}")
+        return found
+
     def validate(self, backend: QuantKVBackend) -> None:
         """Raise :class:`ArgumentError` naming the first field that ``backend`` cannot hold."""
-        for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v", "num_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(name, repr(value), "a positive integer")
-        if self.block_size % 8:
-            raise ArgumentError("block_size", self.block_size, "a multiple of 8")
-        if self.dtype not in FLOATS:
-            raise ArgumentError("dtype", self.dtype, f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come")
-        if self.layout not in LAYOUTS:
-            raise ArgumentError("layout", repr(self.layout), f"one of {', '.join(LAYOUTS)}")
+        self.checked()
         backend.check_head_size(self.head_size, "head_size")
         backend.check_head_size(self.head_size_v, "head_size_v")
 
@@ -134,8 +140,12 @@ def cell_views(backend: QuantKVBackend, cells: torch.Tensor, head_size: int, hea
     Raises:
         ArgumentError: ``cells`` does not have that form, or its scales do not lie on multiples of four bytes.
     """
-    stored = fields(backend, head_size, head_size_v, dtype)
-    if cells.dim() != 4 or cells.shape[-1] != cell_size(stored):
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise ArgumentError("dtype", checks.described(dtype), f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come")
+    for name, size in (("head_size", head_size), ("head_size_v", head_size_v)):
+        backend.check_head_size(size, name)
+    stored = fields(backend, int(head_size), int(head_size_v), dtype)
+    if checks.tensor("cells", cells).dim() != 4 or cells.shape[-1] != cell_size(stored):
         raise ArgumentError("cells", f"shape {tuple(cells.shape)}", f"[num_blocks, block_size, num_kv_heads, {cell_size(stored)}]")
     if cells.dtype.itemsize != 1:
         raise ArgumentError("cells", cells.dtype, "torch.uint8")

@@ -8,6 +8,7 @@ have the facts of an earlier one repeats that one's launches instead (:mod:`kvq_
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from kvq_core import debug, eager, schedule
+from kvq_core import checks, debug, eager, schedule
+from kvq_core.errors import ArgumentError
+from kvq_core.memory import Apart, check_apart
 from kvq_core.plans.lookup import asking_first
 from kvq_core.repeat import Facts, Repeats, facts_of
 from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch, Smoothing
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
     from kvq_core.launched import Launched
     from kvq_core.plans import Table
+
 
 _WRITE_SCHEMA = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
@@ -40,6 +45,17 @@ _READ_SCHEMA = (
     "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum, "
     "Tensor? k_mean=None, Tensor? k_factor=None, Tensor(e!)? lse=None) -> ()"
 )
+NOT_TAKEN = (RuntimeError, TypeError, OverflowError, AttributeError)
+"""What torch's dispatcher, or the op's own dispatch, raises for arguments that are of no type the op takes."""
+
+
+@functools.cache
+def _arguments(schema: str) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The names of an op's arguments, and of those that it writes (``!``)."""
+    parts = [(part.split()[-1].partition("=")[0], "!" in part) for part in schema[1 : schema.index(") ->")].split(", ")]
+    return tuple(name for name, _ in parts), frozenset(name for name, written in parts if written)
+
+
 _MAX_SEQLEN_K = 7
 """Its place among the read op's arguments."""
 
@@ -54,9 +70,8 @@ def launches_repeat_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and not debug.enabled()
 
 
-def _write(
+def check_write(
     backend: QuantKVBackend,
-    batch_invariant: bool,
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -66,8 +81,11 @@ def _write(
     v_scale_cache: torch.Tensor | None,
     k_mean: torch.Tensor | None = None,
     k_factor: torch.Tensor | None = None,
-) -> Launched | None:
-    rows = NewRows.checked(
+    *,
+    batch_invariant: bool = False,
+) -> NewRows:
+    """The write op's arguments, bundled; :class:`ArgumentError` names the first one that does not fit."""
+    return NewRows.checked(
         backend,
         key,
         value,
@@ -79,19 +97,22 @@ def _write(
         batch_invariant=batch_invariant,
         smoothing=Smoothing.given(k_mean, k_factor),
     )
+
+
+def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
+    rows = check_write(backend, *arguments, batch_invariant=batch_invariant)
     if debug.enabled():
         debug.check_slots(rows)
-    if key.shape[0] == 0 or key.shape[1] == 0 or key_cache.shape[0] == 0:
+    if rows.key.shape[0] == 0 or rows.key.shape[1] == 0 or rows.keys.num_blocks == 0:
         return None
-    if kernels_run_on(key.device):
+    if kernels_run_on(rows.key.device):
         return backend.write(rows)
     eager.write(backend, rows)
     return None
 
 
-def _read(
+def check_read(
     backend: QuantKVBackend,
-    batch_invariant: bool,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -120,12 +141,16 @@ def _read(
     k_mean: torch.Tensor | None = None,
     k_factor: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> Launched | None:
+    *,
+    batch_invariant: bool = False,
+) -> Attention:
+    """The read op's arguments, bundled; :class:`ArgumentError` names the first one that does not fit."""
+    sizes = [x.shape[-1] if checks.tensor(name, x).dim() else 0 for name, x in (("q", q), ("out", out))]
     attention = Attention(
         q=q,
         out=out,
-        keys=Plane(k_cache, k_scale_cache, q.shape[-1]),
-        values=Plane(v_cache, v_scale_cache, out.shape[-1]),
+        keys=Plane(k_cache, k_scale_cache, sizes[0]),
+        values=Plane(v_cache, v_scale_cache, sizes[1]),
         batch=Batch(cu_seqlens_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k),
         scoring=Scoring(softmax_scale, window_left, softcap, sinks, alibi_slopes, use_alibi_sqrt, qq_bias, mm_prefix_range),
         output_scale=output_scale,
@@ -136,6 +161,12 @@ def _read(
         lse=lse,
     )
     attention.validate(backend)
+    return attention
+
+
+def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
+    attention = check_read(backend, *arguments, batch_invariant=batch_invariant)
+    q = attention.q
     if debug.enabled():
         debug.check_batch(attention)
     if q.shape[0] == 0 or q.shape[1] == 0 or attention.batch.num_seqs == 0:
@@ -161,9 +192,18 @@ class _Verb:
     name: str
     body: Callable[..., Launched | None]
     facts: Callable[[tuple[Any, ...]], tuple[Facts, list[int]]]
+    schema: Callable[[QuantKVBackend], str]
+
+    def check_memory(self, backend: QuantKVBackend, arguments: tuple[Any, ...]) -> Apart:
+        names, written = _arguments(self.schema(backend))
+        return check_apart(names, arguments, written)
 
 
-_VERBS = (_Verb("write", _write, facts_of), _Verb("read", _read, _read_facts))
+def _write_schema(backend: QuantKVBackend) -> str:
+    return _WRITE_SCHEMA_GIVEN_SCALES if backend.takes_scales else _WRITE_SCHEMA
+
+
+_VERBS = (_Verb("write", _write, facts_of, _write_schema), _Verb("read", _read, _read_facts, lambda backend: _READ_SCHEMA))
 
 
 @dataclass(frozen=True)
@@ -178,6 +218,7 @@ class _Bound:
         # Read once for each call: another thread may turn the switch before the call is over.
         batch_invariant = schedule.is_batch_invariant()
         if not launches_repeat_on(device):
+            verb.check_memory(self.backend, arguments)
             verb.body(self.backend, batch_invariant, *arguments)
             return
         facts, addresses = verb.facts(arguments)
@@ -186,8 +227,9 @@ class _Bound:
         repeat = repeats.get(facts)
         if repeat is not None and repeat(addresses):
             return
+        apart = verb.check_memory(self.backend, arguments)
         launched = verb.body(self.backend, batch_invariant, *arguments)
-        repeat = launched.repeat(addresses) if launched is not None else None
+        repeat = launched.repeat(addresses, apart) if launched is not None else None
         if repeat is not None:
             repeats.keep(facts, repeat)
 
@@ -204,14 +246,13 @@ class _Ops:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
         with self._lock:
             if backend.mode not in self._bound:
-                given = backend.takes_scales
-                schemas = {"write": _WRITE_SCHEMA_GIVEN_SCALES if given else _WRITE_SCHEMA, "read": _READ_SCHEMA}
                 for verb in _VERBS:
-                    self._define(backend.mode, verb, schemas[verb.name])
+                    self._define(verb, backend)
             # Last: another thread that finds the mode bound takes its ops without asking for the lock.
             self._bound[backend.mode] = _Bound(backend)
 
-    def _define(self, mode: str, verb: _Verb, schema: str) -> None:
+    def _define(self, verb: _Verb, backend: QuantKVBackend) -> None:
+        mode, schema = backend.mode, verb.schema(backend)
         name = f"{mode}_{verb.name}"
         self._library.define(name + schema)
 
@@ -226,7 +267,14 @@ class _Ops:
 
         for key in ("CPU", "CUDA"):
             self._library.impl(name, run, key)
-        torch.library.register_fake(f"kvq::{name}", _no_result, lib=self._library)
+
+        def no_result(*arguments: object) -> None:
+            """Both ops only change their arguments: there is no result to describe. Meta tensors of no tracer come here, too."""
+            for argument, x in zip(_arguments(schema)[0], arguments, strict=False):
+                if isinstance(x, torch.Tensor) and x.device.type == "meta" and not isinstance(x, FakeTensor):
+                    raise ArgumentError(argument, "a tensor on meta", "one on a CPU or CUDA device")
+
+        torch.library.register_fake(f"kvq::{name}", no_result, lib=self._library)
 
     def forget(self) -> None:
         with self._lock:
@@ -235,10 +283,6 @@ class _Ops:
     def current(self, mode: str) -> QuantKVBackend | None:
         bound = self._bound.get(mode)
         return bound.backend if bound else None
-
-
-def _no_result(*args: object, **kwargs: object) -> None:
-    """Both ops only change their arguments, so that there is no result to describe."""
 
 
 _OPS = _Ops()

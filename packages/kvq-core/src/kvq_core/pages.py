@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from kvq_core import layout
+from kvq_core import checks, layout
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import Geometry
@@ -45,7 +45,7 @@ class Pages:
         v_scale: Scale | Sequence[Scale] | None,
     ) -> None:
         cells = layout.buffers_of(backend, geometry)
-        device = _usable(device)
+        device = checks.device("device", device)
         given = {"k_scale": k_scale, "v_scale": v_scale}
         scales = {name: _per_layer(name, given[name], geometry.num_layers, backend) for name in _PLANES}
         # Zeros rather than whatever was in that memory, since a snapshot holds every byte.
@@ -72,18 +72,6 @@ class Pages:
         source, target = pairs.unbind()
         for buffer in self._buffers.values():
             buffer.index_copy_(1, target, buffer.index_select(1, source))
-
-
-def _usable(device: torch.device | str) -> torch.device:
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as cause:
-        raise ArgumentError("device", repr(device), "a CPU or CUDA device") from cause
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError("device", found, "a CPU or CUDA device")
-    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
-        raise ArgumentError("device", found, f"one of the {torch.cuda.device_count()} CUDA devices there are, or cpu")
-    return found
 
 
 def _per_layer(name: str, given: Scale | Sequence[Scale] | None, num_layers: int, backend: QuantKVBackend) -> torch.Tensor:

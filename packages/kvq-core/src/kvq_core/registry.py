@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from types import MappingProxyType
@@ -125,6 +126,8 @@ def register_backend(backend: B, *, replace: bool = False) -> B:
         ArgumentError: it is no backend, or its ``mode`` is not a usable name.
         DuplicateModeError: the mode is installed or registered already, and ``replace`` is false.
     """
+    if not isinstance(replace, bool):
+        raise ArgumentError("replace", repr(replace), "True or False")
     try:
         instance = _checked(backend)
     except TypeError as cause:
@@ -194,9 +197,9 @@ def _choose(mode: str, distribution: str, override: str) -> InstalledMode:
     everything = _REGISTRY.offers()
     offers = [entry for entry in everything if entry.mode == mode]
     if not offers:
-        hint = f"; to get it: pip install {FIRST_PARTY[mode]}" if mode in FIRST_PARTY else ""
-        known = ", ".join(sorted({entry.mode for entry in everything})) or "nothing"
-        raise UnknownModeError(f"no installed package provides mode {mode!r}; installed: {known}{hint}")
+        here = sorted({entry.mode for entry in everything})
+        installed = ", ".join(here) or "nothing"
+        raise UnknownModeError(f"no installed package provides mode {mode!r}; installed: {installed}{_hint(mode, here)}")
     if not distribution and offers[0].distribution == IN_PROCESS:
         return offers[0]
     wanted = distribution or _overrides(override).get(mode)
@@ -209,6 +212,16 @@ def _choose(mode: str, distribution: str, override: str) -> InstalledMode:
         ways = f'{OVERRIDE}="{mode}={first}" or get_backend("{first}:{mode}")'
         raise DuplicateModeError(f"mode {mode!r} is provided by {_names(fitting)}; uninstall one, or choose with {ways}")
     return fitting[0]
+
+
+def _hint(mode: str, here: list[str]) -> str:
+    """What else ``mode`` could have meant, and how to get it, or the modes that are not among those ``here``."""
+    if mode in FIRST_PARTY:
+        return f"; to get it: pip install {FIRST_PARTY[mode]}"
+    near = get_close_matches(mode, [*ALIASES, *FIRST_PARTY, *here], n=1)
+    missing = sorted({package for first_party, package in FIRST_PARTY.items() if first_party not in here})
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return hint + (f"; more modes: pip install {' '.join(missing)}" if missing else "")
 
 
 def _names(entries: list[InstalledMode]) -> str:

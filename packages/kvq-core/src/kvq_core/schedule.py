@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvq_core import plans
+from kvq_core import checks, plans
 
 # Query lengths up to this are served by the decode launch.
 DECODE_QUERY_LEN = 16
@@ -160,14 +160,14 @@ def is_batch_invariant() -> bool:
 
 def set_batch_invariant(on: bool) -> None:
     """Make each sequence's result bit-identical whatever else is in its batch (a fixed split; a few per cent slower)."""
-    _BATCH_INVARIANT.value = on
+    _BATCH_INVARIANT.value = checks.flag("on", on)
 
 
 @contextlib.contextmanager
 def batch_invariant(on: bool = True) -> Iterator[None]:
     """:func:`set_batch_invariant` for a ``with`` block."""
     before = _BATCH_INVARIANT.value
-    _BATCH_INVARIANT.value = on
+    set_batch_invariant(on)
     try:
         yield
     finally:

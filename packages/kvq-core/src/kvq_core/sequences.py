@@ -5,13 +5,13 @@ A block may belong to several sequences (after a fork). A sequence that is about
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
+from kvq_core import checks
 from kvq_core.blocks import BlockPool
 from kvq_core.errors import ArgumentError
 
@@ -60,7 +60,7 @@ class SequenceTable:
 
     def get(self, sequence: int, argument: str = "seq") -> Sequence:
         """The live sequence of that id, or :class:`ArgumentError`."""
-        found = self._sequences.get(sequence) if isinstance(sequence, int) else None
+        found = self._sequences.get(checks.integer(argument, sequence, -checks.INT64_MAX, checks.INT64_MAX))
         if found is None:
             raise ArgumentError(argument, f"sequence {sequence!r}", "an id from allocate_sequence() or fork() that was not freed")
         return found
@@ -89,9 +89,7 @@ class SequenceTable:
     def truncate(self, sequence: int, length: int) -> None:
         """Keep the first ``length`` tokens."""
         found = self.get(sequence)
-        kept = _index(length, "length")
-        if not 0 <= kept <= found.length:
-            raise ArgumentError("length", kept, f"0 .. {found.length}, the length of sequence {sequence}")
+        kept = checks.integer("length", length, 0, found.length)
         num_blocks = self._blocks_for(kept)
         self.pool.release(found.blocks[num_blocks:])
         found.blocks, found.length = found.blocks[:num_blocks], kept
@@ -104,15 +102,15 @@ class SequenceTable:
             ArgumentError: nothing to append to, an unknown sequence, or a count below 1.
             OutOfBlocksError: too few free blocks.
         """
+        if not isinstance(new_tokens, Mapping):
+            raise ArgumentError("new_tokens", checks.described(new_tokens), "a mapping from sequences to numbers of new tokens")
         if not new_tokens:
             raise ArgumentError("new_tokens", "no sequence", "at least one")
         needs: list[tuple[int, Sequence, int, bool, int]] = []
         holders: dict[int, int] = {}
         for sequence, count in new_tokens.items():
             found = self.get(sequence, "new_tokens")
-            count = _index(count, f"new_tokens[{sequence}]")
-            if count < 1:
-                raise ArgumentError(f"new_tokens[{sequence}]", count, "at least 1")
+            count = checks.integer(f"new_tokens[{sequence}]", count, 1)
             copies = False
             if found.length % self.block_size:
                 last = found.blocks[-1]
@@ -188,10 +186,3 @@ class SequenceTable:
     def _touch(self, sequence: Sequence) -> None:
         self.clock += 1
         sequence.changed_at = self.clock
-
-
-def _index(value: object, argument: str) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(argument, repr(value), "an integer") from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvq_core import checks
 from kvq_core.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def _need(condition: bool, argument: str, got: object, need: str) -> None:
 
 
 def _need_tensor(tensor: torch.Tensor, argument: str, rank: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    checks.tensor(argument, tensor)
     # What is checked most puts its message together only when it is needed.
     if tensor.dim() != rank:
         raise ArgumentError(argument, _shape(tensor), f"{rank} dimensions")
@@ -98,6 +100,7 @@ class Plane:
                 f"{tuple(self.codes.shape[:3])} = [num_blocks, block_size, num_kv_heads]",
             )
         else:
+            checks.tensor(scale_name, self.scales)
             _need(self.scales.numel() == 1, scale_name, _shape(self.scales), "a single element: the scale of the whole tensor")
             _need(self.scales.dtype == torch.float32, scale_name, self.scales.dtype, "torch.float32")
             _need(self.scales.device == device, scale_name, f"a tensor on {self.scales.device}", f"one on {device}")
@@ -224,6 +227,12 @@ class Batch:
             "block_table",
             _shape(self.block_table),
             f"a row for each of {self.num_seqs} sequences",
+        )
+        _need(
+            self.block_table.shape[1] > 0 or self.num_seqs == 0,
+            "block_table",
+            _shape(self.block_table),
+            "at least one column: a sequence's newest tokens are in the pages",
         )
         _need_rows(self.block_table, "block_table")
         for name, tensor in (("seqused_k", self.seqused_k), ("cu_seqlens_q", self.cu_seqlens_q)):
@@ -355,6 +364,7 @@ class Attention:
         _need(out.shape[:2] == q.shape[:2], "out", _shape(out), f"the {tuple(q.shape[:2])} tokens and heads of q")
         backend.check_head_size(out.shape[2], "out")
         if self.output_scale is not None:
+            checks.tensor("output_scale", self.output_scale)
             _need(self.output_scale.numel() == 1, "output_scale", _shape(self.output_scale), "a single element")
             _need(self.output_scale.dtype == torch.float32, "output_scale", self.output_scale.dtype, "torch.float32")
             _need(self.output_scale.device == device, "output_scale", f"a tensor on {self.output_scale.device}", f"one on {device}")
@@ -397,6 +407,13 @@ def window_left(window_size: tuple[int, int] | None) -> int:
     """
     if window_size is None:
         return -1
-    ok = len(window_size) == 2 and window_size[0] >= -1 and window_size[1] in (0, -1)
-    _need(ok, "window_size", window_size, "(left >= -1, right 0 or -1)")
-    return int(window_size[0])
+    need = "a pair of integers (left, right), left at least -1 and right 0 or -1"
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ArgumentError("window_size", checks.described(window_size), need) from None
+    if not (type(left) is type(right) is int):
+        left, right = (checks.integer("window_size", half, -checks.INT64_MAX, checks.INT64_MAX) for half in (left, right))
+    if not -1 <= left <= checks.INT64_MAX or right not in (0, -1):
+        raise ArgumentError("window_size", checks.described(window_size), need)
+    return left

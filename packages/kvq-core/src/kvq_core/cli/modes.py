@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvq_core.errors import KVQError, UnknownModeError
-from kvq_core.registry import ALIASES, FIRST_PARTY, get_backend, list_backends
+from kvq_core.errors import KVQError
+from kvq_core.registry import get_backend, list_backends
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -34,7 +33,7 @@ def backends_of(names: Sequence[str]) -> tuple[list[QuantKVBackend], list[str]]:
         KVQError: a mode asked for is not installed, or cannot be used.
     """
     if names:
-        return list(dict.fromkeys(map(_asked_for, names))), []
+        return list(dict.fromkeys(map(get_backend, names))), []
     found: dict[QuantKVBackend, None] = {}
     broken = []
     for mode in dict.fromkeys(entry.mode for entry in list_backends()):
@@ -43,22 +42,3 @@ def backends_of(names: Sequence[str]) -> tuple[list[QuantKVBackend], list[str]]:
         except KVQError as problem:
             broken.append(str(problem))
     return sorted(found, key=lambda backend: backend.mode != "none"), broken
-
-
-def _asked_for(name: str) -> QuantKVBackend:
-    try:
-        return get_backend(name)
-    except UnknownModeError as problem:
-        raise UnknownModeError(f"{problem}{_hint(name)}") from None
-
-
-def _hint(name: str) -> str:
-    """What else could have been meant, and how to get the modes that are not here; nothing where the error itself says so."""
-    mode = ALIASES.get(name, name)
-    if mode in FIRST_PARTY:
-        return ""
-    near = difflib.get_close_matches(name, [*ALIASES, *FIRST_PARTY, *(entry.mode for entry in list_backends())], n=1)
-    here = {entry.mode for entry in list_backends()}
-    missing = sorted({package for first_party, package in FIRST_PARTY.items() if first_party not in here})
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return hint + (f"; more modes: pip install {' '.join(missing)}" if missing else "")

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
@@ -11,8 +11,15 @@ SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 """This file's, which decides what a kernel becomes as much as the kernel's own source does."""
 
 
-class Constant:
-    """Base of what a kernel gets as a compile-time argument."""
+class Constant(dict[str, object]):
+    """Base of what a kernel gets as a compile-time argument.
+
+    Where a process has set one of Triton's JIT hooks, Triton writes the constants of a kernel as JSON, and json writes nothing but its own
+    types and those derived from them: hence a dict, whose one item is the fields by the class's name.
+    """
+
+    def __post_init__(self) -> None:
+        self[type(self).__name__] = vars(self)
 
     @property
     def cache_key(self) -> str:
@@ -22,7 +29,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(Constant):
     """How a mode's rows look to the read and write kernels.
 
     ``streams`` interleaved columns share a lane: channel ``streams * lane + s`` is in stream s. ``rotated`` rows went through a
@@ -97,7 +104,7 @@ class ReadConfig(Constant):
     block_size: int
     group: int
     rows: int
-    keys: int
+    keys: int = field()  # type: ignore[assignment]  # in the place of dict's method, which nobody calls
     fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (folding.py)
     warps: int
     stages: int

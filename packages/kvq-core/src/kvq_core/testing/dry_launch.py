@@ -58,10 +58,11 @@ class _Launcher:
     ) -> None:
         if enter is not None:
             enter(metadata)
-        if self._driver.started is None:
-            return
-        values = [arg for arg, constant in zip(args, self._constant, strict=True) if not constant]
-        self._driver.started.append(Started(self._name, self._key, (x, y, z), stream, tuple(_leaves(values))))
+        if self._driver.started is not None:
+            values = [arg for arg, constant in zip(args, self._constant, strict=True) if not constant]
+            self._driver.started.append(Started(self._name, self._key, (x, y, z), stream, tuple(_leaves(values))))
+        if leave is not None:
+            leave(metadata)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -86,13 +87,18 @@ def launching_for(name: str) -> Iterator[DryDriver]:
         raise RuntimeError("TRITON_INTERPRET=1 is set: launch in a process of its own")
     device = TARGETS[name].device(name)
     dry = DryDriver(device)
+    do_compile = JITFunction._do_compile
 
-    def choose(self: Any, key: str, signature: dict[str, Any], device: object, *rest: object) -> Any:
+    def choose(self: Any, key: str, signature: dict[str, Any], *rest: object) -> Any:
+        """All that Triton does for a kernel that it does not know, hooks included, but for the compiler."""
         kernel: Any = CompiledKernel.__new__(CompiledKernel)
         kernel.name, kernel.src, kernel.module, kernel.function, kernel.packed_metadata = self.__name__, None, 0, 0, ()
         kernel._run = _Launcher(dry, self.__name__, key, signature)
-        self.device_caches[device][0][key] = kernel
-        return kernel
+        compiler, self.compile = self.compile, lambda source, **options: kernel
+        try:
+            return do_compile(self, key, signature, *rest)
+        finally:
+            self.compile = compiler
 
     with contextlib.ExitStack() as stack:
 

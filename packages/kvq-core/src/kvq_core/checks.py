@@ -1,0 +1,124 @@
+"""What callers may pass: each check gives the value back as kvq uses it, or raises :class:`ArgumentError` naming the argument.
+
+Numbers may be of numpy's types wherever they may be Python's; a bool is no number, and neither is a tensor, whose value is on its device.
+The first line of each check is all that the usual type takes.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from numbers import Integral, Real
+from typing import TypeVar
+
+import torch
+
+from kvq_core.errors import ArgumentError
+
+T = TypeVar("T")
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+def described(value: object) -> str:
+    """What came, for an error: short, whatever it is."""
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return f"a {value.layout} tensor, {value.dtype} on {value.device}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    shape = getattr(value, "shape", None)
+    return f"{name} of shape {shape}" if isinstance(shape, tuple) and shape else f"{name} {reprlib.repr(value)}"
+
+
+def integer(argument: str, value: object, least: int = 0, most: int = INT32_MAX) -> int:
+    """An integer of ``least .. most``."""
+    found = value if type(value) is int else _converted_integer(argument, value)
+    if not least <= found <= most:
+        raise ArgumentError(argument, described(value), f"at least {least}" if found < least else f"at most {most}")
+    return found
+
+
+def _converted_integer(argument: str, value: object) -> int:
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]  # of torch.compile, which counts with it
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentError(argument, described(value), "an integer")
+    return int(value)
+
+
+def real(argument: str, value: object) -> float:
+    """A number; it may be infinite or NaN, which is for the caller to judge."""
+    if type(value) is float:
+        return value
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentError(argument, described(value), "a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(argument, described(value), "a number within float64") from None
+
+
+def flag(argument: str, value: object) -> bool:
+    """True or False."""
+    if value is True or value is False:
+        return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise ArgumentError(argument, described(value), "True or False")
+
+
+def tensor(argument: str, value: object) -> torch.Tensor:
+    """A tensor with memory that strides describe."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(argument, described(value), "a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+        raise ArgumentError(argument, f"a {kind} tensor", "a dense one")
+    if value.is_neg() or value.is_conj():
+        raise ArgumentError(argument, "a view that negates lazily", "a plain one: resolve_neg() makes it")
+    return value
+
+
+def floats(argument: str, value: object, rank: int, shape: str) -> torch.Tensor:
+    """A floating-point tensor with so many dimensions; ``shape`` names them."""
+    found = tensor(argument, value)
+    if found.dim() != rank or not found.is_floating_point():
+        raise ArgumentError(argument, f"shape {tuple(found.shape)}, {found.dtype}", f"{shape} floats")
+    return found
+
+
+def instance(argument: str, value: object, kind: type[T]) -> T:
+    """An object of ``kind``."""
+    if not isinstance(value, kind):
+        raise ArgumentError(argument, described(value), f"a {kind.__name__}")
+    return value
+
+
+def path(argument: str, value: object) -> str:
+    """The path of a file."""
+    try:
+        found = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        found = None
+    if not isinstance(found, str) or "\0" in found:
+        raise ArgumentError(argument, described(value), "the path of a file")
+    return found
+
+
+def device(argument: str, value: object) -> torch.device:
+    """A CPU or CUDA device that is there."""
+    try:
+        found = torch.device(value)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError):
+        raise ArgumentError(argument, described(value), "a CPU or CUDA device") from None
+    if not isinstance(value, torch.device | str) or found.type not in ("cpu", "cuda"):
+        raise ArgumentError(argument, described(value), "a CPU or CUDA device")
+    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
+        raise ArgumentError(argument, found, f"one of the {torch.cuda.device_count()} CUDA devices there are, or cpu")
+    return found

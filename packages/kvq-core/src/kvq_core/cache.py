@@ -83,8 +83,7 @@ class PagedKVCache:
         head_size_v = head_size if head_size_v is None else head_size_v
         geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size, head_size_v, num_layers, dtype, layout)
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
-        self._pool = BlockPool(num_blocks)
-        self._table = SequenceTable(self._pool, block_size)
+        self._table = SequenceTable(BlockPool(num_blocks), block_size)
         self.backend, self.geometry, self.device = backend, geometry, self._pages.device
         self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), num_kv_heads, head_size, self.device)
 
@@ -124,7 +123,7 @@ class PagedKVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self._table.pool.num_free
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ need. An engine that manages its own blocks needs none of that: the doors alone,
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.blocks import BlockPool
 from kvq_core.calibration import LayerSmoothings, ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError, KVQError, SnapshotError
+from kvq_core.gradients import refuse_gradients
 from kvq_core.layout import Geometry, LayerCaches
 from kvq_core.pages import Pages, Scale, contents
 from kvq_core.registry import get_backend
@@ -59,7 +61,8 @@ class PagedKVCache:
         ArgumentError: an argument does not fit the mode.
         UnknownModeError: no installed package provides the mode.
 
-    Not safe to use from several threads at once.
+    Copies (``copy``, ``deepcopy``, ``pickle``, ``torch.save``, an argument of another process) are whole caches of their own, in their own
+    memory. Not safe to use from several threads at once.
     """
 
     def __init__(
@@ -93,6 +96,10 @@ class PagedKVCache:
             f"PagedKVCache({self.mode!r}, {g.num_layers} layers, {g.num_kv_heads} heads of {g.head_size}/{g.head_size_v}, "
             f"{self.num_free_blocks} of {g.num_blocks} blocks of {g.block_size} free, {g.layout}, {self.device})"
         )
+
+    def __copy__(self) -> Self:
+        # Two caches of one memory would each hand out the other's blocks.
+        return copy.deepcopy(self)
 
     # -- facts ----------------------------------------------------------------------------------------------------------
 
@@ -300,6 +307,8 @@ class PagedKVCache:
         stored = self.geometry.dtype
         if rows.dtype not in FLOATS or self.backend.cache_dtype(rows.dtype) != self.backend.cache_dtype(stored):
             raise ArgumentError(argument, rows.dtype, f"{stored}, the dtype this cache was made for")
+        if torch.is_grad_enabled():
+            refuse_gradients(**{argument: rows})
 
     # -- to a file and back ---------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """torch custom ops: each mode's write and read as one opaque node that ``torch.compile`` and CUDA graphs can hold.
 
 Ops are defined per mode, on first use, as ``kvq::<mode>_write`` and ``kvq::<mode>_read``. ``Library.define`` costs about a fifth of
-``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch; a call whose arguments
-have the facts of an earlier one repeats that one's launches instead (:mod:`kvq_core.repeat`).
+``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch, in no-grad
+mode since a mode's own parameters may require grad; a call whose arguments have the facts of an earlier one repeats that one's launches
+instead (:mod:`kvq_core.repeat`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def launches_repeat_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and not debug.enabled()
 
 
+@torch.no_grad()
 def _write(
     backend: QuantKVBackend,
     batch_invariant: bool,
@@ -89,6 +91,7 @@ def _write(
     return None
 
 
+@torch.no_grad()
 def _read(
     backend: QuantKVBackend,
     batch_invariant: bool,

@@ -201,7 +201,9 @@ class SequenceTable:
             for last, block in pairwise([-1, *found.blocks]):
                 # Only forks share blocks, and those share all blocks in front of one, too.
                 if before.setdefault(block, last) != last:
-                    raise ArgumentError("sequence_blocks", f"block {block} again, in sequence {sequence}", "blocks shared as forks share them")
+                    raise ArgumentError(
+                        "sequence_blocks", f"block {block} again, in sequence {sequence}", "blocks shared as forks share them"
+                    )
         pool = BlockPool(num_blocks)
         pool.adopt(blocks)
         if holders != pool.counts():

@@ -5,9 +5,9 @@ A mode owns two operations on paged K/V caches, and this class is everything an 
 * ``reshape_and_cache`` quantizes new K/V rows and scatters them into the slots that ``slot_mapping`` names;
 * ``unified_attention`` attends over the packed pages, prefill and decode alike, without ever unpacking the cache in memory.
 
-These two *doors* are concrete and identical for every mode. They validate once, bundle what travels together
-(:mod:`kvq_core.spec`), refuse what would need a backward pass (:mod:`kvq_core.gradients`), go through a torch custom op (so ``torch.compile`` sees one opaque node), and call the few methods a mode
-implements:
+These two *doors* are concrete and identical for every mode. They refuse what would need a backward pass (:mod:`kvq_core.gradients`),
+validate once, bundle what travels together (:mod:`kvq_core.spec`), go through a torch custom op (so ``torch.compile`` sees one opaque
+node), and call the few methods a mode implements:
 
 =============  ====================================================================================================
 ``encode``     rows -> (codes, scales), plain torch, any device: the specification of the mode's bytes

@@ -23,7 +23,7 @@ from kvq_core.calibration import LayerSmoothings, ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError, KVQError, SnapshotError
 from kvq_core.gradients import refuse_gradients
 from kvq_core.layout import Geometry, LayerCaches
-from kvq_core.pages import Pages, Scale, contents
+from kvq_core.pages import Pages, Scale, contents, usable_device
 from kvq_core.registry import get_backend
 from kvq_core.sequences import SAVED, SequenceTable
 from kvq_core.snapshot import Header
@@ -87,7 +87,7 @@ class PagedKVCache:
         geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size, head_size_v, num_layers, dtype, layout)
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
         self._table = SequenceTable(BlockPool(num_blocks), block_size)
-        self.backend, self.geometry, self.device = backend, geometry, self._pages.device
+        self.backend, self.geometry = backend, geometry
         self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), num_kv_heads, head_size, self.device)
 
     def __repr__(self) -> str:
@@ -106,6 +106,10 @@ class PagedKVCache:
     @property
     def mode(self) -> str:
         return self.backend.mode
+
+    @property
+    def device(self) -> torch.device:
+        return self._pages.device
 
     @property
     def nbytes(self) -> int:
@@ -316,7 +320,7 @@ class PagedKVCache:
         """Write the whole cache, free blocks included, to a safetensors file; atomically, so that no half-written file is ever found.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written, or ``path`` is there and no regular file.
         """
         package = type(self.backend).__module__.partition(".")[0]
         versions = {"kvq_core": __version__, package: str(getattr(sys.modules.get(package), "__version__", "unknown"))}
@@ -345,8 +349,9 @@ class PagedKVCache:
         Raises:
             SnapshotError: the file is damaged or truncated, of another format version, mode or smoothing than asked for; its mode is not
                 installed; tensors are missing or do not fit the geometry it states.
-            FileNotFoundError: there is no such file.
+            OSError: there is no such file, or it cannot be read.
         """
+        device = usable_device(device)
         with snapshot.opened(path) as file:
             header = file.header
             try:
@@ -360,8 +365,10 @@ class PagedKVCache:
                 saved = file.smoothing(smoothing)
                 cache = cls(backend, **vars(header.geometry), device=device, smoothing=saved)
                 for name, tensor in cache._pages.tensors.items():
-                    tensor.copy_(file.tensor(name))
-                cache._table.restore({name: file.tensor(name).tolist() for name in SAVED}, header.next_id)
+                    file.fill(name, tensor)
+                cache._pages.check_scales()
+                cache._table.restore({name: file.tensor(name, torch.int64).tolist() for name in SAVED}, header.next_id)
+                file.check_header()
             except SnapshotError:
                 raise
             except KVQError as cause:

@@ -45,7 +45,7 @@ class Pages:
         v_scale: Scale | Sequence[Scale] | None,
     ) -> None:
         stored = contents(backend, geometry)
-        device = _usable(device)
+        device = usable_device(device)
         given = {"k_scale": k_scale, "v_scale": v_scale}
         scales = {name: _per_layer(name, given[name], geometry.num_layers, backend) for name in _PLANES}
         # Zeros rather than whatever was in that memory, since a snapshot holds every byte. No inference tensors, which could be written to
@@ -67,6 +67,12 @@ class Pages:
                 rows = tensors[name].unsqueeze(1)
                 self.layers = [replace(caches, **{f"{name}_cache": row}) for caches, row in zip(self.layers, rows, strict=True)]
         self.bytes_per_slot = geometry.num_layers * geometry.num_kv_heads * sum(map(layout.cell_size, cells.values()))
+
+    def check_scales(self) -> None:
+        """Raise :class:`ArgumentError` if a scale for a whole layer is none. Waits for the device."""
+        for name in self.tensors.keys() & _PLANES:
+            for layer, scale in enumerate(self.tensors[name].tolist()):
+                checked_scale(name, layer, scale)
 
     def __getstate__(self) -> dict[str, Any]:
         # Clones, since torch.multiprocessing shares a tensor's memory with the process it sends it to.
@@ -96,7 +102,8 @@ class Pages:
             buffer.index_copy_(1, target, buffer.index_select(1, source))
 
 
-def _usable(device: torch.device | str) -> torch.device:
+def usable_device(device: torch.device | str) -> torch.device:
+    """``device``, or :class:`ArgumentError` if no cache can lie there."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as cause:

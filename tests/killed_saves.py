@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvq_core import PagedKVCache, snapshot
+from kvq_core import PagedKVCache
 
 
 def filled(seed: int) -> PagedKVCache:
@@ -34,11 +34,10 @@ def main() -> None:
     path, moment = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     caches = [filled(0), filled(1)]
     caches[0].save(path)
-    save_file, replace = snapshot.save_file, os.replace
+    replace = os.replace
 
-    def halfway(tensors: Any, part: Any, metadata: Any) -> None:
-        save_file(tensors, part, metadata=metadata)
-        os.truncate(part, os.path.getsize(part) // 2)
+    def halfway(descriptor: int) -> None:
+        os.truncate(descriptor, os.fstat(descriptor).st_size // 2)
         stop()
 
     def renamed(part: Any, target: Any) -> None:
@@ -49,7 +48,7 @@ def main() -> None:
             stop()
 
     if moment == "half":
-        snapshot.save_file = halfway
+        os.fsync = halfway
     os.replace = renamed  # type: ignore[assignment]
     print("saving", flush=True)
     while True:

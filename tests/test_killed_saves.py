@@ -28,9 +28,10 @@ def start_saving(path, *moment):
 
 
 def assert_old_or_new(path):
-    """The file is one of the two, whole; what a killed save left beside it is refused, or whole as well."""
+    """The file is one of the two, whole; what a killed save left beside it has the documented name, and is refused, or whole as well."""
     caches = {(0,): killed_saves.filled(0), (0, 1): killed_saves.filled(1)}
     for file in path.parent.iterdir():
+        assert file == path or file.match(".kv.*.part")
         try:
             loaded = PagedKVCache.load(file)
         except SnapshotError:

@@ -5,9 +5,9 @@ A mode owns two operations on paged K/V caches, and this class is everything an 
 * ``reshape_and_cache`` quantizes new K/V rows and scatters them into the slots that ``slot_mapping`` names;
 * ``unified_attention`` attends over the packed pages, prefill and decode alike, without ever unpacking the cache in memory.
 
-These two *doors* are concrete and identical for every mode. They validate once, bundle what travels together
-(:mod:`kvq_core.spec`), go through a torch custom op (so ``torch.compile`` sees one opaque node), and call the few methods a mode
-implements:
+These two *doors* are concrete and identical for every mode. They refuse what would need a backward pass (:mod:`kvq_core.gradients`),
+validate once, bundle what travels together (:mod:`kvq_core.spec`), go through a torch custom op (so ``torch.compile`` sees one opaque
+node), and call the few methods a mode implements:
 
 =============  ====================================================================================================
 ``encode``     rows -> (codes, scales), plain torch, any device: the specification of the mode's bytes
@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 
 from kvq_core import checks, eager, ops
 from kvq_core.calibration import KeySmoothing
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.gradients import refuse_gradients
 from kvq_core.spec import Attention, NewRows, window_left
 
 if TYPE_CHECKING:
@@ -67,6 +68,16 @@ class QuantKVBackend(ABC):
     def takes_scales(self) -> bool:
         """Whether the caller gives the scales, one float32 for all keys of a layer and one for all its values."""
         return self.reads_scales and not self.needs_scale_caches
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Copies and pickles of what holds the registered instance of a mode hold that instance, too: the ops call one at a time."""
+        from kvq_core.registry import get_backend
+
+        try:
+            registered = get_backend(self.mode) is self
+        except KVQError:
+            registered = False
+        return (get_backend, (self.mode,)) if registered else super().__reduce_ex__(protocol)
 
     # -- layout ---------------------------------------------------------------------------------------------------------
 
@@ -172,6 +183,9 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
+        if torch.is_grad_enabled():
+            caches = {"key_cache": key_cache, "value_cache": value_cache, "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
+            refuse_gradients(key=key, value=value, **caches)
         arguments: tuple[Any, ...] = (key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
         if smoothing is not None:
             given = checks.instance("smoothing", smoothing, KeySmoothing)
@@ -242,6 +256,23 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
+        if torch.is_grad_enabled():
+            refuse_gradients(
+                q=q,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                out=out,
+                lse=lse,
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+                qq_bias=qq_bias,
+                output_scale=output_scale,
+                k_scale_cache=k_scale_cache,
+                v_scale_cache=v_scale_cache,
+                softmax_segm_output=softmax_segm_output,
+                softmax_segm_max=softmax_segm_max,
+                softmax_segm_expsum=softmax_segm_expsum,
+            )
         arguments: tuple[Any, ...] = (
             q,
             k_cache,

@@ -27,6 +27,10 @@ class BlockPool:
         """How many sequences hold ``block``."""
         return self._holders[block]
 
+    def counts(self) -> list[int]:
+        """:meth:`holders` of every block."""
+        return self._holders.tolist()
+
     def peek(self, count: int) -> array[int]:
         """The blocks that :meth:`take` would hand out, which stay free; :class:`OutOfBlocksError` if there are fewer."""
         if count > len(self._free):

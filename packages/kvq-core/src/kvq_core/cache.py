@@ -7,6 +7,7 @@ need. An engine that manages its own blocks needs none of that: the doors alone,
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.blocks import BlockPool
 from kvq_core.calibration import LayerSmoothings, ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError, KVQError, SnapshotError
+from kvq_core.gradients import refuse_gradients
 from kvq_core.layout import Geometry, LayerCaches
 from kvq_core.pages import Pages, Scale, contents
 from kvq_core.registry import get_backend
@@ -59,7 +61,8 @@ class PagedKVCache:
         ArgumentError: an argument does not fit the mode.
         UnknownModeError: no installed package provides the mode.
 
-    Not safe to use from several threads at once.
+    Copies (``copy``, ``deepcopy``, ``pickle``, ``torch.save``, an argument of another process) are whole caches of their own, in their own
+    memory. Not safe to use from several threads at once.
     """
 
     def __init__(
@@ -85,9 +88,8 @@ class PagedKVCache:
         num_blocks, block_size, num_layers = geometry.num_blocks, geometry.block_size, geometry.num_layers
         num_kv_heads, head_size = geometry.num_kv_heads, geometry.head_size
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
-        self._pool = BlockPool(num_blocks)
-        self._table = SequenceTable(self._pool, block_size)
-        self.backend, self.geometry, self.device = backend, geometry, self._pages.device
+        self._table = SequenceTable(BlockPool(num_blocks), block_size)
+        self.backend, self.geometry = backend, geometry
         self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), num_kv_heads, head_size, self.device)
 
     def __repr__(self) -> str:
@@ -97,11 +99,19 @@ class PagedKVCache:
             f"{self.num_free_blocks} of {g.num_blocks} blocks of {g.block_size} free, {g.layout}, {self.device})"
         )
 
+    def __copy__(self) -> Self:
+        # Two caches of one memory would each hand out the other's blocks.
+        return copy.deepcopy(self)
+
     # -- facts ----------------------------------------------------------------------------------------------------------
 
     @property
     def mode(self) -> str:
         return self.backend.mode
+
+    @property
+    def device(self) -> torch.device:
+        return self._pages.device
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +136,7 @@ class PagedKVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self._table.pool.num_free
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -304,6 +314,8 @@ class PagedKVCache:
         stored = self.geometry.dtype
         if rows.dtype not in FLOATS or self.backend.cache_dtype(rows.dtype) != self.backend.cache_dtype(stored):
             raise ArgumentError(argument, rows.dtype, f"{stored}, the dtype this cache was made for")
+        if torch.is_grad_enabled():
+            refuse_gradients(**{argument: rows})
 
     # -- to a file and back ---------------------------------------------------------------------------------------------
 
@@ -311,7 +323,7 @@ class PagedKVCache:
         """Write the whole cache, free blocks included, to a safetensors file; atomically, so that no half-written file is ever found.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written, or ``path`` is there and no regular file.
         """
         checks.path("path", path)
         package = type(self.backend).__module__.partition(".")[0]
@@ -341,7 +353,7 @@ class PagedKVCache:
         Raises:
             SnapshotError: the file is damaged or truncated, of another format version, mode or smoothing than asked for; its mode is not
                 installed; tensors are missing or do not fit the geometry it states.
-            FileNotFoundError: there is no such file.
+            OSError: there is no such file, or it cannot be read.
         """
         checks.path("path", path)
         device = checks.device("device", device)
@@ -361,8 +373,10 @@ class PagedKVCache:
                 saved = file.smoothing(smoothing)
                 cache = cls(backend, **vars(header.geometry), device=device, smoothing=saved)
                 for name, tensor in cache._pages.tensors.items():
-                    tensor.copy_(file.tensor(name))
-                cache._table.restore({name: file.tensor(name).tolist() for name in SAVED}, header.next_id)
+                    file.fill(name, tensor)
+                cache._pages.check_scales()
+                cache._table.restore({name: file.tensor(name, torch.int64).tolist() for name in SAVED}, header.next_id)
+                file.check_header()
             except SnapshotError:
                 raise
             except KVQError as cause:

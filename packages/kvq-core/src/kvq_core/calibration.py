@@ -14,14 +14,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Self, Union
+from typing import Final, Self, Union
 
 import torch
 
-from kvq_core import checks
-from kvq_core.errors import ArgumentError, SnapshotError
+from kvq_core import checks, tensorfile
+from kvq_core.errors import ArgumentError
 
 FIRST_PREFILL: Final = "first_prefill"
 """In place of a :class:`ModelSmoothing`: each layer's mean is that of the first keys it is given."""
@@ -29,6 +30,7 @@ Smoothings = Union["ModelSmoothing", str, None]
 """What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, or nothing."""
 _KEY: Final = "kvq_smoothing"
 _FORMAT_VERSION: Final = 1
+_TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance)")
 _LARGEST_FACTOR: Final = 16.0
 
 
@@ -252,9 +254,17 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> ModelSmoothing:
-        """Undo :meth:`tensors`; other names are left alone."""
-        means = {int(name.split(".")[1]): x for name, x in tensors.items() if name.startswith("smoothing.") and name.endswith(".mean")}
-        return cls({layer: KeySmoothing(means[layer], tensors.get(f"smoothing.{layer}.balance")) for layer in sorted(means)})
+        """Undo :meth:`tensors`; :class:`~kvq_core.ArgumentError` if they have other names, or do not fit each other."""
+        layers = sorted({int(match[1]) for match in map(_TENSOR.fullmatch, tensors) if match})
+        try:
+            found = cls(
+                {layer: KeySmoothing(tensors[f"smoothing.{layer}.mean"], tensors.get(f"smoothing.{layer}.balance")) for layer in layers}
+            )
+        except KeyError as cause:
+            raise ArgumentError("tensors", f"no {cause}", "a mean for each layer") from None
+        if found.tensors().keys() != tensors.keys():
+            raise ArgumentError("tensors", sorted(tensors), "smoothing.LAYER.mean and smoothing.LAYER.balance")
+        return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, with the fingerprint in its metadata.
@@ -262,16 +272,10 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
         Raises:
             OSError: the file cannot be written.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         checks.path("path", path)
         header = {"format_version": _FORMAT_VERSION, "fingerprint": self.fingerprint}
         stored = {name: tensor.cpu().contiguous() for name, tensor in self.tensors().items()}
-        try:
-            save_file(stored, path, metadata={_KEY: json.dumps(header)})
-        except SafetensorError as cause:
-            raise OSError(f"cannot write {os.fspath(path)}: {cause}") from cause
+        tensorfile.write(path, stored, {_KEY: json.dumps(header)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> ModelSmoothing:
@@ -279,27 +283,28 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
 
         Raises:
             SnapshotError: the file is damaged, or no such file of this format version.
-            FileNotFoundError: there is no file.
+            OSError: there is no file, or it cannot be read.
         """
-        from safetensors import SafetensorError, safe_open
-
         checks.path("path", path)
         device = checks.device("device", device)
-
-        def refused(why: str) -> SnapshotError:
-            return SnapshotError(f"{os.fspath(path)}: {why}")
-
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                text = (file.metadata() or {}).get(_KEY)
-                if text is None:
-                    raise refused("no key smoothing")
-                header: dict[str, Any] = json.loads(text)
-                if header.get("format_version") != _FORMAT_VERSION:
-                    raise refused(f"format version {header.get('format_version')!r}, this kvq reads version {_FORMAT_VERSION}")
-                found = cls.of_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
-        except (SafetensorError, json.JSONDecodeError, ArgumentError) as cause:
-            raise refused(f"damaged, or no safetensors file: {cause}") from cause
-        if found.fingerprint != header.get("fingerprint"):
-            raise refused("damaged: its numbers are not those that were saved")
+        with tensorfile.opened(path) as file:
+            text = file.metadata.get(_KEY)
+            if text is None:
+                raise file.error("no key smoothing")
+            try:
+                header = tensorfile.parse_json(text)
+                version, fingerprint = header["format_version"], header["fingerprint"]
+            except (ValueError, KeyError, TypeError) as cause:
+                raise file.error(f"its header is damaged: {type(cause).__name__} {cause}") from cause
+            if type(version) is not int or version != _FORMAT_VERSION:
+                raise file.error(f"format version {version!r}, this kvq reads version {_FORMAT_VERSION}")
+            tensors = {name: file.empty(name, torch.float32) for name in file.entries}
+            for name, tensor in tensors.items():
+                file.read_into(name, tensor)
+            try:
+                found = cls.of_tensors(tensors)
+            except ArgumentError as cause:
+                raise file.damaged(str(cause)) from cause
+            if found.fingerprint != fingerprint:
+                raise file.error("damaged: its numbers are not those that were saved")
         return cls({layer: one.to(device) for layer, one in found.layers.items()})

@@ -1,8 +1,9 @@
 """torch custom ops: each mode's write and read as one opaque node that ``torch.compile`` and CUDA graphs can hold.
 
 Ops are defined per mode, on first use, as ``kvq::<mode>_write`` and ``kvq::<mode>_read``. ``Library.define`` costs about a fifth of
-``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch; a call whose arguments
-have the facts of an earlier one repeats that one's launches instead (:mod:`kvq_core.repeat`).
+``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch, in no-grad
+mode since a mode's own parameters may require grad; a call whose arguments have the facts of an earlier one repeats that one's launches
+instead (:mod:`kvq_core.repeat`).
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def check_write(
     )
 
 
+@torch.no_grad()
 def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
     rows = check_write(backend, *arguments, batch_invariant=batch_invariant)
     if debug.enabled():
@@ -164,6 +166,7 @@ def check_read(
     return attention
 
 
+@torch.no_grad()
 def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
     attention = check_read(backend, *arguments, batch_invariant=batch_invariant)
     q = attention.q

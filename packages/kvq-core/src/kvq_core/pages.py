@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, Self
 
 import torch
 
@@ -44,23 +44,51 @@ class Pages:
         k_scale: Scale | Sequence[Scale] | None,
         v_scale: Scale | Sequence[Scale] | None,
     ) -> None:
-        cells = layout.buffers_of(backend, geometry)
+        stored = contents(backend, geometry)
         device = checks.device("device", device)
         given = {"k_scale": k_scale, "v_scale": v_scale}
         scales = {name: _per_layer(name, given[name], geometry.num_layers, backend) for name in _PLANES}
-        # Zeros rather than whatever was in that memory, since a snapshot holds every byte.
-        self.tensors = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in contents(backend, geometry).items()
-        }
-        self._buffers = {name: self.tensors[name] for name in cells}
+        # Zeros rather than whatever was in that memory, since a snapshot holds every byte. No inference tensors, which could be written to
+        # in inference mode alone.
+        with torch.inference_mode(False):
+            self._take(backend, geometry, {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in stored.items()})
+        for name in self.tensors.keys() & _PLANES:
+            self.tensors[name].copy_(scales[name])
+
+    def _take(self, backend: QuantKVBackend, geometry: Geometry, tensors: dict[str, torch.Tensor]) -> None:
+        """Make ``tensors`` the memory, and all else views of it."""
+        cells = layout.buffers_of(backend, geometry)
+        self.backend, self.geometry, self.tensors = backend, geometry, tensors
+        self._buffers = {name: tensors[name] for name in cells}
         self.device = next(iter(self._buffers.values())).device
         self.layers = [layout.layer_views(geometry, self._buffers, cells, layer) for layer in range(geometry.num_layers)]
         if backend.takes_scales:
-            for name, scale in scales.items():
-                self.tensors[name].copy_(scale)
-                rows = self.tensors[name].unsqueeze(1)
+            for name in _PLANES:
+                rows = tensors[name].unsqueeze(1)
                 self.layers = [replace(caches, **{f"{name}_cache": row}) for caches, row in zip(self.layers, rows, strict=True)]
         self.bytes_per_slot = geometry.num_layers * geometry.num_kv_heads * sum(map(layout.cell_size, cells.values()))
+
+    def check_scales(self) -> None:
+        """Raise :class:`ArgumentError` if a scale for a whole layer is none. Waits for the device."""
+        for name in self.tensors.keys() & _PLANES:
+            for layer, scale in enumerate(self.tensors[name].tolist()):
+                checked_scale(name, layer, scale)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Clones, since torch.multiprocessing shares a tensor's memory with the process it sends it to.
+        return {"backend": self.backend, "geometry": self.geometry, "tensors": self._clones()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._take(**state)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        twin = type(self).__new__(type(self))
+        twin._take(self.backend, self.geometry, self._clones())
+        return twin
+
+    def _clones(self) -> dict[str, torch.Tensor]:
+        with torch.inference_mode(False):
+            return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     @property
     def nbytes(self) -> int:

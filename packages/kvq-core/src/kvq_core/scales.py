@@ -30,7 +30,8 @@ def checked_scale(argument: str, layer: int, scale: object) -> float:
     if not is_scale(scale):
         raise ArgumentError(argument, f"{scale!r} for layer {layer}", "a number or a one-element tensor")
     # Checked as float32, where a tiny scale may have become 0.
-    value = float(torch.tensor(float(scale), dtype=torch.float32, device="cpu"))  # type: ignore[arg-type]
+    given = scale.detach() if isinstance(scale, torch.Tensor) else scale
+    value = float(torch.tensor(float(given), dtype=torch.float32, device="cpu"))  # type: ignore[arg-type]
     if not (math.isfinite(value) and value > 0):
         raise ArgumentError(argument, f"{scale} for layer {layer}", "a positive, finite float32")
     return value

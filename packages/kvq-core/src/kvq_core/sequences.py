@@ -1,14 +1,18 @@
 """Which blocks a sequence's tokens lie in, how sequences grow, fork and shrink. Pure bookkeeping: no tensor in here.
 
 A block may belong to several sequences (after a fork). A sequence that is about to write into such a block gets a copy of it first.
+
+The sequences are the truth, and a change of them is one assignment, the last of an operation: an exception at any point, Ctrl-C included,
+leaves those before or those after it. The pool's counts follow from them and are taken again when a change of them did not end.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
 from typing import Final, NamedTuple
 
 from kvq_core import checks
@@ -49,10 +53,24 @@ class SequenceTable:
     """The live sequences over one :class:`BlockPool`. ``clock`` counts changes, to tell what was planned before one."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.pool, self.block_size = pool, block_size
+        self.block_size = block_size
         self.clock = 0
         self.next_id = 0
+        self._pool, self._counted = pool, True
         self._sequences: dict[int, Sequence] = {}
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks, as the sequences hold them."""
+        if not self._counted:
+            counted = BlockPool(self._pool.num_blocks)
+            counted.adopt(chain.from_iterable(sequence.blocks for sequence in self._sequences.values()))
+            self.pool = counted
+        return self._pool
+
+    @pool.setter
+    def pool(self, pool: BlockPool) -> None:
+        self._pool, self._counted = pool, True
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -65,35 +83,37 @@ class SequenceTable:
             raise ArgumentError(argument, f"sequence {sequence!r}", "an id from allocate_sequence() or fork() that was not freed")
         return found
 
-    def add(self, blocks: array[int] | None = None, length: int = 0) -> int:
-        """A new sequence over ``blocks``, which gain a holder."""
-        blocks = array("i") if blocks is None else blocks
-        self.pool.hold(blocks)
-        self.clock += 1
-        sequence, self.next_id = self.next_id, self.next_id + 1
-        self._sequences[sequence] = Sequence(blocks, length, self.clock)
-        return sequence
+    def add(self) -> int:
+        """A new, empty sequence."""
+        new = self._new_id()
+        with self._changing():
+            self._sequences[new] = Sequence(array("i"), 0, self.clock)
+        return new
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens in the same blocks."""
-        source = self.get(sequence)
-        self._touch(source)
-        return self.add(source.blocks[:], source.length)
+        source, new = self.get(sequence), self._new_id()
+        with self._changing() as pool:
+            same = Sequence(source.blocks, source.length, self.clock)
+            self._sequences = {**self._sequences, sequence: same, new: replace(same)}
+            pool.hold(source.blocks)
+        return new
 
     def free(self, sequence: int) -> None:
         """Forget a sequence; blocks that only it held are free again."""
-        self.pool.release(self.get(sequence).blocks)
-        del self._sequences[sequence]
-        self.clock += 1
+        gone = self.get(sequence)
+        with self._changing() as pool:
+            del self._sequences[sequence]
+            pool.release(gone.blocks)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Keep the first ``length`` tokens."""
         found = self.get(sequence)
         kept = checks.integer("length", length, 0, found.length)
         num_blocks = self._blocks_for(kept)
-        self.pool.release(found.blocks[num_blocks:])
-        found.blocks, found.length = found.blocks[:num_blocks], kept
-        self._touch(found)
+        with self._changing() as pool:
+            self._sequences[sequence] = Sequence(found.blocks[:num_blocks], kept, self.clock)
+            pool.release(found.blocks[num_blocks:])
 
     def plan(self, new_tokens: Mapping[int, int]) -> Growth:
         """What appending ``new_tokens[seq]`` tokens to each sequence takes. Changes nothing.
@@ -136,12 +156,11 @@ class SequenceTable:
 
     def commit(self, growth: Growth) -> None:
         """Make a plan true, provided nothing changed since it was made."""
-        self.pool.take(growth.num_taken)
-        self.pool.release(source for source, _ in growth.copies)
-        self.clock += 1
-        for row in growth.rows:
-            grown = self._sequences[row.sequence]
-            grown.blocks, grown.length, grown.changed_at = row.blocks, row.end, self.clock
+        with self._changing() as pool:
+            grown = {row.sequence: Sequence(row.blocks, row.end, self.clock) for row in growth.rows}
+            self._sequences = self._sequences | grown
+            pool.take(growth.num_taken)
+            pool.release(source for source, _ in growth.copies)
 
     def unchanged_since(self, clock: int, sequences: tuple[int, ...]) -> bool:
         """Whether none of ``sequences`` was appended to, truncated, forked or freed after ``clock``."""
@@ -155,34 +174,52 @@ class SequenceTable:
         found = self._sequences.values()
         lengths = [sequence.length for sequence in found]
         blocks = [block for sequence in found for block in sequence.blocks]
-        holders = [self.pool.holders(block) for block in range(self.pool.num_blocks)]
-        return dict(zip(SAVED, (list(self._sequences), lengths, blocks, holders), strict=True))
+        return dict(zip(SAVED, (list(self._sequences), lengths, blocks, self.pool.counts()), strict=True))
 
     def restore(self, saved: Mapping[str, list[int]], next_id: int) -> None:
         """Fill this fresh table with what :meth:`saved` said; :class:`ArgumentError` if that cannot be true."""
         ids, lengths, blocks, holders = (saved[name] for name in SAVED)
-        held = [0] * self.pool.num_blocks
+        num_blocks = self.pool.num_blocks
         for block in blocks:
-            if not 0 <= block < len(held):
-                raise ArgumentError("sequence_blocks", f"block {block}", f"0 .. {len(held) - 1}")
-            held[block] += 1
+            if not 0 <= block < num_blocks:
+                raise ArgumentError("sequence_blocks", f"block {block}", f"0 .. {num_blocks - 1}")
         if len(lengths) != len(ids) or min(lengths, default=0) < 0:
             raise ArgumentError("sequence_lengths", f"{len(lengths)} lengths", f"one of at least 0 for each of {len(ids)} sequences")
         ends = [0, *accumulate(map(self._blocks_for, lengths))]
         if ends[-1] != len(blocks):
             raise ArgumentError("sequence_blocks", f"{len(blocks)} blocks", f"{ends[-1]} for these lengths")
-        if len(set(ids)) != len(ids) or not all(0 <= sequence < next_id for sequence in ids):
-            raise ArgumentError("sequence_ids", f"{len(ids)} ids", f"unique ones below the next one, {next_id}")
-        if holders != held:
+        if not all(first < second for first, second in pairwise([-1, *ids, next_id])):
+            raise ArgumentError("sequence_ids", f"{len(ids)} ids", f"unique ones below the next one, {next_id}, oldest first")
+        sequences = {
+            sequence: Sequence(array("i", blocks[first:end]), length, self.clock)
+            for sequence, length, (first, end) in zip(ids, lengths, pairwise(ends), strict=True)
+        }
+        before: dict[int, int] = {}
+        for sequence, found in sequences.items():
+            for last, block in pairwise([-1, *found.blocks]):
+                # Only forks share blocks, and those share all blocks in front of one, too.
+                if before.setdefault(block, last) != last:
+                    raise ArgumentError(
+                        "sequence_blocks", f"block {block} again, in sequence {sequence}", "blocks shared as forks share them"
+                    )
+        pool = BlockPool(num_blocks)
+        pool.adopt(blocks)
+        if holders != pool.counts():
             raise ArgumentError("block_holders", "other counts", "those of the blocks that the sequences hold")
-        for sequence, length, first, end in zip(ids, lengths, ends, ends[1:], strict=False):
-            self._sequences[sequence] = Sequence(array("i", blocks[first:end]), length, self.clock)
-        self.pool.adopt(blocks)
-        self.next_id = next_id
+        self._sequences, self.pool, self.next_id = sequences, pool, next_id
+
+    def _new_id(self) -> int:
+        new, self.next_id = self.next_id, self.next_id + 1
+        return new
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
 
-    def _touch(self, sequence: Sequence) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[BlockPool]:
+        """The pool, to be changed along with the sequences. What does not end leaves it to be counted from them."""
+        pool = self.pool
         self.clock += 1
-        sequence.changed_at = self.clock
+        self._counted = False
+        yield pool
+        self._counted = True

@@ -75,7 +75,8 @@ def _buffer(size: int, device: torch.device) -> torch.Tensor:
     stream's may be in use there still, by work that was launched before it was freed.
     """
     if device.type != "cuda":
-        return torch.empty(size, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.float32, device=device)
     stream = torch.cuda.current_stream(device)
 
     def allocate() -> torch.Tensor:

@@ -1,0 +1,15 @@
+"""kvq has no backward pass. A call that would need one is refused, and nothing that a cache holds belongs to an autograd graph."""
+
+from __future__ import annotations
+
+import torch
+
+from kvq_core.errors import ArgumentError
+
+
+def refuse_gradients(**arguments: torch.Tensor | None) -> None:
+    """In grad mode: raise :class:`ArgumentError` naming the first argument that requires grad."""
+    for name, given in arguments.items():
+        if isinstance(given, torch.Tensor) and given.requires_grad:
+            need = "torch.no_grad() around the call, or a detached tensor; to train, use an attention that has a backward pass"
+            raise ArgumentError(name, "a tensor that requires grad, in grad mode", need)

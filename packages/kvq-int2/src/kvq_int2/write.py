@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.kernels.facts import Format
 from kvq_core.kernels.rotation import ROOM, rotated_pairs, streams_of
 from kvq_core.kernels.rounding import least, reciprocal
@@ -10,7 +11,6 @@ from kvq_core.kernels.slots import in_head, load_rows, new_rows, store_lanes, st
 from kvq_core.launch import launch_rows
 from kvq_core.launched import Launched
 from kvq_core.spec import NewRows
-from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_int2.codec import BOUNDARY as _BOUNDARY
 from kvq_int2.codec import INNER as _INNER
 from kvq_int2.codec import LARGEST_FACTOR as _LARGEST_FACTOR

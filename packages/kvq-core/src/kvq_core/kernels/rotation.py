@@ -10,7 +10,6 @@ import triton.language as tl
 from kvq_core.kernels.dots import dot_signs
 from kvq_core.kernels.packing import to_streams
 
-
 ROOM = tl.constexpr(2.0**-10)
 """What new rows are multiplied by as they are rotated, so that no sum over a finite row, nor the distance of two, overflows."""
 

@@ -112,7 +112,7 @@ def _visible(p: torch.Tensor, j: torch.Tensor, scoring: Scoring, seq: int) -> to
 
 
 def to_output_dtype(x: torch.Tensor, dtype: torch.dtype, output_scale: torch.Tensor | None) -> torch.Tensor:
-    """Cast a result, what is finite to the nearest finite number; with ``output_scale``, divide by it first and clamp to an fp8 ``dtype``."""
+    """Cast a result, a finite one to a finite one; with ``output_scale``, divide by it first and clamp into an fp8 ``dtype``."""
     if output_scale is None:
         limit = torch.finfo(dtype).max
         return torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype)

@@ -103,7 +103,7 @@ def widest(a, b):
 
 @triton.jit
 def in_float16(y):
-    """float16 with its largest number in place of infinity: a quantized row may be longer than it was. (What is not finite is NaN there.)"""
+    """float16 with its largest number in place of infinity: a quantized row may be longer than it was. (Rows not finite are NaN.)"""
     return widest(least(y, 65504.0), -65504.0)
 
 

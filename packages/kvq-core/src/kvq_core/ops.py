@@ -8,7 +8,6 @@ have the facts of an earlier one repeats that one's launches instead (:mod:`kvq_
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core import debug, eager, schedule
+from kvq_core import debug, eager, schedule, variables
 from kvq_core.plans.lookup import asking_first
 from kvq_core.repeat import Facts, Repeats, facts_of
 from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch, Smoothing
@@ -46,7 +45,7 @@ _MAX_SEQLEN_K = 7
 
 def kernels_run_on(device: torch.device) -> bool:
     """Whether Triton kernels run on ``device``: any GPU, or the CPU when Triton's interpreter was asked for."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return device.type == "cuda" or variables.interpreting()
 
 
 def launches_repeat_on(device: torch.device) -> bool:

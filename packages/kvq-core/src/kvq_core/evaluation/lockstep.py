@@ -22,7 +22,7 @@ class Evaluation:
     """A result a mode, ``none`` first, and by mode what stopped those that have none."""
 
     results: tuple[ModeResult, ...]
-    failures: dict[str, Exception]
+    failures: dict[str, BaseException]
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Run:
     """Device bytes of its session."""
     peak: int = 0
     """The most it held, work of the moment included."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
 
 @torch.inference_mode()
@@ -138,7 +138,9 @@ def _attempt(run: _Run, exact: _Run, work: Callable[..., None], *arguments: obje
         return
     try:
         work(run, *arguments)
-    except Exception as problem:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # SystemExit, too: a mode's own code runs here
         if run is exact:
             raise
         run.failure, run.session = problem, None

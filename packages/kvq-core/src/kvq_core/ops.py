@@ -264,6 +264,7 @@ def planning_with(table: Table) -> Iterator[None]:
 
 def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:
     if _OPS.current(backend.mode) is not backend:
+        variables.check()
         _OPS.bind(backend)
     op: Callable[..., None] = getattr(torch.ops.kvq, f"{backend.mode}_{verb}").default
     return op

@@ -209,6 +209,7 @@ def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: in
         "tokens": sum(p.num_predicted for p in passages),
         "length": length,
         "chunk": chunk,
+        "times_smaller_than": "none in bfloat16",
         "process_peak_bytes": process_peak_bytes(),
     }
 
@@ -248,7 +249,16 @@ def _record(result: ModeResult) -> dict[str, Any]:
 
 
 def _table(results: Sequence[ModeResult]) -> str:
-    header = ["mode", "bytes/\ntoken", "times\nsmaller", "bits/byte", "difference to none\n(± s.e.)", "in %", "perplexity", "KL, nats"]
+    header = [
+        "mode",
+        "bytes/\ntoken",
+        "times smaller\nthan bf16",
+        "bits/byte",
+        "difference to none\n(± s.e.)",
+        "in %",
+        "perplexity",
+        "KL, nats",
+    ]
     header += ["top-1\nagrees", "tokens/s", "peak\nMiB"]
     base = results[0]
     lines = []

@@ -82,12 +82,13 @@ def evaluate(
             run.session, run.held = None, 0
     exact = runs[0]
     sizes = {run.backend.mode: subject.bytes_per_token(run.backend) for run in runs if run.failure is None}
+    baseline = subject.bytes_per_token(exact.backend, torch.bfloat16)
     results = tuple(
         ModeResult.of(
             run.backend.mode,
             run.tallies,
             exact.tallies,
-            (sizes[run.backend.mode], sizes[exact.backend.mode]),
+            (sizes[run.backend.mode], baseline),
             run.seconds,
             run.peak if memory.counted else None,
         )

@@ -42,7 +42,7 @@ def main() -> None:
             print(f"{model_type}: {type(problem).__name__}")
             continue
         if kinds:
-            found[model_type] = sorted([count, *kind] for kind, count in kinds.items())
+            found[model_type] = sorted(([count, *kind] for kind, count in kinds.items()), key=repr)
     lines = ",\n".join(f' "{name}": {json.dumps(kinds)}' for name, kinds in sorted(found.items()))
     FILE.write_text(f'{{\n "transformers": "{transformers.__version__}",\n{lines}\n}}\n')
 

@@ -70,7 +70,7 @@ def test_a_door_without_the_registry_looks_as_well(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("KVQ_BATCHINVARIANT", "1")
     k, pages, slots = torch.zeros(1, 1, 64), torch.zeros(1, 8, 1, 64), torch.zeros(1, dtype=torch.long)
-    with pytest.raises(ArgumentError, match="^KVQ_BATCHINVARIANT: .*did you mean KVQ_BATCH_INVARIANT"):
+    with pytest.raises(ArgumentError, match=r"^KVQ_BATCHINVARIANT: .*did you mean KVQ_BATCH_INVARIANT"):
         Own().reshape_and_cache(k, k, pages, pages.clone(), slots)
 
 

@@ -61,7 +61,7 @@ VARIABLES: Final = MappingProxyType(
             "comma-separated mode=distribution pairs, one per mode", "who provides a mode that several packages claim", _are_pairs
         ),
         "KVQ_PLANS": Variable(
-            "a table of launch plans, a folder of them named <arch>.json, or nothing: none but kvq's",
+            "a table of launch plans, a folder of them named ARCH.json, or nothing: none but kvq's",
             "tables of launch plans of one's own",
             _is_place,
         ),

@@ -56,7 +56,7 @@ class Subject(Protocol):
         ...
 
     def bytes_per_token(self, backend: QuantKVBackend, dtype: torch.dtype | None = None) -> int:
-        """Bytes that a token takes over all layers, scales included, from rows of ``dtype`` (``None``: of the rows that reach the cache)."""
+        """Bytes that a token takes over all layers, scales included; ``dtype``: of its rows, by default of those that reach the cache."""
         ...
 
 

@@ -69,6 +69,7 @@ def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject,
     assert none.perplexity.mean == pytest.approx(math.exp(nats / sum(p.num_predicted for p in passages)), rel=1e-4)
     assert 0 < int8.kl.mean < int2.kl.mean
     assert (none.bytes_per_token, int2.bytes_per_token) == (2 * 2 * 64 * 4, 2 * 2 * (16 + 4)), "layers, K and V, float32 rows"
+    assert (none.times_smaller, int2.times_smaller) == (0.5, 128 / 20), "than bf16, whatever the rows"
 
 
 def test_the_command_line_takes_a_folder(folder: Path, tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
+from kvq_core import variables
 from kvq_core.errors import ArgumentError
 from kvq_core.spec import Attention, NewRows
 
 
 def enabled() -> bool:
     """Whether ``KVQ_DEBUG=1`` is set, read at each call so that it can be switched on in a running program."""
-    return os.environ.get("KVQ_DEBUG") == "1"
+    return variables.flag("KVQ_DEBUG")
 
 
 def check_slots(rows: NewRows) -> None:

@@ -7,25 +7,17 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from kvq_core import variables
 
 if TYPE_CHECKING:
     import torch
 
     from kvq_core.backend import QuantKVBackend
-
-SWITCHES: Final[Mapping[str, str]] = {
-    "KVQ_DEBUG": "1: slots and block ids are checked at every call, which waits for the device",
-    "KVQ_BATCH_INVARIANT": "1: a sequence's result does not depend on what else is in its batch; a few per cent slower",
-    "KVQ_BACKENDS": "mode=distribution,...: who provides a mode that several packages claim",
-    "KVQ_PLANS": "a file, or a folder of <arch>.json: tables of launch plans of one's own; empty: none but kvq's",
-    "TRITON_INTERPRET": "1: Triton's interpreter runs the kernels on CPU tensors, some thousand times slower",
-}
-"""The environment variables that change what kvq does."""
 
 
 def installed(distribution: str) -> str | None:
@@ -158,6 +150,6 @@ def path_of(backend: QuantKVBackend, device: torch.device) -> Route:
     if not own:
         return Route("plain torch", "the mode brings no kernels")
     runs = "Triton kernels, interpreted" if device.type == "cpu" else "Triton kernels, compiled"
-    why = "TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") == "1" else f"tensors on {device.type}"
+    why = "TRITON_INTERPRET=1" if variables.interpreting() else f"tensors on {device.type}"
     missing = {"write", "read"} - own
     return Route(runs, why + "".join(f"; its {name} is plain torch" for name in missing))

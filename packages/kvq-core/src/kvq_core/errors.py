@@ -45,3 +45,11 @@ class PlanTableError(KVQError):
     def __init__(self, source: str, field: str, got: object, need: str) -> None:
         self.source, self.field, self.got, self.need = source, field, got, need
         super().__init__(f"{source}: {field}: got {got!r}, need {need}")
+
+
+def told(problem: BaseException) -> str:
+    """An exception of other people's code in words: its type, and what it says if it can say it."""
+    try:
+        return f"{type(problem).__name__}: {problem}"
+    except Exception:
+        return type(problem).__name__

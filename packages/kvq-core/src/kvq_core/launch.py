@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from kvq_core import schedule
+from kvq_core import families, schedule, variables
 from kvq_core.environment import architecture
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args, facts
@@ -28,7 +27,7 @@ PREFETCHED_SHARE = 32
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, where inline assembly does not exist and bfloat16 products are wrong."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return variables.interpreting()
 
 
 class DeviceFacts(NamedTuple):
@@ -134,13 +133,15 @@ def launch_rows(kernel: Any, rows: NewRows, form: facts.Format, in_fragments: st
     return launched
 
 
+def machine_of(device: torch.device) -> families.Machine:
+    """What kernels run on, for tensors on ``device``."""
+    known = _device_facts(device)
+    return families.Machine(known.arch, known.use_asm, interpreting(), triton_is_known())
+
+
 def fragments_fit(rows: NewRows) -> bool:
-    """Whether a kernel of fragments can take these rows: on sm_90, heads of 64 or 128, of 16 bits."""
-    device = _device_facts(rows.key.device)
-    if device.arch != "sm_90" or not device.use_asm or interpreting() or not triton_is_known():
-        return False
-    shaped = rows.key.shape[2] == rows.value.shape[2] in (64, 128)
-    return shaped and rows.key.dtype == rows.value.dtype and rows.key.element_size() == 2
+    """Whether a kernel of fragments can take these rows."""
+    return families.FRAGMENTS.takes(machine_of(rows.key.device), rows)
 
 
 def launch_attention(kernel: Any, attention: Attention, form: facts.Format, in_groups: str = "", of_drafts: str = "") -> Launched:
@@ -201,20 +202,11 @@ def problem_of(attention: Attention, form: facts.Format, has_groups: bool = Fals
 
 
 def groups_fit(attention: Attention, form: facts.Format) -> bool:
-    """Whether kernels of warp groups can take this call: on sm_90, heads of 128, 16-byte rows, plain causal attention."""
-    device, scoring = _device_facts(attention.q.device), attention.scoring
-    if device.arch != "sm_90" or not device.use_asm or interpreting() or not triton_is_known():
-        return False
-    plain = scoring.window_left < 0 and scoring.softcap <= 0
-    plain = plain and attention.output_scale is None and attention.out.dtype not in _FP8_NAMES
-    plain = plain and scoring.alibi_slopes is None and scoring.qq_bias is None and scoring.mm_prefix_range is None
-    plain = plain and (attention.smoothing is None or not _scores_matter(attention))
-    unquantized = form.streams == 1
-    shaped = attention.q.shape[2] == attention.out.shape[2] == 128 and attention.queries_per_kv <= 128
-    if not plain or not shaped or (unquantized and not attention.q.dtype == attention.keys.codes.dtype in (torch.bfloat16, torch.float16)):
-        return False
-    rows = (_row_bytes(attention.keys), _row_bytes(attention.values))
-    return min(rows) == ALIGNMENT and attention.keys.block_size * max(_strides(attention.keys) + _strides(attention.values)) < 2**31
+    """Whether kernels of warp groups can take this call."""
+    keys, values = attention.keys, attention.values
+    row_bytes = min(_row_bytes(keys), _row_bytes(values))
+    call = families.GroupsCall(attention, form.streams == 1, row_bytes, keys.block_size * max(_strides(keys) + _strides(values)))
+    return families.GROUPS.takes(machine_of(attention.q.device), call)
 
 
 def _launch(
@@ -319,7 +311,7 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         wide_pages=attention.keys.block_size * stride >= 2**31,
         wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
-        shifted=attention.smoothing is not None and _scores_matter(attention),
+        shifted=attention.smoothing is not None and attention.sees_shift,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         registers=(tile.registers or 0) if tile.groups > 1 else 0,
         use_asm=_device_facts(attention.q.device).use_asm,
@@ -329,11 +321,6 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         overlap=("start" if launch.merge_waits else "end") if launch.split and _overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )
-
-
-def _scores_matter(attention: Attention) -> bool:
-    """Whether a row's result changes with a number added to all its scores, such as what smoothed keys lack."""
-    return attention.scoring.softcap > 0 or attention.scoring.sinks is not None or attention.lse is not None
 
 
 def _few(attention: Attention, form: facts.Format, launch: schedule.Launch) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kvq_core import checks, debug, eager, schedule
+from kvq_core import checks, debug, eager, schedule, variables
 from kvq_core.errors import ArgumentError
 from kvq_core.memory import Apart, check_apart
 from kvq_core.plans.lookup import asking_first
@@ -63,7 +62,7 @@ _MAX_SEQLEN_K = 7
 
 def kernels_run_on(device: torch.device) -> bool:
     """Whether Triton kernels run on ``device``: any GPU, or the CPU when Triton's interpreter was asked for."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return device.type == "cuda" or variables.interpreting()
 
 
 def launches_repeat_on(device: torch.device) -> bool:
@@ -314,6 +313,7 @@ def planning_with(table: Table) -> Iterator[None]:
 
 def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:
     if _OPS.current(backend.mode) is not backend:
+        variables.check()
         _OPS.bind(backend)
     op: Callable[..., None] = getattr(torch.ops.kvq, f"{backend.mode}_{verb}").default
     return op

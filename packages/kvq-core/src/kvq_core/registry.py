@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError
+from kvq_core import variables
+from kvq_core.contract import checked
+from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError, told
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -102,6 +105,7 @@ def get_backend(mode: str) -> QuantKVBackend:
         UnknownModeError: nobody provides the mode, or the distribution chosen for it does not.
         DuplicateModeError: several distributions provide it, and nothing chooses between them.
         BrokenBackendError: its package fails to import, or what it offers is no backend of that mode.
+        ArgumentError: an environment variable of kvq's is misspelled, or has a value that it does not take.
     """
     distribution, full = _parse(mode)
     question = (mode, os.environ.get(OVERRIDE, ""))
@@ -109,6 +113,7 @@ def get_backend(mode: str) -> QuantKVBackend:
         answers = _REGISTRY.answers
         if question in answers:
             return answers[question]
+        variables.check()
         entry = _choose(full, distribution, question[1])
         backend = _REGISTRY.backends.get(entry)
     if backend is None:
@@ -129,9 +134,9 @@ def register_backend(backend: B, *, replace: bool = False) -> B:
     if not isinstance(replace, bool):
         raise ArgumentError("replace", repr(replace), "True or False")
     try:
-        instance = _checked(backend)
-    except TypeError as cause:
-        raise ArgumentError("backend", str(cause), "a concrete subclass of QuantKVBackend with a mode, or an instance") from cause
+        instance = checked(backend)
+    except Exception as cause:
+        raise ArgumentError("backend", told(cause), "a concrete subclass of QuantKVBackend with a mode, or an instance") from cause
     mode = instance.mode
     if re.fullmatch(r"\w+", mode) is None or mode in ALIASES:
         raise ArgumentError("backend", f"mode {mode!r}", f"letters, digits and underscores, and none of {', '.join(ALIASES)}")
@@ -176,19 +181,37 @@ def _parse(name: object) -> tuple[str, str]:
 def _installed() -> list[InstalledMode]:
     """The entry points. One distribution found twice on ``sys.path`` (editable, and a wheel) counts once: the first one imports."""
     found: dict[tuple[str, str], InstalledMode] = {}
-    for point in entry_points(group=GROUP):
-        name, version = (point.dist.name, point.dist.version) if point.dist else ("unnamed", "")
+    for point in _points():
+        name, version = _named(point)
         found.setdefault((point.name, _canonical(name)), InstalledMode(point.name, name, version, point.value))
     return list(found.values())
 
 
+def _points() -> list[EntryPoint]:
+    """The entry points of the group; of a distribution whose metadata cannot be read, none."""
+    try:
+        return list(entry_points(group=GROUP))
+    except Exception:  # of one distribution, which must not take the others along
+        found: list[EntryPoint] = []
+        for distribution in distributions():
+            with suppress(Exception):
+                found += distribution.entry_points.select(group=GROUP)
+        return found
+
+
+def _named(point: EntryPoint) -> tuple[str, str]:
+    """Name and version of the distribution behind an entry point, as far as its metadata tell."""
+    try:
+        return (point.dist.name or "unnamed", point.dist.version or "") if point.dist else ("unnamed", "")
+    except Exception:
+        return "unnamed", ""
+
+
 def _overrides(text: str) -> dict[str, str]:
     chosen: dict[str, str] = {}
-    for item in filter(str.strip, text.split(",")):
-        name, _, distribution = item.partition("=")
-        mode, distribution = _parse(name)[1], _canonical(distribution)
-        if not mode or not distribution or chosen.setdefault(mode, distribution) != distribution:
-            raise ArgumentError(OVERRIDE, repr(text), "comma-separated mode=distribution pairs, one per mode")
+    for name, distribution in variables.pairs(text) or ():
+        if chosen.setdefault(_parse(name)[1], _canonical(distribution)) != _canonical(distribution):
+            raise ArgumentError(OVERRIDE, repr(text), variables.VARIABLES[OVERRIDE].takes)
     return chosen
 
 
@@ -231,22 +254,11 @@ def _names(entries: list[InstalledMode]) -> str:
 def _load(entry: InstalledMode) -> QuantKVBackend:
     """Import what an entry point names. Whatever goes wrong is that distribution's fault, and is told as such."""
     try:
-        backend = _checked(EntryPoint(entry.mode, entry.value, GROUP).load())
+        backend = checked(EntryPoint(entry.mode, entry.value, GROUP).load())
         if backend.mode != entry.mode:
             raise TypeError(f"its mode attribute is {backend.mode!r}")
-    except Exception as cause:
-        why = f"{type(cause).__name__}: {cause}"
-        raise BrokenBackendError(f"mode {entry.mode!r} from {_names([entry])} ({entry.value}) cannot be used: {why}") from cause
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:  # SystemExit, too, and what test libraries raise
+        raise BrokenBackendError(f"mode {entry.mode!r} from {_names([entry])} ({entry.value}) cannot be used: {told(cause)}") from cause
     return backend
-
-
-def _checked(backend: object) -> QuantKVBackend:
-    """``backend``, a class or an instance, as an instance; TypeError if it does not fit the contract."""
-    from kvq_core.backend import QuantKVBackend
-
-    instance = backend() if isinstance(backend, type) and issubclass(backend, QuantKVBackend) else backend
-    if not isinstance(instance, QuantKVBackend):
-        raise TypeError(f"{backend!r} is not a QuantKVBackend")
-    if not isinstance(getattr(instance, "mode", None), str):
-        raise TypeError(f"{backend!r} has no mode attribute of type str")
-    return instance

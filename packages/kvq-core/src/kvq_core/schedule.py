@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvq_core import checks, plans
+from kvq_core import checks, plans, variables
 
 # Query lengths up to this are served by the decode launch.
 DECODE_QUERY_LEN = 16
@@ -154,7 +153,7 @@ _BATCH_INVARIANT = _Switch()
 def is_batch_invariant() -> bool:
     """Whether bytes and results must not depend on what else is in a batch: the switch below, or ``KVQ_BATCH_INVARIANT=1``."""
     if _BATCH_INVARIANT.value is None:
-        return os.environ.get("KVQ_BATCH_INVARIANT") == "1"
+        return variables.flag("KVQ_BATCH_INVARIANT")
     return _BATCH_INVARIANT.value
 
 

@@ -353,6 +353,11 @@ class Attention:
     def queries_per_kv(self) -> int:
         return self.q.shape[1] // self.keys.num_kv_heads
 
+    @property
+    def sees_shift(self) -> bool:
+        """Whether a number added to all scores of a row changes what it gives: smoothed keys' scores lack one."""
+        return self.scoring.softcap > 0 or self.scoring.sinks is not None or self.lse is not None
+
     def validate(self, backend: QuantKVBackend) -> None:
         """Raise :class:`ArgumentError` naming the first argument of ``unified_attention`` that does not fit."""
         q, out, device = self.q, self.out, self.q.device

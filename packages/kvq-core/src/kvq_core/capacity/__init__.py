@@ -8,7 +8,7 @@
 """
 
 from kvq_core.capacity.config import model_shape, read_config
-from kvq_core.capacity.plan import GIB, Budget, Capacity, capacity_of
+from kvq_core.capacity.plan import GIB, Budget, CacheSize, Capacity, capacity_of, size_of
 from kvq_core.capacity.shape import AttentionLayer, ModelShape
 from kvq_core.capacity.weights import WeightCount, weight_count, weight_file_bytes
 
@@ -16,12 +16,14 @@ __all__ = [
     "GIB",
     "AttentionLayer",
     "Budget",
+    "CacheSize",
     "Capacity",
     "ModelShape",
     "WeightCount",
     "capacity_of",
     "model_shape",
     "read_config",
+    "size_of",
     "weight_count",
     "weight_file_bytes",
 ]

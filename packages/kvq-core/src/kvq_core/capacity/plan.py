@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -44,8 +45,8 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """One mode on one model and GPU.
+class CacheSize:
+    """What one mode's cache of a model takes.
 
     Attributes:
         mode: its full name.
@@ -53,11 +54,7 @@ class Capacity:
         bits_per_element: bits a stored value, scales included.
         sequence_bytes: the whole blocks that one sequence of the context asked for holds, windowed layers only their window.
         times_smaller: than the same sequence in bf16.
-        tokens: the longest single sequence that fits; ``None`` if there is no end to it, since every layer has a window.
-        sequences: how many of the context asked for fit at once.
-        concurrent_context: the longest context that ``concurrency`` sequences can all have; ``None`` as for ``tokens``.
         total_bytes: of ``concurrency`` sequences of the context asked for.
-        fits: whether those do.
     """
 
     mode: str
@@ -65,10 +62,23 @@ class Capacity:
     bits_per_element: float
     sequence_bytes: int
     times_smaller: float
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Capacity(CacheSize):
+    """One mode on one model and GPU.
+
+    Attributes:
+        tokens: the longest single sequence that fits; ``None`` if there is no end to it, since every layer has a window.
+        sequences: how many of the context asked for fit at once.
+        concurrent_context: the longest context that ``concurrency`` sequences can all have; ``None`` as for ``tokens``.
+        fits: whether ``total_bytes`` do.
+    """
+
     tokens: int | None
     sequences: int
     concurrent_context: int | None
-    total_bytes: int
     fits: bool
 
 
@@ -89,29 +99,40 @@ def held_tokens(layer: AttentionLayer, context: int, block_size: int) -> int:
     return blocks * block_size
 
 
+_Costs = list[tuple[int, AttentionLayer]]
+"""Bytes that a token takes in layers of one kind, and one of them."""
+
+
+def _costs(backend: QuantKVBackend, shape: ModelShape) -> _Costs:
+    return [(count * layer_bytes(backend, layer, shape.dtype), layer) for layer, count in Counter(shape.layers).items()]
+
+
+def _held_bytes(costs: _Costs, context: int, block_size: int) -> int:
+    return sum(nbytes * held_tokens(layer, context, block_size) for nbytes, layer in costs)
+
+
 def sequence_bytes(backend: QuantKVBackend, shape: ModelShape, context: int, block_size: int) -> int:
     """Bytes of the blocks that one sequence of ``context`` tokens holds."""
-    return sum(layer_bytes(backend, layer, shape.dtype) * held_tokens(layer, context, block_size) for layer in shape.layers)
+    return _held_bytes(_costs(backend, shape), context, block_size)
 
 
 def longest_context(backend: QuantKVBackend, shape: ModelShape, room: int, block_size: int) -> int | None:
     """The longest sequence whose blocks fit in ``room`` bytes; ``None`` if any length does."""
-    if sequence_bytes(backend, shape, _UNLIMITED, block_size) <= room:
+    costs = _costs(backend, shape)
+    if _held_bytes(costs, _UNLIMITED, block_size) <= room:
         return None
     fitting, over = 0, _UNLIMITED // block_size  # in blocks
     while over - fitting > 1:
         middle = (fitting + over) // 2
-        if sequence_bytes(backend, shape, middle * block_size, block_size) <= room:
+        if _held_bytes(costs, middle * block_size, block_size) <= room:
             fitting = middle
         else:
             over = middle
     return fitting * block_size
 
 
-def capacity_of(
-    backend: QuantKVBackend, shape: ModelShape, budget: Budget, *, context: int, concurrency: int = 1, block_size: int = 16
-) -> Capacity:
-    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``.
+def size_of(backend: QuantKVBackend, shape: ModelShape, *, context: int, concurrency: int = 1, block_size: int = 16) -> CacheSize:
+    """What ``shape``'s cache takes in the mode of ``backend``, on whatever GPU.
 
     Args:
         context: tokens a sequence, prompt and output.
@@ -126,22 +147,30 @@ def capacity_of(
             raise ArgumentError(name, value, "a positive integer")
     if block_size % 8:
         raise ArgumentError("block_size", block_size, "a multiple of 8")
-    room = max(budget.cache_bytes, 0)
-    per_token = sum(layer_bytes(backend, layer, shape.dtype) for layer in shape.layers)
-    elements = sum(layer.num_kv_heads * (layer.head_size + layer.head_size_v) for layer in shape.layers)
-    one = sequence_bytes(backend, shape, context, block_size)
-    unquantized = sum(
-        2 * layer.num_kv_heads * (layer.head_size + layer.head_size_v) * held_tokens(layer, context, block_size) for layer in shape.layers
-    )
-    return Capacity(
+    costs = _costs(backend, shape)
+    values = [(layer.num_kv_heads * (layer.head_size + layer.head_size_v) * n, layer) for layer, n in Counter(shape.layers).items()]
+    per_token, elements = sum(nbytes for nbytes, _ in costs), sum(number for number, _ in values)
+    one = _held_bytes(costs, context, block_size)
+    return CacheSize(
         mode=backend.mode,
         bytes_per_token=per_token,
         bits_per_element=8 * per_token / elements,
         sequence_bytes=one,
-        times_smaller=unquantized / one,
-        tokens=longest_context(backend, shape, room, block_size),
-        sequences=room // one,
-        concurrent_context=longest_context(backend, shape, room // concurrency, block_size),
+        times_smaller=2 * _held_bytes(values, context, block_size) / one,
         total_bytes=concurrency * one,
-        fits=concurrency * one <= room,
+    )
+
+
+def capacity_of(
+    backend: QuantKVBackend, shape: ModelShape, budget: Budget, *, context: int, concurrency: int = 1, block_size: int = 16
+) -> Capacity:
+    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. Arguments and errors are those of :func:`size_of`."""
+    size = size_of(backend, shape, context=context, concurrency=concurrency, block_size=block_size)
+    room = max(budget.cache_bytes, 0)
+    return Capacity(
+        **vars(size),
+        tokens=longest_context(backend, shape, room, block_size),
+        sequences=room // size.sequence_bytes,
+        concurrent_context=longest_context(backend, shape, room // concurrency, block_size),
+        fits=size.total_bytes <= room,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -41,6 +41,7 @@ class ModelShape:
         dtype: of the model's K/V rows.
         max_context: tokens the model says it can attend over; ``None`` if the config does not say.
         notes: what a reader of the figures should know about this model.
+        num_query_heads: of a layer; ``None`` if nobody asks.
     """
 
     model_type: str
@@ -49,6 +50,24 @@ class ModelShape:
     dtype: torch.dtype
     max_context: int | None
     notes: tuple[str, ...] = ()
+    num_query_heads: int | None = None
+
+    def on_each_of(self, gpus: int) -> ModelShape:
+        """What each GPU caches under tensor parallelism: its part of the kv heads, or, with more GPUs than kv heads, a copy of one.
+
+        Raises:
+            ArgumentError: the heads do not divide so.
+        """
+        if gpus < 1:
+            raise ArgumentError("gpus", gpus, "a positive number of GPUs")
+        heads = {layer.num_kv_heads for layer in self.layers}
+        uneven = [f"{n} kv heads" for n in sorted(heads) if n % gpus and gpus % n]
+        if self.num_query_heads is not None and self.num_query_heads % gpus:
+            uneven.append(f"{self.num_query_heads} query heads")
+        if uneven:
+            raise ArgumentError("gpus", f"{gpus} for layers of {' and '.join(uneven)}", "a number that divides the heads evenly")
+        layers = tuple(replace(layer, num_kv_heads=max(1, layer.num_kv_heads // gpus)) for layer in self.layers)
+        return replace(self, layers=layers, num_query_heads=None if self.num_query_heads is None else self.num_query_heads // gpus)
 
     def describe(self) -> str:
         """One line: how many layers of which kind."""

@@ -20,7 +20,8 @@ from typing import Final
 
 from kvq_core.capacity import kinds
 from kvq_core.capacity.config import model_shape, text_config
-from kvq_core.capacity.fields import Config, integer, required
+from kvq_core.capacity.fields import Config, count, flag, indices, integer, required, shown
+from kvq_core.capacity.refusals import named
 from kvq_core.errors import ArgumentError
 
 _UNGATED: Final = frozenset(
@@ -50,18 +51,18 @@ def weight_count(config: Config) -> WeightCount:
         ArgumentError: the weights are quantized, or have parts that the formula does not know.
     """
     decoder, shape = text_config(config), model_shape(config)
-    kind = f"model type {shape.model_type!r}"
+    kind = named(config)
     quantized = decoder.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise _uncounted(f"{kind} with quantized weights ({method})")
+        raise _uncounted(f"{kind} with quantized weights ({method if isinstance(method, str) else shown(method)})")
     if decoder.get("hidden_size_per_layer_input"):
         raise _uncounted(f"{kind} with embeddings in every layer")
     hidden = required(decoder, "hidden_size")
-    tied = decoder.get("tie_word_embeddings", shape.model_type.startswith(_TIED))
+    tied = flag(decoder, "tie_word_embeddings")
+    tied = shape.model_type.startswith(_TIED) if tied is None else tied
     total = required(decoder, "vocab_size") * hidden * (1 if tied else 2)
-    shared = decoder.get("num_kv_shared_layers") or 0
-    if shared:
+    if count(decoder, "num_kv_shared_layers"):
         raise _uncounted(f"{kind} with layers that share their keys")
     attending = iter(shape.layers)
     for index, layer in enumerate(kinds.layer_kinds(decoder)):
@@ -103,14 +104,15 @@ def _feed_forward(config: Config, index: int, hidden: int) -> int:
         intermediate = integer(config, "intermediate_size") or 4 * hidden
         return (2 if config.get("model_type") in _UNGATED else 3) * hidden * intermediate
     size = required(config, "moe_intermediate_size")
-    shared = integer(config, "shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * size
+    shared = integer(config, "shared_expert_intermediate_size") or count(config, "n_shared_experts") * size
     return experts * (3 * hidden * size + hidden) + 3 * hidden * shared
 
 
 def _is_dense(config: Config, index: int) -> bool:
     """Whether this layer of a mixture of experts has a plain MLP."""
     step = integer(config, "decoder_sparse_step") or 1
-    return index in (config.get("mlp_only_layers") or ()) or index < (config.get("first_k_dense_replace") or 0) or (index + 1) % step != 0
+    plain = index in (indices(config, "mlp_only_layers") or ()) or index < count(config, "first_k_dense_replace")
+    return plain or (index + 1) % step != 0
 
 
 def _uncounted(what: str) -> ArgumentError:

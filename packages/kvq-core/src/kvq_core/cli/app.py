@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -14,6 +14,9 @@ from kvq_core.cli.eval import evaluate
 from kvq_core.cli.list import list_modes
 from kvq_core.cli.tune import tune
 from kvq_core.errors import KVQError
+
+_SIGPIPE: Final = 128 + 13
+"""The exit status of a program that a closed pipe ends."""
 
 
 class Refusal(click.ClickException):
@@ -28,6 +31,8 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # the reader has seen enough
+            raise SystemExit(_SIGPIPE) from None
         except (KVQError, OSError) as problem:
             raise Refusal(f"{self._name(ctx)}: {problem}") from problem
         except (MemoryError, RuntimeError) as problem:

@@ -1,26 +1,28 @@
-"""``kvq calc``: what fits on a GPU, for a model's config and every installed mode."""
+"""``kvq calc``: what a model's cache takes and what fits on a GPU, from its config, for every installed mode."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from kvq_core.cli import output
 from kvq_core.cli.modes import backends_of, mode_option
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, BrokenBackendError, KVQError
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
-    from kvq_core.capacity import Budget, Capacity, ModelShape
+    from kvq_core.capacity import Budget, CacheSize, ModelShape
 
 _EXAMPLES = """Examples:
 
 \b
-kvq calc config.json --gpu-gib 80
+kvq calc config.json
+kvq calc config.json --gpu-gib 80 --gpus 4
 kvq calc models/Llama-3.1-8B --gpu-gib 24 --context 8192 --concurrency 16
 kvq calc Qwen/Qwen3-8B --gpu-gib 80 --mode int4,int8 --json
 kvq calc config.json --gpu-gib 141 --weights-gib 65.5 --plot fits.png
@@ -29,18 +31,35 @@ CONFIG is a config.json, the folder of a model, or an id on the Hugging Face hub
 """
 
 
+class Amount(click.FloatRange):
+    """A number as large as machines have it, which infinity and NaN are not."""
+
+    def __init__(self, *, least_open: bool = False, most: float = 2.0**30) -> None:
+        super().__init__(0, most, min_open=least_open)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        number = super().convert(value, parameter, context)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", parameter, context)
+        return number
+
+
+_COUNT: Final = click.IntRange(1, 2**40)
+
+
 @click.command(epilog=_EXAMPLES)
 @click.argument("config", metavar="CONFIG")
-@click.option("--gpu-gib", type=click.FloatRange(min=0, min_open=True), required=True, help="Memory of the GPU, in GiB.")
+@click.option("--gpu-gib", type=Amount(least_open=True), help="Memory of a GPU, in GiB.  [default: only bytes are printed]")
+@click.option("--gpus", type=click.IntRange(1, 2**20), default=1, show_default=True, help="GPUs that share heads and weights evenly.")
 @mode_option
-@click.option("--context", type=click.IntRange(min=1), help="Tokens a sequence, output included.  [default: 8192, or the model's limit]")
-@click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
-@click.option("--weights-gib", type=click.FloatRange(min=0), help="Size of the weights.  [default: the files beside CONFIG, or counted]")
-@click.option("--reserve-gib", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Kept for activations and the like.")
+@click.option("--context", type=_COUNT, help="Tokens a sequence, output included.  [default: 8192, or the model's limit]")
+@click.option("--concurrency", type=_COUNT, default=1, show_default=True, help="Sequences at once.")
+@click.option("--weights-gib", type=Amount(), help="Size of the weights, on all GPUs.  [default: the files beside CONFIG, or counted]")
+@click.option("--reserve-gib", type=Amount(), default=0.0, show_default=True, help="Kept on each GPU for activations and the like.")
 @click.option(
-    "--utilization", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Share of the GPU that is used."
+    "--utilization", type=Amount(least_open=True, most=1.0), default=0.9, show_default=True, help="Share of the GPU that is used."
 )
-@click.option("--block-size", type=int, default=16, show_default=True, help="Slots a block, a multiple of 8.")
+@click.option("--block-size", type=click.IntRange(max=2**20), default=16, show_default=True, help="Slots a block, a multiple of 8.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Of the model's rows.  [default: the config's]")
 @click.option(
     "--ignore-windows", is_flag=True, help="Count windowed layers as if they kept every token, as a cache that evicts nothing does."
@@ -49,7 +68,8 @@ CONFIG is a config.json, the folder of a model, or an id on the Hugging Face hub
 @output.output_options
 def calc(
     config: str,
-    gpu_gib: float,
+    gpu_gib: float | None,
+    gpus: int,
     modes: tuple[str, ...],
     context: int | None,
     concurrency: int,
@@ -62,52 +82,61 @@ def calc(
     plot: Path | None,
     form: str,
 ) -> None:
-    """Bytes per token, tokens that fit and concurrent sequences, for every installed mode.
+    """Bytes per token and per sequence, and with --gpu-gib what fits, for every installed mode.
 
     Bytes are the cache's own: codes and scales, whole blocks, layers with a window only as far as it reaches, and only layers that keep
-    keys. What is left for them is the GPU's memory times --utilization, less the weights and --reserve-gib.
+    keys. What is left for them is the GPU's memory times --utilization, less the weights and --reserve-gib. With --gpus, all figures are
+    those of one GPU, which has its part of the kv heads (a copy of one, with more GPUs than heads) and of the weights.
     """
     from kvq_core.capacity import GIB, Budget, model_shape
 
+    if block_size < 8 or block_size % 8:
+        raise ArgumentError("block_size", block_size, "a multiple of 8")
     described, folder = _read(config)
-    shape = _adjusted(model_shape(described), dtype, ignore_windows)
-    weight_bytes, source = _weights(described, folder, weights_gib)
-    budget = Budget(int(gpu_gib * GIB), weight_bytes, int(reserve_gib * GIB), utilization)
-    if budget.cache_bytes <= 0:
-        raise ArgumentError(
-            "--gpu-gib",
-            f"{gpu_gib:g} GiB, {utilization:.0%} of which hold no cache beside {weight_bytes / GIB:.2f} GiB of weights ({source})"
-            f" and {reserve_gib:g} GiB kept",
-            f"more than {(weight_bytes / GIB + reserve_gib) / utilization:.1f} GiB, or smaller weights (--weights-gib)",
-        )
+    shape = _adjusted(model_shape(described), dtype, ignore_windows).on_each_of(gpus)
+    budget, source = None, ""
+    if gpu_gib is not None:
+        whole, source = _weights(described, folder, weights_gib)
+        budget = Budget(max(1, int(gpu_gib * GIB)), -(-whole // gpus), int(reserve_gib * GIB), utilization)
     context = context or min(8192, shape.max_context or 8192)
     backends, faults = backends_of(modes)
-    figures, refused = _figures(backends, bool(modes), shape, budget, context, concurrency, block_size)
+    figures, refused, broken = _figures(backends, bool(modes), shape, budget, context, concurrency, block_size)
+    faults += broken
     if form == "table":
-        _explain(config, shape, budget, weight_bytes, source, context, concurrency)
-        click.echo(_table(figures, context, concurrency))
+        _explain(config, shape, budget, source, gpus)
+        output.say(_table(figures, context, concurrency))
         for line in [*refused, *(f"broken: {fault}" for fault in faults)]:
-            click.echo(line)
+            output.say(line)
         if shape.max_context and context > shape.max_context:
-            click.echo(f"note: the config says the model attends over {shape.max_context:,} tokens")
+            output.say(f"note: the config says the model attends over {shape.max_context:,} tokens")
+        if budget is not None and budget.cache_bytes <= 0:
+            needed = (budget.weight_bytes + budget.reserved_bytes) / GIB / utilization
+            output.say(
+                f"note: nothing fits: {utilization:.0%} of {gpu_gib:g} GiB hold no cache beside the weights; more than {needed:.1f} do"
+            )
     else:
         facts = {
             "model_type": shape.model_type,
             "layers": [asdict(layer) for layer in shape.layers],
             "num_layers": shape.num_layers,
+            "gpus": gpus,
             "context": context,
             "concurrency": concurrency,
             "block_size": block_size,
-            "weight_bytes": weight_bytes,
-            "weights_from": source,
-            "cache_bytes": budget.cache_bytes,
+            "weight_bytes": budget.weight_bytes if budget else None,
+            "weights_from": source or None,
+            "cache_bytes": budget.cache_bytes if budget else None,
             "notes": list(shape.notes),
             "refused": refused,
+            "broken": faults,
         }
         records = [asdict(figure) for figure in figures]
-        click.echo(output.as_csv(records) if form == "csv" else output.as_json({**facts, "modes": records}))
+        output.say(output.as_csv(records) if form == "csv" else output.as_json({**facts, "modes": records}))
     if plot:
-        _plot(figures, f"{Path(config).name}, {gpu_gib:g} GiB, context {context:,}", plot)
+        on = f", {gpus} x " * (gpus > 1) + f"{gpu_gib:g} GiB" if gpu_gib else ""
+        _plot(figures, ", ".join(filter(None, (Path(config).name, on.strip(", "), f"context {context:,}"))), plot)
+    if faults:
+        raise SystemExit(1)
 
 
 def _read(config: str) -> tuple[dict[str, Any], Path | None]:
@@ -132,8 +161,6 @@ def _read(config: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def _adjusted(shape: ModelShape, dtype: str | None, ignore_windows: bool) -> ModelShape:
-    from dataclasses import replace
-
     from kvq_core.capacity.shape import DTYPES
 
     if dtype:
@@ -157,62 +184,89 @@ def _weights(config: dict[str, Any], folder: Path | None, given: float | None) -
 
 
 def _figures(
-    backends: Sequence[QuantKVBackend], asked_for: bool, shape: ModelShape, budget: Budget, context: int, concurrency: int, block_size: int
-) -> tuple[list[Capacity], list[str]]:
-    """A figure a mode, largest first, and why modes that nobody asked for by name have none."""
-    from kvq_core.capacity import capacity_of
+    backends: Sequence[QuantKVBackend],
+    asked_for: bool,
+    shape: ModelShape,
+    budget: Budget | None,
+    context: int,
+    concurrency: int,
+    block_size: int,
+) -> tuple[list[CacheSize], list[str], list[str]]:
+    """A figure a mode, largest first; why modes that nobody asked for by name have none; and what is wrong with those that are broken."""
+    from kvq_core.capacity import capacity_of, size_of
+    from kvq_core.contract import blamed
 
-    found, refused = [], []
+    numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
+    found, refused, broken = [], [], []
     for backend in backends:
         try:
-            for layer in shape.layers:
-                backend.check_head_size(layer.head_size, "config")
-                backend.check_head_size(layer.head_size_v, "config")
-        except ArgumentError as problem:
+            with blamed(backend.mode):
+                for layer in dict.fromkeys(shape.layers):
+                    backend.check_head_size(layer.head_size, "config")
+                    backend.check_head_size(layer.head_size_v, "config")
+                found.append(size_of(backend, shape, **numbers) if budget is None else capacity_of(backend, shape, budget, **numbers))
+        except KVQError as problem:
             if asked_for:
                 raise
-            refused.append(f"{backend.mode} does not fit: {problem}")
-            continue
-        found.append(capacity_of(backend, shape, budget, context=context, concurrency=concurrency, block_size=block_size))
-    return sorted(found, key=lambda figure: -figure.bytes_per_token), refused
+            if isinstance(problem, BrokenBackendError):
+                broken.append(str(problem))
+            else:
+                refused.append(f"{backend.mode} does not fit: {problem}")
+    return sorted(found, key=lambda figure: -figure.bytes_per_token), refused, broken
 
 
-def _explain(config: str, shape: ModelShape, budget: Budget, weight_bytes: int, source: str, context: int, concurrency: int) -> None:
+def _explain(config: str, shape: ModelShape, budget: Budget | None, source: str, gpus: int) -> None:
     from kvq_core.capacity import GIB
 
     dtype = str(shape.dtype).removeprefix("torch.")
-    click.echo(f"{config} ({shape.model_type}, {dtype}): {shape.describe()}")
-    click.echo(f"weights {weight_bytes / GIB:.2f} GiB ({source}); room for the cache {budget.cache_bytes / GIB:.2f} GiB")
+    output.say(f"{config} ({shape.model_type}, {dtype}){f', on each of {gpus} GPUs' * (gpus > 1)}: {shape.describe()}")
+    if budget is not None:
+        room = max(budget.cache_bytes, 0) / GIB
+        output.say(f"weights {budget.weight_bytes / GIB:.2f} GiB ({source}); room for the cache {room:.2f} GiB")
     for note in shape.notes:
-        click.echo(f"note: {note}")
-    click.echo()
+        output.say(f"note: {note}")
+    output.say()
 
 
-def _table(figures: Sequence[Capacity], context: int, concurrency: int) -> str:
-    from kvq_core.capacity import GIB
+def _table(figures: Sequence[CacheSize], context: int, concurrency: int) -> str:
+    from kvq_core.capacity import GIB, Capacity
 
-    header = ["mode", "bytes/\ntoken", "bits/\nelement", "times smaller\nthan bf16", f"KV GiB,\n{concurrency} x {context:,}", "fits"]
-    header += ["tokens\nthat fit", f"sequences\nof {context:,}", *([f"context of\neach of {concurrency}"] if concurrency > 1 else [])]
+    header = ["mode", "bytes/\ntoken", "bits/\nelement", "times smaller\nthan bf16", f"bytes of a\nsequence of {context:,}"]
+    header += [f"KV GiB,\n{concurrency} x {context:,}"]
+    fitting = [
+        "fits",
+        "tokens\nthat fit",
+        f"sequences\nof {context:,}",
+        *([f"context of\neach of {concurrency}"] if concurrency > 1 else []),
+    ]
     lines = []
     for f in figures:
-        line = [f.mode, f"{f.bytes_per_token:,}", f"{f.bits_per_element:.2f}", f"{f.times_smaller:.2f}", f"{f.total_bytes / GIB:.3f}"]
-        line += ["yes" if f.fits else "NO", _tokens(f.tokens), f"{f.sequences:,}"]
-        lines.append([*line, *([_tokens(f.concurrent_context)] if concurrency > 1 else [])])
-    return output.table(header, lines)
+        line = [f.mode, f"{f.bytes_per_token:,}", f"{f.bits_per_element:.2f}", f"{f.times_smaller:.2f}"]
+        if isinstance(f, Capacity):
+            line += [f"{f.total_bytes / GIB:.3f}", "yes" if f.fits else "NO", _tokens(f.tokens), f"{f.sequences:,}"]
+            line += [_tokens(f.concurrent_context)] if concurrency > 1 else []
+        else:
+            line += [f"{f.sequence_bytes:,}", f"{f.total_bytes / GIB:.3f}"]
+        lines.append(line)
+    with_gpu = any(isinstance(f, Capacity) for f in figures)
+    return output.table(header[:4] + header[5:] + fitting if with_gpu else header, lines)
 
 
 def _tokens(count: int | None) -> str:
     return "no end" if count is None else f"{count:,}"
 
 
-def _plot(figures: Sequence[Capacity], title: str, path: Path) -> None:
-    """Two bars a mode: what a token takes, and how many sequences fit."""
+def _plot(figures: Sequence[CacheSize], title: str, path: Path) -> None:
+    """Two bars a mode: what a token takes, and how many sequences fit, or how many GiB they take."""
+    from kvq_core.capacity import GIB, Capacity
     from kvq_core.cli.plots import canvas
 
+    counts = [f.sequences for f in figures if isinstance(f, Capacity)]
+    amounts: list[int] | list[float] = counts or [f.total_bytes / GIB for f in figures]
     with canvas(path, title, len(figures), 2) as (size, fits):
         where = range(len(figures))
         size.set(xlabel="bytes of cache a token", yticks=where, yticklabels=[f.mode for f in figures])
         size.bar_label(size.barh(where, [f.bytes_per_token for f in figures], color="tab:gray"), fmt="{:,.0f}", padding=3)
-        fits.bar_label(fits.barh(where, [f.sequences for f in figures], color="tab:blue"), fmt="{:,.0f}", padding=3)
-        fits.set(xlabel="sequences that fit")
+        fits.bar_label(fits.barh(where, amounts, color="tab:blue"), fmt="{:,.0f}" if counts else "{:.3g}", padding=3)
+        fits.set(xlabel="sequences that fit" if counts else "GiB of all sequences")
         size.invert_yaxis()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from kvq_core.cli import output
+
+if TYPE_CHECKING:
+    import torch
 
 _ENGINES: Final = ("transformers", "kvq-transformers", "vllm", "flashinfer-python", "numpy", "safetensors")
 
@@ -17,37 +20,62 @@ _ENGINES: Final = ("transformers", "kvq-transformers", "vllm", "flashinfer-pytho
 @click.command(epilog="Examples:\n\n\b\nkvq doctor\nkvq doctor --json > report.json     # to attach to an issue")
 @output.output_options
 def doctor(form: str) -> None:
-    """GPU, driver, versions, the path each mode takes here and why, switches, and what is broken.
+    """GPU, driver, versions, switches, kernels that are off here and why, the path each mode takes, and what is broken.
 
     Each mode writes and reads a few rows through the path it takes, and is held against its own specification. The exit status is 1 if
-    an installed mode does not work.
+    an installed mode does not work, or an environment variable is wrong; such variables are told, and taken as not set.
     """
     from dataclasses import asdict
 
+    from kvq_core import variables
     from kvq_core.cli.list import checked
-    from kvq_core.environment import SWITCHES, default_device, path_of
+    from kvq_core.environment import default_device, path_of
     from kvq_core.registry import IN_PROCESS, get_backend, list_backends
 
-    device = default_device()
-    versions, machine = _versions(), _machine()
-    entries = list_backends()
-    offers = [entry.mode for entry in entries]
-    modes: list[dict[str, Any]] = []
-    for entry in entries:
-        line = checked(entry, offers.count(entry.mode))
-        name = entry.mode if entry.distribution == IN_PROCESS else f"{entry.distribution}:{entry.mode}"
-        route = path_of(get_backend(name), device) if line.status != "broken" else None
-        modes.append({**asdict(line), "path": route.name if route else "", "why": route.why if route else ""})
-    switches = {name: os.environ.get(name) for name in SWITCHES}
-    plans, wrong = _plans()
+    switches = {name: os.environ.get(name) for name in variables.VARIABLES}
+    with variables.without_faults() as faults:
+        device = default_device()
+        versions, machine, families = _versions(), _machine(), _families(device)
+        entries = list_backends()
+        offers = [entry.mode for entry in entries]
+        modes: list[dict[str, Any]] = []
+        for entry in entries:
+            line = checked(entry, offers.count(entry.mode))
+            name = entry.mode if entry.distribution == IN_PROCESS else f"{entry.distribution}:{entry.mode}"
+            route = path_of(get_backend(name), device) if line.status != "broken" else None
+            modes.append({**asdict(line), "path": route.name if route else "", "why": route.why if route else ""})
+        plans, wrong = _plans()
+    told = {name: str(fault) for name, fault in faults.items()}
     if form == "json":
-        click.echo(output.as_json({"machine": machine, "versions": versions, "plans": plans, "switches": switches, "modes": modes}))
+        content = {"machine": machine, "versions": versions, "plans": plans, "switches": switches, "wrong_switches": told}
+        output.say(output.as_json({**content, "families": families, "modes": modes}))
     elif form == "csv":
-        click.echo(output.as_csv(modes))
+        output.say(output.as_csv(modes))
     else:
-        _tell({**machine, "plans": wrong or ", then ".join(map(_in_words, plans))}, versions, switches, modes)
-    if wrong or any(mode["status"] == "broken" for mode in modes):
+        _tell({**machine, "plans": wrong or ", then ".join(map(_in_words, plans))}, versions, switches, told)
+        _tell_kernels(families, modes)
+    if wrong or told or any(mode["status"] == "broken" for mode in modes):
         raise SystemExit(1)
+
+
+def _families(device: torch.device) -> list[dict[str, Any]]:
+    """Each family of kernels: whether it runs here, what is missing if not, and which calls it takes."""
+    from kvq_core.environment import installed
+
+    try:
+        from kvq_core.families import FAMILIES
+        from kvq_core.launch import machine_of
+    except ImportError as problem:  # no Triton for this system
+        return [{"family": "Triton kernels", "serves": "reads and writes", "on": False, "why": str(problem), "takes": []}]
+    machine, found = machine_of(device), []
+    here = f"here: {machine.arch or 'no GPU'}, Triton {installed('triton')}"
+    for family in FAMILIES:
+        missing = list(family.missing(machine))
+        why = f"needs {'; '.join(missing)} ({here})" if missing else ""
+        found.append(
+            {"family": family.name, "serves": family.serves, "on": not missing, "why": why, "takes": [rule.need for rule in family.call]}
+        )
+    return found
 
 
 def _machine() -> dict[str, str]:
@@ -68,14 +96,14 @@ def _plans() -> tuple[list[dict[str, Any]], str]:
     import torch
 
     from kvq_core.environment import architecture
-    from kvq_core.errors import PlanTableError
+    from kvq_core.errors import KVQError
     from kvq_core.plans import tables_for
     from kvq_core.plans.lookup import SHIPPED
 
     arch = architecture(torch.cuda.get_device_properties(0)) if torch.cuda.is_available() else ""
     try:
         tables = tables_for(arch)
-    except PlanTableError as problem:
+    except KVQError as problem:
         return [], f"broken: {problem}"
     return [
         {
@@ -104,18 +132,28 @@ def _versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), "torch": f"{torch.__version__} ({built})", **{name: installed(name) for name in names}}
 
 
-def _tell(machine: dict[str, str], versions: dict[str, str | None], switches: dict[str, str | None], modes: list[dict[str, Any]]) -> None:
-    from kvq_core.environment import SWITCHES
+def _tell(machine: dict[str, str], versions: dict[str, str | None], switches: dict[str, str | None], faults: dict[str, str]) -> None:
+    from kvq_core.variables import VARIABLES
 
     width = max(map(len, [*machine, *versions, *switches])) + 2
     for name, value in [*machine.items(), *((name, found or "not installed") for name, found in versions.items())]:
-        click.echo(f"{name:<{width}}{value}")
-    click.echo()
+        output.say(f"{name:<{width}}{value}")
+    output.say()
     for name, setting in switches.items():
-        click.echo(f"{name:<{width}}{'not set' if setting is None else repr(setting):<9}{SWITCHES[name]}")
+        output.say(f"{name:<{width}}{'not set' if setting is None else repr(setting):<9}{VARIABLES[name].does} ({VARIABLES[name].takes})")
+    for fault in faults.values():
+        output.say(f"wrong: {fault}")
+
+
+def _tell_kernels(families: list[dict[str, Any]], modes: list[dict[str, Any]]) -> None:
+    output.say()
+    for family in families:
+        output.say(f"{family['family']} ({family['serves']}): {'on' if family['on'] else 'off: ' + family['why']}")
+        if family["on"] and family["takes"]:
+            output.say(f"  for calls with {'; '.join(family['takes'])}")
     header = ["mode", "package", "version", "status", "path here", "why"]
     lines = [[m["mode"], m["package"], m["version"], m["status"], m["path"], m["why"]] for m in modes]
-    click.echo("\n" + output.table(header, lines, left=range(6)))
+    output.say("\n" + output.table(header, lines, left=range(6)))
     for mode in modes:
         if mode["error"]:
-            click.echo(f"\n{mode['status']}: {mode['mode']} from {mode['package']}: {mode['error']}")
+            output.say(f"\n{mode['status']}: {mode['mode']} from {mode['package']}: {mode['error']}")

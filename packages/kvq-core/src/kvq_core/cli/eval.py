@@ -13,7 +13,7 @@ import click
 
 from kvq_core.cli import output
 from kvq_core.cli.modes import backends_of, mode_option
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, told
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES: Final = (".safetensors", ".bin", ".gguf", ".json", ".pt")
+_WRITTEN: Final = ("eval.json", "eval.csv", "eval.png")
 _EXAMPLES = """Examples:
 
 \b
@@ -73,20 +74,22 @@ def evaluate(
     Text is fed in chunks; each chunk's keys and values go into the pages, and every prediction attends over what the pages hold. The
     mode none always runs; differences, KL divergence and agreement of the likeliest token are against it, position by position.
     """
+    from kvq_core.contract import blamed
     from kvq_core.environment import default_device
     from kvq_core.evaluation import evaluate as measure
     from kvq_core.evaluation.tiny_model import usable_device
 
     backends, faults = backends_of(("none", *modes) if modes else ())
+    if out:
+        _writable(out)
     subject = load_subject(model, usable_device(device) if device else default_device())
     if modes:  # asked for by name: one that does not fit is bad input, and found before any work
         for backend in backends:
-            subject.bytes_per_token(backend)
+            with blamed(backend.mode):
+                subject.bytes_per_token(backend)
     passages, calibration = _passages(subject, text_of(text, model), length, most)
     if smoothing:
         subject.smoothing = _smoothing(smoothing, subject, calibration)
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
     batch = batch or (1 if is_huggingface(subject) else 16)
     total = sum(p.num_predicted for p in passages) * len(backends)
     from tqdm import tqdm
@@ -99,10 +102,25 @@ def evaluate(
 
         found = measure(subject, backends, passages, calibration=calibration, chunk=chunk, batch=batch, tick=tick)
     facts = _facts(subject, passages, length, chunk) | ({"smoothing": smoothing} if smoothing else {})
-    failures = [*faults, *(f"{mode}: {type(problem).__name__}: {problem}" for mode, problem in found.failures.items())]
+    failures = [*faults, *(f"{mode}: {told(problem)}" for mode, problem in found.failures.items())]
     _tell(found, facts, failures, form, out)
     if failures:
         raise SystemExit(1)
+
+
+def _writable(folder: Path) -> None:
+    """Find out that figures can be drawn, and written to ``folder``, before minutes of work.
+
+    Raises:
+        KVQError, OSError: they cannot.
+    """
+    from kvq_core.cli.plots import need_matplotlib
+
+    need_matplotlib()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _WRITTEN:
+        with (folder / name).open("ab"):
+            pass
 
 
 def load_subject(model: str | None, device: torch.device) -> Subject:
@@ -191,6 +209,7 @@ def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: in
         "tokens": sum(p.num_predicted for p in passages),
         "length": length,
         "chunk": chunk,
+        "times_smaller_than": "none in bfloat16",
         "process_peak_bytes": process_peak_bytes(),
     }
 
@@ -206,17 +225,17 @@ def _tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], for
         amount += f", keys smoothed ({facts['smoothing']})" if "smoothing" in facts else ""
         peak = facts["process_peak_bytes"]
         took = f"; this process took {peak / 2**20:,.0f} MiB at its peak" if peak else ""
-        click.echo(f"{facts['model']} on {facts['device']}: {amount}; torch {facts['torch']}{took}\n")
-        click.echo(_table(results))
+        output.say(f"{facts['model']} on {facts['device']}: {amount}; torch {facts['torch']}{took}\n")
+        output.say(_table(results))
         for failure in failures:
-            click.echo(f"broken: {failure}")
+            output.say(f"broken: {failure}")
     else:
-        click.echo(content if form == "json" else output.as_csv(records))
+        output.say(content if form == "json" else output.as_csv(records))
     if out:
         (out / "eval.json").write_text(content + "\n")
         (out / "eval.csv").write_text(output.as_csv(records) + "\n")
         _plot(results, f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens", out / "eval.png")
-        click.echo(f"\nwritten: {', '.join(str(out / f'eval.{kind}') for kind in ('json', 'csv', 'png'))}", err=True)
+        click.echo(f"\nwritten: {', '.join(str(out / name) for name in _WRITTEN)}", err=True)
 
 
 def _record(result: ModeResult) -> dict[str, Any]:
@@ -230,7 +249,16 @@ def _record(result: ModeResult) -> dict[str, Any]:
 
 
 def _table(results: Sequence[ModeResult]) -> str:
-    header = ["mode", "bytes/\ntoken", "times\nsmaller", "bits/byte", "difference to none\n(± s.e.)", "in %", "perplexity", "KL, nats"]
+    header = [
+        "mode",
+        "bytes/\ntoken",
+        "times smaller\nthan bf16",
+        "bits/byte",
+        "difference to none\n(± s.e.)",
+        "in %",
+        "perplexity",
+        "KL, nats",
+    ]
     header += ["top-1\nagrees", "tokens/s", "peak\nMiB"]
     base = results[0]
     lines = []

@@ -7,8 +7,9 @@ from typing import Final
 
 import click
 
+from kvq_core import variables
 from kvq_core.cli import output
-from kvq_core.errors import KVQError
+from kvq_core.errors import KVQError, told
 from kvq_core.registry import ALIASES, IN_PROCESS, InstalledMode, find_backend, get_backend, list_backends
 
 FIRST_PARTY_BITS: Final = {
@@ -56,8 +57,10 @@ def checked(entry: InstalledMode, rivals: int) -> Listed:
     try:
         name = entry.mode if entry.distribution == IN_PROCESS else f"{entry.distribution}:{entry.mode}"
         found = selfcheck.check(get_backend(name), default_device())
-    except Exception as problem:  # whatever a plug-in does, the others are still listed
-        error = str(problem) if isinstance(problem, KVQError) else f"{type(problem).__name__}: {problem}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # whatever a plug-in does, the others are still listed
+        error = str(problem) if isinstance(problem, KVQError) else told(problem)
         return replace(line, status="broken", error=error, bits_per_element=None)
     return replace(
         line, status=line.status if line.error else "ok", bits_per_element=found.bits_per_element, relative_mse=found.relative_mse
@@ -82,18 +85,19 @@ def list_modes(check: bool, form: str) -> None:
     Reads metadata only, so that a broken package is listed like any other; --check finds it, and then the exit status is 1.
     Bits are those of heads of 128, scales included; for modes of other packages only --check can tell them.
     """
+    variables.check()
     entries = list_backends()
     offers = [entry.mode for entry in entries]
     found = [(checked if check else listed)(entry, offers.count(entry.mode)) for entry in entries]
     if form == "json":
-        click.echo(output.as_json([asdict(line) for line in found]))
+        output.say(output.as_json([asdict(line) for line in found]))
     elif form == "csv":
-        click.echo(output.as_csv([asdict(line) for line in found]))
+        output.say(output.as_csv([asdict(line) for line in found]))
     else:
-        click.echo(_table(found, check))
+        output.say(_table(found, check))
         for line in found:
             if line.error:
-                click.echo(f"\n{line.status}: {line.mode} from {line.package}: {line.error}")
+                output.say(f"\n{line.status}: {line.mode} from {line.package}: {line.error}")
     if any(line.status == "broken" for line in found):
         raise SystemExit(1)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvq_core import variables
 from kvq_core.errors import KVQError
 from kvq_core.registry import get_backend, list_backends
 
@@ -30,15 +31,17 @@ def backends_of(names: Sequence[str]) -> tuple[list[QuantKVBackend], list[str]]:
     """The backends asked for, or of every installed mode, each once; and what is wrong with those of the latter that do not load.
 
     Raises:
-        KVQError: a mode asked for is not installed, or cannot be used.
+        KVQError: a mode asked for is not installed, or cannot be used; a variable of the environment is wrong.
     """
+    variables.check()
     if names:
-        return list(dict.fromkeys(map(get_backend, names))), []
-    found: dict[QuantKVBackend, None] = {}
+        return list({id(backend): backend for backend in map(get_backend, names)}.values()), []
+    found: dict[int, QuantKVBackend] = {}
     broken = []
     for mode in dict.fromkeys(entry.mode for entry in list_backends()):
         try:
-            found[get_backend(mode)] = None
+            backend = get_backend(mode)
+            found[id(backend)] = backend
         except KVQError as problem:
             broken.append(str(problem))
-    return sorted(found, key=lambda backend: backend.mode != "none"), broken
+    return sorted(found.values(), key=lambda backend: backend.mode != "none"), broken

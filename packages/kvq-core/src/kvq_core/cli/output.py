@@ -6,8 +6,12 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from functools import wraps
+from typing import Any, Final, TextIO, TypeVar, cast
 
 import click
 from tabulate import tabulate
@@ -16,11 +20,67 @@ Record = Mapping[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_STREAM: Final = "kvq.stdout"
+
+
 def output_options(command: F) -> F:
-    """``--json`` and ``--csv`` for a command that takes ``form``: ``"json"``, ``"csv"`` or ``"table"``."""
+    """``--json`` and ``--csv`` for a command that takes ``form``: ``"json"``, ``"csv"`` or ``"table"``. It prints with :func:`say`."""
+
+    @wraps(command)
+    def of_one_form(*arguments: Any, as_json: bool, as_csv: bool, **options: Any) -> Any:
+        if as_json and as_csv:
+            raise click.UsageError("--json and --csv exclude each other.")
+        with _kept_stdout():
+            return command(*arguments, form="json" if as_json else "csv" if as_csv else "table", **options)
+
     for name in ("csv", "json"):
-        command = click.option(f"--{name}", "form", flag_value=name, help=f"Print {name.upper()} instead of a table.")(command)
-    return click.option("--table", "form", flag_value="table", default="table", hidden=True)(command)
+        of_one_form = click.option(f"--{name}", f"as_{name}", is_flag=True, help=f"Print {name.upper()} instead of a table.")(of_one_form)
+    return cast(F, of_one_form)
+
+
+def say(text: str = "") -> None:
+    """Print a line of the command's own. Letters that the stream cannot write are escaped."""
+    stream: TextIO | None = click.get_current_context().meta[_STREAM]
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    if stream is not None:
+        click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+
+
+@contextmanager
+def _kept_stdout() -> Iterator[None]:
+    """Standard output is the command's alone: what the code of modes prints meanwhile, libraries in C included, goes to standard error."""
+    stream: TextIO | None = sys.stdout
+    meta = click.get_current_context().meta
+    with ExitStack() as stack:
+        if stream is not None and _descriptor(stream) == 1:
+            stream.flush()
+            with suppress(OSError):  # no standard error
+                stream = stack.enter_context(_elsewhere(stream))
+        meta[_STREAM] = stream
+        stack.enter_context(redirect_stdout(sys.stderr))
+        yield
+
+
+@contextmanager
+def _elsewhere(stream: TextIO) -> Iterator[TextIO]:
+    """What ``stream`` wrote to, while its descriptor, 1, leads to standard error."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    own = os.fdopen(kept, "w", encoding=stream.encoding, closefd=False)
+    try:
+        yield own
+    finally:
+        with suppress(BrokenPipeError):
+            own.close()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _descriptor(stream: TextIO) -> int:
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):  # no file
+        return -1
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:

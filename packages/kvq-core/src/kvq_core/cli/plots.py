@@ -14,6 +14,15 @@ class PlotError(KVQError):
     """A plot was asked for, and what draws it is not installed."""
 
 
+def need_matplotlib() -> None:
+    """Raise :class:`PlotError` if matplotlib cannot be had."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise PlotError("plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+
+
 @contextmanager
 def canvas(path: Path, title: str, rows: int, columns: int) -> Iterator[Any]:
     """``columns`` matplotlib axes side by side that share their ``rows``; written to ``path`` when the block ends.
@@ -21,11 +30,7 @@ def canvas(path: Path, title: str, rows: int, columns: int) -> Iterator[Any]:
     Raises:
         PlotError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise PlotError("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
+    need_matplotlib()
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, columns, figsize=(5 * columns, 0.5 * rows + 1.6), sharey=True, layout="constrained", squeeze=False)

@@ -102,6 +102,6 @@ class HuggingFaceSubject:
     def _calibrated(self, passage: Passage, smoothing: Smoothings) -> Any:
         return self.kvq.calibrate(self.model, torch.tensor([passage.tokens], device=self.device), smoothing=smoothing)
 
-    def bytes_per_token(self, backend: QuantKVBackend) -> int:
+    def bytes_per_token(self, backend: QuantKVBackend, dtype: torch.dtype | None = None) -> int:
         shape = model_shape(self.model.config.to_dict())
-        return sum(layer_bytes(backend, layer, self.model.dtype) for layer in shape.layers)
+        return sum(layer_bytes(backend, layer, dtype or self.model.dtype) for layer in shape.layers)

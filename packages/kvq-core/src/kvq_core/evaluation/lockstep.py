@@ -22,7 +22,7 @@ class Evaluation:
     """A result a mode, ``none`` first, and by mode what stopped those that have none."""
 
     results: tuple[ModeResult, ...]
-    failures: dict[str, Exception]
+    failures: dict[str, BaseException]
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Run:
     """Device bytes of its session."""
     peak: int = 0
     """The most it held, work of the moment included."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
 
 @torch.inference_mode()
@@ -82,12 +82,13 @@ def evaluate(
             run.session, run.held = None, 0
     exact = runs[0]
     sizes = {run.backend.mode: subject.bytes_per_token(run.backend) for run in runs if run.failure is None}
+    baseline = subject.bytes_per_token(exact.backend, torch.bfloat16)
     results = tuple(
         ModeResult.of(
             run.backend.mode,
             run.tallies,
             exact.tallies,
-            (sizes[run.backend.mode], sizes[exact.backend.mode]),
+            (sizes[run.backend.mode], baseline),
             run.seconds,
             run.peak if memory.counted else None,
         )
@@ -138,7 +139,9 @@ def _attempt(run: _Run, exact: _Run, work: Callable[..., None], *arguments: obje
         return
     try:
         work(run, *arguments)
-    except Exception as problem:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # SystemExit, too: a mode's own code runs here
         if run is exact:
             raise
         run.failure, run.session = problem, None

@@ -44,6 +44,7 @@ class Estimate:
 class ModeResult:
     """One mode on one model and text. ``kl`` is that from ``none``'s distribution to this mode's, in nats a token.
 
+    ``times_smaller`` than bf16, whatever dtype the model's rows have.
     ``difference`` is the bits a byte more than ``none`` needs in the same run; its error is that of paired passages.
     ``peak_bytes``: of device memory, as if this mode had been alone on it with the model; ``None`` on a CPU, where torch does not count.
     """
@@ -65,7 +66,7 @@ class ModeResult:
     def of(
         cls, mode: str, tallies: Sequence[Tally], exact: Sequence[Tally], sizes: tuple[int, int], seconds: float, peak_bytes: int | None
     ) -> ModeResult:
-        """``tallies`` of one mode beside those of ``none``, in the same passages; ``sizes``: bytes a token of either."""
+        """``tallies`` of one mode beside those of ``none``, in the same passages; ``sizes``: bytes a token, and those of bf16."""
         nbytes, tokens = [float(t.nbytes) for t in tallies], [float(t.predicted) for t in tallies]
         per_token = Estimate.ratio([t.nats for t in tallies], tokens)
         perplexity = math.exp(min(per_token.mean, 700.0))

@@ -55,8 +55,8 @@ class Subject(Protocol):
         """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""
         ...
 
-    def bytes_per_token(self, backend: QuantKVBackend) -> int:
-        """Bytes that a token takes over all layers, scales included."""
+    def bytes_per_token(self, backend: QuantKVBackend, dtype: torch.dtype | None = None) -> int:
+        """Bytes that a token takes over all layers, scales included; ``dtype``: of its rows, by default of those that reach the cache."""
         ...
 
 

@@ -111,9 +111,9 @@ class TinySubject:
         )
         return TinySession(self.model, cache, len(passages))
 
-    def bytes_per_token(self, backend: QuantKVBackend) -> int:
+    def bytes_per_token(self, backend: QuantKVBackend, dtype: torch.dtype | None = None) -> int:
         c = self.model.config
         cache = PagedKVCache(
-            backend, num_blocks=1, num_kv_heads=c.num_kv_heads, head_size=c.head_size, num_layers=c.num_layers, dtype=_ROWS_DTYPE
+            backend, num_blocks=1, num_kv_heads=c.num_kv_heads, head_size=c.head_size, num_layers=c.num_layers, dtype=dtype or _ROWS_DTYPE
         )
         return cache.bytes_per_token

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeVar, cast
 
+from kvq_core import variables
 from kvq_core.errors import PlanTableError
 from kvq_core.plans.choices import Choice, Facts
 from kvq_core.plans.table import GENERIC, Table
@@ -42,17 +43,12 @@ def own_file(arch: str) -> Path | None:
     """The file of one's own table for ``arch``, whether or not it is there; ``None`` if the switch says that there is none.
 
     Raises:
-        PlanTableError: the switch names something that does not exist.
+        ArgumentError: the switch names something that does not exist.
     """
-    given = os.environ.get(SWITCH)
-    if given is None:
+    if SWITCH not in os.environ:
         return own_folder() / f"{arch}.json"
-    if not given:
-        return None
-    place = Path(given)
-    if not place.exists():
-        raise PlanTableError(SWITCH, "the path", given, "a table of launch plans, a folder of them, or nothing")
-    return place / f"{arch}.json" if place.is_dir() else place
+    place = variables.place(SWITCH)
+    return place / f"{arch}.json" if place is not None and place.is_dir() else place
 
 
 class _Tables:

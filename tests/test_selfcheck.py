@@ -34,11 +34,6 @@ class ReadsWrongly(NoneBackend):
         attention.out.mul_(0.9)
 
 
-class TooNarrow(NoneBackend):
-    mode = "selfcheck_too_narrow"
-    max_head_size = 64
-
-
 def test_rows_that_do_not_come_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(selfcheck.SelfCheckError, match="stored rows are off by nan of their own energy on cpu"):
@@ -52,6 +47,34 @@ def test_reads_that_are_not_attention_are_found(monkeypatch: pytest.MonkeyPatch)
         selfcheck.check(ReadsWrongly())
 
 
-def test_modes_that_refuse_the_head_size_say_so() -> None:
-    with pytest.raises(ArgumentError, match="got head size 128"):
-        selfcheck.check(TooNarrow())
+class Sized(NoneBackend):
+    """Takes the head sizes of ``sizes`` alone."""
+
+    mode = "selfcheck_sized"
+    sizes: tuple[int, ...] = ()
+
+    def check_head_size(self, head_size: int, argument: str) -> None:
+        if head_size not in self.sizes:
+            raise ArgumentError(argument, f"head size {head_size}", f"one of {self.sizes}")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "size"),
+    [
+        ({"sizes": (40,)}, 40),
+        ({"sizes": (36, 100)}, 100),
+        ({"sizes": (64, 128, 256)}, 128),
+        ({"sizes": (192,), "head_size_multiple": 24}, 192),
+        ({"sizes": (1024,)}, 1024),
+    ],
+)
+def test_the_head_size_is_one_that_the_mode_takes(attributes: dict[str, object], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backend = type("OfSizes", (Sized,), attributes)()
+    assert selfcheck.nearest_head_size(backend, selfcheck.HEAD_SIZE) == size
+    assert selfcheck.check(backend).relative_mse < 1e-4
+
+
+def test_modes_without_a_head_size_say_so() -> None:
+    with pytest.raises(selfcheck.SelfCheckError, match="takes no head size, of the multiples of 1 up to 1024"):
+        selfcheck.check(Sized())

@@ -179,5 +179,5 @@ LARGE = (
 )
 """Shapes that only a GPU gets through in time."""
 
-QUICK = (OPTIONS[0], OPTIONS[4], OPTIONS[14], SHAPES[2])
-"""The few cases of ``-m quick``."""
+QUICK = (OPTIONS[0], OPTIONS[4], SHAPES[2])
+"""The cases of ``-m quick``: decode, a few rows and prefill in one batch, without a window and with one; prefill alone."""

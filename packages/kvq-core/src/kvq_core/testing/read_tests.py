@@ -71,7 +71,7 @@ class ReadTests(Subject):
         share = {"eager": 3, "interpret": 1.5, "gpu": 0.4}[place.name]
         self.for_all(place, strategies.cases(self.sizes(backend), place), check, share)
 
-    @places.each((_ROWS, _DECODE), large=LARGE[:4], quick=(_ROWS,))
+    @places.each((_ROWS, _DECODE), large=LARGE[:4])
     def test_what_was_written_is_read(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """Through both doors, with no ``encode`` between."""
         built = self.build(backend, case, place)
@@ -80,7 +80,7 @@ class ReadTests(Subject):
 
     # -- what must not matter -------------------------------------------------------------------------------------------
 
-    @places.each((_DECODE, _ROWS), quick=(_ROWS,))
+    @places.each((_DECODE, _ROWS))
     def test_unused_bytes_do_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """Not one bit of the result may come from a slot that is not in use, whatever lies there."""
         built = self.build(backend, case, place).fill()
@@ -152,7 +152,7 @@ class ReadTests(Subject):
 
     # -- what must not spread -------------------------------------------------------------------------------------------
 
-    @places.each((_ALIKE,), quick=(_ALIKE,))
+    @places.each((_ALIKE,))
     def test_rows_of_one_value(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """All rows are the same, so that nothing else hides what a level is off by; rotated, all channels but one have the same code."""
         built = self.build(backend, case, place)
@@ -160,7 +160,6 @@ class ReadTests(Subject):
         built.value.fill_(1.7)
         self.assert_read(backend, built.fill(), place)
 
-    @pytest.mark.quick
     def test_bad_query_row_stays_alone(self, backend: QuantKVBackend, place: Place) -> None:
         built = self.build(backend, _ROWS, place).fill()
         wanted = built.read().clone()
@@ -224,7 +223,6 @@ class ReadTests(Subject):
         for judged in self.judge(backend, built, place, built.read()):
             assert_within(judged.got, judged.wanted, judged.bound + rounding, f"sequence {judged.seq}")
 
-    @pytest.mark.quick
     @pytest.mark.parametrize("sinks", [False, True])
     def test_the_largest_of_huge_scores_wins(self, backend: QuantKVBackend, sinks: bool, place: Place) -> None:
         """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent."""
@@ -238,7 +236,6 @@ class ReadTests(Subject):
             if not backend.takes_scales:  # a scale of the whole tensor clamps such keys to one length
                 assert float((judged.got - judged.wanted).abs().max()) <= 2.0**-6 * float(judged.wanted.abs().max())
 
-    @pytest.mark.quick
     def test_weights_below_float16(self, backend: QuantKVBackend, place: Place) -> None:
         """One key has next to no weight, and its value is all there is: it may be lost, which the budget knows."""
         built = self.build(backend, Case(query_lens=(1,), seq_lens=(2,), dtype=torch.bfloat16), place)
@@ -249,8 +246,7 @@ class ReadTests(Subject):
         built.value[1] = 0
         self.assert_read(backend, built.fill(), place)
 
-    @pytest.mark.quick
-    @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "first", "last"])
+    @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, pytest.param("first", marks=pytest.mark.quick), "last"])
     def test_blocks_outside_the_cache(self, backend: QuantKVBackend, place: Place, bad: int | str) -> None:
         """Keys in such a block are not seen. The blocks just before and after the cache hold NaN here."""
         built = self.build(backend, _ROWS, place).fill()

@@ -337,7 +337,7 @@ def find(mutant: Mutant, only_quick: bool = False) -> Found:
 def line(mutant: Mutant, found: Found) -> str:
     mode = mutant.suite.removeprefix("Test").removesuffix("PerTokenHead").lower()
     file = mutant.file.rpartition("/src/")[2]
-    return f"| {mutant.name} | `{file}` | {mode} | {mutant.by} | `{found.quick or found.every or 'nobody'}` |"
+    return f"| {mutant.name} | `{file}` | {mode} | {mutant.by} | `{(found.quick or found.every or 'nobody').partition('[')[0]}` |"
 
 
 HEADER = "| mistake | in | suite of | must be caught by | first test that fails |\n|---|---|---|---|---|"

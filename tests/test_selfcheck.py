@@ -1,9 +1,19 @@
 """What ``kvq list --check`` and ``kvq doctor`` find: modes that work, and modes that load and are wrong."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from click.testing import CliRunner
 
-from kvq_core import ArgumentError, get_backend, list_backends, selfcheck
+sys.path.insert(0, str(Path(__file__).parent))
+
+import odd_modes
+
+from kvq_core import ArgumentError, get_backend, list_backends, register_backend, selfcheck, unregister_backend
+from kvq_core.cli.app import app
 from kvq_core.none import NoneBackend
 from kvq_core.spec import Attention
 
@@ -15,6 +25,21 @@ def test_installed_modes_pass(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = selfcheck.check(get_backend(mode))
     assert 0 <= found.relative_mse < 0.15 and 0 <= found.read_error < selfcheck.READ_TOLERANCE
+
+
+def test_modes_of_any_packing_and_head_size_are_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for made in odd_modes.MODES:
+        register_backend(made)
+    try:
+        done = CliRunner().invoke(app, ["list", "--check", "--json"], prog_name="kvq")
+    finally:
+        for made in odd_modes.MODES:
+            unregister_backend(made.mode)
+    found = {line["mode"]: line for line in json.loads(done.stdout)}
+    for made in odd_modes.MODES:
+        line = found[made.mode]
+        assert (line["status"], line["error"]) == ("ok", "") and 0 < line["relative_mse"] < 0.6
 
 
 class LosesRows(NoneBackend):

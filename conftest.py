@@ -2,6 +2,7 @@
 
 import os
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -29,6 +30,13 @@ def has_gpu() -> bool:
 
 def pytest_report_header() -> str:
     return "GPU: yes" if has_gpu() else "GPU: none, so that tests marked gpu are left out"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under ``-m quick``, import no file without such a test: what those need (transformers, say) takes longer than the tests."""
+    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
+        return "mark.quick" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -40,7 +40,6 @@ def plain(small_model: TinyModel) -> agreement.Content:
         return run(small_model, ["none", "int8", "fp8", "fp8_per_tensor", "int4", "int2"])
 
 
-@pytest.mark.quick
 def test_a_run_agrees_with_itself(plain: agreement.Content) -> None:
     found = agreement.agreements(plain, plain)
     assert agreement.agree(found) and [mode.mode for mode in found] == [mode["mode"] for mode in plain["modes"]]

@@ -17,7 +17,6 @@ from kvq_core import get_backend  # noqa: E402
 from kvq_core.evaluation import Document  # noqa: E402
 from kvq_core.evaluation.tiny_model import TinyModel  # noqa: E402
 
-pytestmark = pytest.mark.quick
 TEXTS = [Document(str(j), bytes(33 + (7 * i + i * i // (j + 3)) % 90 for i in range(120))) for j in range(4)]
 SMALL = compare.Sizes(documents=3, length=80, chunk=30, batch=2)
 ROWS = torch.randn(400, 2, 64, generator=torch.Generator().manual_seed(0))

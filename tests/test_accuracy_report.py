@@ -51,7 +51,6 @@ def dense_bits(model: TinyModel, tokens: tuple[int, ...]) -> torch.Tensor:
 # -- bits by position ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_bits_of_none_are_those_of_the_dense_model(subject: TinySubject, passages: list[Passage]) -> None:
     found = measure.bits(subject, get_backend("none"), passages[:2], passages[-1], 32)
     expected = torch.stack([dense_bits(subject.model, p.tokens) for p in passages[:2]])
@@ -60,7 +59,6 @@ def test_bits_of_none_are_those_of_the_dense_model(subject: TinySubject, passage
     assert float((found - expected).square().mean().sqrt()) < 0.03 * float(expected.std())
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_positions_add_up_to_the_evaluation(mode: str, subject: TinySubject, passages: list[Passage]) -> None:
     backends = [get_backend("none"), get_backend(mode)]
@@ -86,7 +84,6 @@ def test_stretches_and_their_paired_errors() -> None:
 # -- layers -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("mode", ["int8", "int4", "int2"])
 def test_layers_against_encode_decode_and_dense_attention(mode: str, subject: TinySubject, passages: list[Passage]) -> None:
     backend = get_backend(mode)
@@ -137,7 +134,6 @@ def test_needles_stand_where_they_say() -> None:
     assert measure.needles(TEXTS) == measure.needles(TEXTS), "the same needles every time"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("mode", ["none", "int4"])
 def test_questions_taken_back_leave_no_trace(mode: str, subject: TinySubject, passages: list[Passage]) -> None:
     """Every answer is that of a text that held this one question, read in one piece."""
@@ -178,7 +174,6 @@ def small_report(subject: TinySubject) -> list[report.ModeFigures]:
         return report.measure(subject, [get_backend(mode) for mode in ("none", "int2", "int8")], documents, SMALL)
 
 
-@pytest.mark.quick
 def test_all_figures_of_all_modes(small_report: list[report.ModeFigures], subject: TinySubject) -> None:
     assert [figures.mode for figures in small_report] == ["none", "int8_per_token_head", "int2_per_token_head"]
     none, fine, coarse = small_report
@@ -192,7 +187,6 @@ def test_all_figures_of_all_modes(small_report: list[report.ModeFigures], subjec
         report.measure(subject, [get_backend("none")], [Document("", text) for text in TEXTS[:3]], SMALL)
 
 
-@pytest.mark.quick
 def test_smoothed_figures_are_those_of_the_evaluation(small_report: list[report.ModeFigures], subject: TinySubject) -> None:
     documents = [Document(str(i), text) for i, text in enumerate(TEXTS)]
     *passages, calibration = (subject.passages([document], 90)[0] for document in (*documents[:2], documents[-1]))

@@ -47,7 +47,6 @@ def test_alone(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatc
     assert alone(mode, case, place, monkeypatch) == {True}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("why", OTHERS)
 def test_not_alone(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone("int4_per_token_head", OTHERS[why], "interpret", monkeypatch) == {False}

@@ -45,7 +45,6 @@ def test_made_anew(mode: str, case: Case, place: str, monkeypatch: pytest.Monkey
     assert made_anew(mode, case, place, monkeypatch) == {True}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("why", OTHERS)
 def test_kept(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made_anew(*OTHERS[why], "interpret", monkeypatch) == {False}

@@ -270,9 +270,13 @@ def test_gate_is_green_for_what_works(mode: str) -> None:
 
 
 @pytest.mark.quick
-def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among them the tiles that only much to read is planned with, which none of the gate's own problems reaches."""
+@pytest.mark.parametrize("known", [True, False])
+def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among them the tiles that only much to read is planned with, which none of the gate's own problems reaches. Warp groups take part
+    under a Triton whose Gluon is ``known``, whichever is installed here."""
     monkeypatch.setenv(lookup.SWITCH, "")
+    monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: known)
+    kinds = {"decode", "merge", "prefill", "write", *(["groups"] if known else [])}
     checks = gate.checks_of([get_backend("int4"), get_backend("int2")], [*shapes.HEADLINE, *shapes.PREFILL, *shapes.WRITE], tune.ASSUMED)
     assert len(checks) == len(set(checks))
     for mode in ("int4", "int2"):
@@ -282,7 +286,7 @@ def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(monkeypat
         assert {check.problem.seq_lens for check in of_mode if check.choices == large} == {p.seq_lens for p in gate.PROBLEMS[:2]}
         small = [precompile.choices_of(get_backend(mode), check.problem, tune.ASSUMED) for check in of_mode]
         assert large[0] not in [choice for choices in small for choice in choices]
-        assert {type(choice).kind for check in of_mode for choice in check.choices} == {"decode", "groups", "merge", "prefill", "write"}
+        assert {type(choice).kind for check in of_mode for choice in check.choices} == kinds
     (plain,) = {check.choices for check in gate.checks_of([get_backend("int4")], shapes.HEADLINE, None)}
     assert plain == ()
 

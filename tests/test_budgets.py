@@ -44,7 +44,6 @@ def low_precision(exact: Exact, case: Case, operand: torch.dtype, rotated: bool)
     return (p.to(operand).float() @ exact.v.float()) / (with_sink + sink)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("operand", [torch.float16, torch.bfloat16])
 def test_low_precision_stays_inside(operand: torch.dtype, rotated: bool) -> None:

@@ -16,7 +16,6 @@ from kvq_core.registry import get_backend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-pytestmark = pytest.mark.quick
 HEADS, GROUP, SIZE = 2, 3, 64
 
 

@@ -20,8 +20,6 @@ ROOT = Path(__file__).parents[1]
 MODES = sorted({entry.mode for entry in list_backends()})
 QUICK = ("--length", "60", "--documents", "4", "--device", "cpu")
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,6 @@ def as_built(golden: GoldenCounts) -> list[dict[str, Any]]:
     return builds
 
 
-@pytest.mark.quick
 def test_the_golden_counts_cover_every_kernel() -> None:
     wanted = {f"{mode} {target} {case} {kernel}" for mode in MODES for target in CUDA_TARGETS for case, kernel in kernels(mode, target)}
     counted = {kernel for kernel in GoldenCounts.read(GOLDEN).kernels if triton_is_known() or " groups-" not in kernel}

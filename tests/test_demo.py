@@ -39,7 +39,6 @@ def line_of(text: str, mode: str) -> list[str]:
     return next(line for line in text.splitlines() if line.startswith(f"{mode} ")).split()
 
 
-@pytest.mark.quick
 def test_the_table_has_a_line_for_every_installed_mode(whole: tuple[Path, str]) -> None:
     _, text = whole
     for mode in MODES:

@@ -35,8 +35,6 @@ FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
-pytestmark = pytest.mark.quick
-
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()

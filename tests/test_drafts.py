@@ -79,7 +79,6 @@ def asked(mode: str, case: Case, device: Device = H200, **overrides: Any) -> set
     return kinds_asked(mode, case, NOBODY_S, device, **longest(case) | overrides)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_kvq_s_own_table_takes_drafts(mode: str) -> None:
     for case in TAKEN:

@@ -263,7 +263,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize("mode", sorted(FIRST_PARTY))
-@places.each((SMALL, SMALL_WINDOWED), large=(PLAIN, WINDOWED), quick=(SMALL_WINDOWED,))
+@places.each((SMALL, SMALL_WINDOWED), large=(PLAIN, WINDOWED))
 def test_a_model_is_served(mode: str, place: Place, case: Layer) -> None:
     runner = Runner(get_backend(mode), case, place)
     for step in case.steps:

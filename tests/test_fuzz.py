@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvq_core import get_backend
-from kvq_core.testing import fuzz, scenarios
+from kvq_core.testing import fuzz, scenarios, strategies
 from kvq_core.testing.cases import LAYOUTS, ROWS
 from kvq_core.testing.fuzz import main, parse, tasks_of
 from kvq_core.testing.places import Place
@@ -38,13 +38,13 @@ def test_a_number_stands_for_a_scenario() -> None:
 @pytest.mark.parametrize("least", [-5, 0, 2, 38])
 def test_every_number_of_a_range_is_drawn(least: int) -> None:
     """Hypothesis before 6.170 finds none of 38 to 40 in any bytes."""
-    assert {scenarios.drawn(scenarios.between(least, least + 2), str(n)) for n in range(60)} == {least, least + 1, least + 2}
+    assert {scenarios.drawn(strategies.between(least, least + 2), str(n)) for n in range(60)} == {least, least + 1, least + 2}
 
 
 @pytest.mark.quick
 def test_scenarios_of_a_group_share_their_kernels() -> None:
     group = [scenario("gpu", n) for n in range(16)]
-    free = {"query_lens": (), "seq_lens": (), "mm_prefix": ()}
+    free = {"query_lens": (), "seq_lens": (), "mm_prefix": (), "spare_columns": 0, "shared": False}
     assert len({str(replace(s.case, **free)) for s in group}) == len({s.case.num_seqs for s in group}) == 1
     assert len({(s.longest, s.hint, s.plan, s.segments, s.padded) for s in group}) == 1
     assert len({s.case.seq_lens for s in group}) > 1
@@ -61,7 +61,7 @@ def test_scenarios_are_of_every_kind() -> None:
     assert 0 in lens and 1 in lens and max(lens) > 16 and 0 in [n for c in cases for n in c.seq_lens]
     for feature in ("window", "softcap", "sinks", "alibi", "alibi_sqrt", "qq_bias", "mm_prefix", "output", "head_size_v"):
         assert len({getattr(c, feature) for c in cases}) > 1, feature
-    assert {s.padded for s in many} == {s.shared for s in many} == {True, False} and any(s.lost for s in many)
+    assert {s.padded for s in many} == {c.shared for c in cases} == {True, False} and any(s.lost for s in many)
     assert any(not s.padded and min(s.case.query_lens) == s.longest > 16 for s in many), "uniform prefill"
 
 
@@ -74,7 +74,7 @@ def test_shared_blocks_are_shared() -> None:
 
 
 def _shares(s: Scenario) -> bool:
-    return s.shared and s.lost is None and s.case.num_seqs > 1 and min(s.case.seq_lens[:2]) >= s.case.block_size
+    return s.case.shared and s.lost is None and s.case.num_seqs > 1 and min(s.case.seq_lens[:2]) >= s.case.block_size
 
 
 @pytest.mark.quick

@@ -61,7 +61,6 @@ def assert_greedy(model: TinyModel, request: Request) -> None:
     assert ((logits.amax(-1) - chosen) < 1e-3).all()
 
 
-@pytest.mark.quick
 def test_greedy_decoding_equals_dense_recomputation(model: TinyModel) -> None:
     todo = requests()
     stats = exact_engine(model, chunk=40, num_blocks=64).run(todo)
@@ -79,7 +78,6 @@ def test_batching_does_not_change_a_token(model: TinyModel, chunk: int, block_si
     assert [r.output for r in together] == [r.output for r in alone]
 
 
-@pytest.mark.quick
 def test_preempted_requests_start_over_and_end_the_same(model: TinyModel) -> None:
     roomy, tight = requests(20), requests(20)
     exact_engine(model, num_blocks=64, block_size=8).run(roomy)

@@ -46,8 +46,6 @@ INITCHECK = """\
 """
 CLEAN = "========= COMPUTE-SANITIZER\n" + REPORT + '{"attend": 19, "write": 14}\n========= ERROR SUMMARY: 0 errors\n'
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize(
     ("said", "wanted"),

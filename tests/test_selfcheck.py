@@ -1,9 +1,19 @@
 """What ``kvq list --check`` and ``kvq doctor`` find: modes that work, and modes that load and are wrong."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from click.testing import CliRunner
 
-from kvq_core import ArgumentError, get_backend, list_backends, selfcheck
+sys.path.insert(0, str(Path(__file__).parent))
+
+import odd_modes
+
+from kvq_core import ArgumentError, get_backend, list_backends, register_backend, selfcheck, unregister_backend
+from kvq_core.cli.app import app
 from kvq_core.none import NoneBackend
 from kvq_core.spec import Attention
 
@@ -15,6 +25,21 @@ def test_installed_modes_pass(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = selfcheck.check(get_backend(mode))
     assert 0 <= found.relative_mse < 0.15 and 0 <= found.read_error < selfcheck.READ_TOLERANCE
+
+
+def test_modes_of_any_packing_and_head_size_are_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for made in odd_modes.MODES:
+        register_backend(made)
+    try:
+        done = CliRunner().invoke(app, ["list", "--check", "--json"], prog_name="kvq")
+    finally:
+        for made in odd_modes.MODES:
+            unregister_backend(made.mode)
+    found = {line["mode"]: line for line in json.loads(done.stdout)}
+    for made in odd_modes.MODES:
+        line = found[made.mode]
+        assert (line["status"], line["error"]) == ("ok", "") and 0 < line["relative_mse"] < 0.6
 
 
 class LosesRows(NoneBackend):
@@ -34,11 +59,6 @@ class ReadsWrongly(NoneBackend):
         attention.out.mul_(0.9)
 
 
-class TooNarrow(NoneBackend):
-    mode = "selfcheck_too_narrow"
-    max_head_size = 64
-
-
 def test_rows_that_do_not_come_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(selfcheck.SelfCheckError, match="stored rows are off by nan of their own energy on cpu"):
@@ -52,6 +72,34 @@ def test_reads_that_are_not_attention_are_found(monkeypatch: pytest.MonkeyPatch)
         selfcheck.check(ReadsWrongly())
 
 
-def test_modes_that_refuse_the_head_size_say_so() -> None:
-    with pytest.raises(ArgumentError, match="got head size 128"):
-        selfcheck.check(TooNarrow())
+class Sized(NoneBackend):
+    """Takes the head sizes of ``sizes`` alone."""
+
+    mode = "selfcheck_sized"
+    sizes: tuple[int, ...] = ()
+
+    def check_head_size(self, head_size: int, argument: str) -> None:
+        if head_size not in self.sizes:
+            raise ArgumentError(argument, f"head size {head_size}", f"one of {self.sizes}")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "size"),
+    [
+        ({"sizes": (40,)}, 40),
+        ({"sizes": (36, 100)}, 100),
+        ({"sizes": (64, 128, 256)}, 128),
+        ({"sizes": (192,), "head_size_multiple": 24}, 192),
+        ({"sizes": (1024,)}, 1024),
+    ],
+)
+def test_the_head_size_is_one_that_the_mode_takes(attributes: dict[str, object], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backend = type("OfSizes", (Sized,), attributes)()
+    assert selfcheck.nearest_head_size(backend, selfcheck.HEAD_SIZE) == size
+    assert selfcheck.check(backend).relative_mse < 1e-4
+
+
+def test_modes_without_a_head_size_say_so() -> None:
+    with pytest.raises(selfcheck.SelfCheckError, match="takes no head size, of the multiples of 1 up to 1024"):
+        selfcheck.check(Sized())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -9,13 +10,16 @@ import torch
 
 from kvq_core import eager, reference
 from kvq_core.cache import PagedKVCache
-from kvq_core.errors import KVQError
+from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.spec import Attention, Batch, Plane, Scoring
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 HEAD_SIZE: Final = 128
+"""The head size of a check, or the nearest one that the mode takes."""
+LARGEST_HEAD: Final = 4096
+"""Where the search for a mode's head sizes ends."""
 READ_TOLERANCE: Final = 6 * 2.0**-8
 """Relative error of a read against dense attention over the decoded pages: twice three roundings to bf16, as in the benchmarks' gate."""
 
@@ -26,7 +30,7 @@ class SelfCheckError(KVQError):
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What a mode stores and loses, on standard normal rows with heads of 128.
+    """What a mode stores and loses, on standard normal rows with heads of 128, or of the nearest size to it that the mode takes.
 
     ``bits_per_element`` counts scales; ``relative_mse`` is that of the stored rows; ``read_error`` is that of the attention over them,
     against dense attention over the same decoded rows.
@@ -37,31 +41,42 @@ class SelfCheck:
     read_error: float
 
 
+def nearest_head_size(backend: QuantKVBackend, wanted: int) -> int:
+    """The head size nearest to ``wanted`` that ``backend`` takes; raise :class:`SelfCheckError` if there is none."""
+    multiples = range(backend.head_size_multiple, min(backend.max_head_size, LARGEST_HEAD) + 1, backend.head_size_multiple)
+    for size in sorted(multiples, key=lambda size: abs(size - wanted)):
+        with contextlib.suppress(ArgumentError):
+            backend.check_head_size(size, "head_size")
+            return size
+    largest = min(backend.max_head_size, LARGEST_HEAD)
+    raise SelfCheckError(f"mode {backend.mode}: takes no head size, of the multiples of {backend.head_size_multiple} up to {largest}")
+
+
 @torch.inference_mode()
 def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens: int = 37) -> SelfCheck:
     """Write ``tokens`` rows through ``backend``'s door on ``device``, read them back through the other.
 
     Raises:
-        SelfCheckError: rows decode to something else than finite values near them, or the read is not attention over them.
-        ArgumentError: the mode refuses heads of 128.
+        SelfCheckError: the mode takes no head size, rows decode to something else than finite values near them, or the read is not
+            attention over them.
     """
-    device = torch.device(device)
+    device, size = torch.device(device), nearest_head_size(backend, HEAD_SIZE)
     generator = torch.Generator().manual_seed(0)
-    q, key, value = (torch.randn(tokens, heads, HEAD_SIZE, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2))
+    q, key, value = (torch.randn(tokens, heads, size, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2))
     given = 6 / 448 if backend.takes_scales else None  # of the whole tensor; rows stay within 6
-    cache = PagedKVCache(backend, num_blocks=4, num_kv_heads=2, head_size=HEAD_SIZE, device=device, k_scale=given, v_scale=given)
+    cache = PagedKVCache(backend, num_blocks=4, num_kv_heads=2, head_size=size, device=device, k_scale=given, v_scale=given)
     step = cache.append({cache.allocate_sequence(): tokens})
     cache.write(0, key, value, step)
     out = cache.attend(0, q, step)
 
     caches = cache.layer(0)
-    planes = [Plane(c, s, HEAD_SIZE) for c, s in ((caches.key_cache, caches.k_scale_cache), (caches.value_cache, caches.v_scale_cache))]
+    planes = [Plane(c, s, size) for c, s in ((caches.key_cache, caches.k_scale_cache), (caches.value_cache, caches.v_scale_cache))]
     stored = [eager.gather(backend, plane, step.block_table[0].long())[:tokens] for plane in planes]
     lost = max(float((s - x).square().sum() / x.square().sum()) for s, x in zip(stored, (key.float(), value.float()), strict=True))
     if not lost < 1:
         raise SelfCheckError(f"mode {backend.mode}: stored rows are off by {lost:.2g} of their own energy on {device}")
     batch = Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, tokens, tokens)
-    attention = Attention(q, out, planes[0], planes[1], batch, Scoring(HEAD_SIZE**-0.5))
+    attention = Attention(q, out, planes[0], planes[1], batch, Scoring(size**-0.5))
     exact = reference.attention(attention, lambda plane, blocks: eager.gather(backend, plane, blocks))
     error = float((out.float() - exact).norm() / exact.norm())
     if not error <= READ_TOLERANCE + max(map(abs, backend.read_level_errors), default=0.0):

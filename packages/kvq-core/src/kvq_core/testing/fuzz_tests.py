@@ -46,7 +46,7 @@ class FuzzTests(Subject):
     def draws(self, backend: QuantKVBackend, place: Place, seed: int, number: int) -> tuple[SearchStrategy[Scenario], str]:
         """What scenario ``number`` is drawn from: the scenarios of its signature, and its name among them."""
         stream = f"{seed}/{backend.mode}/{place.name}"
-        signature = scenarios.drawn(scenarios.signatures(backend, place), f"{stream}/signature {number // place.same_kernels}")
+        signature = scenarios.drawn(scenarios.signatures(self.sizes(backend), place), f"{stream}/signature {number // place.same_kernels}")
         return scenarios.scenarios(signature), f"{stream}/{number}"
 
     def assert_scenario(self, backend: QuantKVBackend, place: Place, scenario: Scenario) -> None:

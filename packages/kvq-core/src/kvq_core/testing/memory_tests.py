@@ -67,7 +67,7 @@ class MemoryTests(Subject):
         wide = case.layout == "interleaved"
         # Under "many blocks" codes alone have 2^31 elements, whatever their size: their scales would take more memory than there is.
         itemsize = backend.cache_dtype(case.dtype).itemsize
-        built = far_scene(case, backend, place.device, 2**33 + 2**29 if wide else max(2**32, 2**31 * itemsize) + 2**20)
+        built = far_scene(self.sized(backend, case), backend, place.device, 2**33 + 2**29 if wide else max(2**32, 2**31 * itemsize) + 2**20)
         for name, field in built.pages.fields.items():
             if wide or name.endswith(("key_cache", "value_cache")):
                 assert furthest(built, name) > 2**31 and furthest(built, name) * field.dtype.itemsize > 2**32
@@ -94,7 +94,7 @@ class MemoryTests(Subject):
             self.assert_encoded(built, half, x, built.slots, str(case))
         for longest, threshold in ((20, None), (20, 0)):
             arguments = built.read_arguments() | {"max_seqlen_q": longest, "seq_threshold_3D": threshold}
-            out = _apart(torch.zeros(*built.q.shape[:2], case.value_size, dtype=case.dtype, device=place.device))
+            out = _apart(torch.zeros(*built.q.shape[:2], built.case.value_size, dtype=case.dtype, device=place.device))
             backend.unified_attention(out=out, **arguments)
             self.assert_exact(backend, built, place, out.contiguous())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +69,7 @@ class Scenario:
 
     ``kinds`` and ``query_kinds`` (``strategies.KINDS``) take turns, row by row. ``plan`` of ``PLANS``: kvq's own, keys never split,
     an engine's ``segments``, or batch-invariant. ``longest`` and ``hint`` are the read's ``max_seqlen_q`` and ``max_seqlen_k``.
-    ``padded``: the query has rows of no sequence. ``shared``: sequence 1 begins with the blocks of sequence 0, as far as both fill them.
+    ``padded``: the query has rows of no sequence.
     ``lost``: (sequence, column, id) of the block table that names no block of the cache. ``parts``: each row comes with one of so many
     writes, and is padding or out of the cache in the others.
     """
@@ -84,7 +84,6 @@ class Scenario:
     plan: str = "own"
     segments: int = 0
     padded: bool = True
-    shared: bool = False
     lost: tuple[int, int, int] | None = None
     parts: int = 1
 
@@ -109,11 +108,7 @@ def stage(scenario: Scenario, backend: QuantKVBackend, device: torch.device) -> 
         _fill(x, scenario.kinds, generator)
     _fill(built.q[: sum(case.query_lens)], scenario.query_kinds, generator)
 
-    stored = torch.ones(built.slots.shape[0], dtype=torch.bool, device=device)
-    if scenario.shared and case.num_seqs > 1:
-        blocks = min(case.seq_lens[:2]) // case.block_size
-        built.block_table[1, :blocks] = built.block_table[0, :blocks]
-        stored[built.first_key(1) : built.first_key(1) + blocks * case.block_size] = False
+    stored = built.own
     if scenario.lost is not None:
         seq, column, block = scenario.lost
         built.block_table[seq, column] = block
@@ -156,13 +151,13 @@ def _spoil(row: torch.Tensor, value: str) -> None:
 
 
 @st.composite
-def signatures(draw: st.DrawFn, backend: QuantKVBackend, place: Place) -> Signature:
+def signatures(draw: st.DrawFn, head_sizes: Sequence[int], place: Place) -> Signature:
     """Every geometry, layout, dtype, option and plan: small ones on the CPU, for the interpreter's sake."""
     large = place.name == "gpu"
-    sizes = strategies.head_sizes(backend, 1024 if large else 96)
+    sizes = strategies.up_to(1024 if large else 96, head_sizes)
     head_size = draw(sizes)
-    num_kv_heads = draw(between(1, 3 if large else 2))
-    longest = draw(st.one_of(st.just(1), between(2, 16), between(17, 90 if large else 20)))
+    num_kv_heads = draw(strategies.between(1, 3 if large else 2))
+    longest = draw(st.one_of(st.just(1), strategies.between(2, 16), strategies.between(17, 90 if large else 20)))
     case = Case(
         query_lens=(),
         seq_lens=(),
@@ -181,11 +176,11 @@ def signatures(draw: st.DrawFn, backend: QuantKVBackend, place: Place) -> Signat
     most_keys = draw(st.sampled_from((40, 150, 700, 2300) if large else (10, 20, 40)))
     return Signature(
         case=case,
-        num_seqs=draw(between(1, (2 if most_keys > 1000 else 9) if large else (2 if most_keys == 40 else 3))),
+        num_seqs=draw(strategies.between(1, (2 if most_keys > 1000 else 9) if large else (2 if most_keys == 40 else 3))),
         longest=longest,
         most_keys=most_keys,
         uniform=draw(st.integers(0, 3)) == 3,
-        num_ranges=max(0, draw(between(-5, 3))),
+        num_ranges=max(0, draw(strategies.between(-5, 3))),
         hint=draw(st.sampled_from((1, 100_000))),
         plan=plan,
         segments=draw(st.sampled_from((2, 3, 16))) if plan == "segments" else 0,
@@ -198,12 +193,12 @@ def scenarios(draw: st.DrawFn, signature: Signature) -> Scenario:
     longest = signature.longest
     least = longest if signature.uniform else 0
     most = max(signature.most_keys, least)
-    lens = st.one_of(between(least, most), between(least, min(most, least + 20)))
+    lens = strategies.lengths(least, most, signature.case.block_size)
     seq_lens = tuple(draw(lens) for _ in range(signature.num_seqs))
     rows = [st.just(longest) if signature.uniform else st.one_of(st.just(min(1, n)), st.integers(0, min(n, longest))) for n in seq_lens]
     query_lens = tuple(draw(count) for count in rows)
     ranges = tuple(draw(strategies.ranges(n, signature.num_ranges, signature.num_ranges)) for n in seq_lens) if signature.num_ranges else ()
-    case = replace(signature.case, query_lens=query_lens, seq_lens=seq_lens, mm_prefix=ranges)
+    case = replace(signature.case, query_lens=query_lens, seq_lens=seq_lens, mm_prefix=ranges, **draw(strategies.tables()))  # type: ignore[arg-type]
     return Scenario(
         case=case,
         seed=draw(st.integers(0, 2**20)),
@@ -215,15 +210,9 @@ def scenarios(draw: st.DrawFn, signature: Signature) -> Scenario:
         plan=signature.plan,
         segments=signature.segments,
         padded=not signature.uniform,
-        shared=draw(st.booleans()),
         lost=draw(_lost(case)) if draw(st.integers(0, 3)) == 3 else None,
         parts=draw(st.sampled_from((1, 1, 1, 2))),
     )
-
-
-def between(least: int, most: int) -> st.SearchStrategy[int]:
-    """``least`` to ``most``. Fed with bytes, hypothesis before 6.170 finds no integer of a range such as 38 to 40, and few of others."""
-    return st.integers(0, most - least).map(lambda above: least + above)
 
 
 def _turns(kinds: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""A case made real: rows, poisoned pages, a shuffled block table with garbage behind its end, and the arguments of both doors."""
+"""A case made real: rows, poisoned pages, a shuffled block table amid garbage, and the arguments of both doors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 SPARE_BLOCKS = 3
 PADDING_ROWS = 2
 _GARBAGE = (-7, 2**30, -(2**31), 2**31 - 1)
+_BESIDE = (3, 5)
+"""Columns on either side of the block table."""
 
 
 @dataclass
 class Scene:
     """Everything :func:`build` made of a case. ``key`` and ``value`` hold all keys of all sequences, in order; ``slots`` where they go.
+    ``own`` [keys] bool: those whose slot is not an earlier sequence's, too.
 
     Pages, rows, output, scratch and workspace lie embedded in poison, and :meth:`write` and :meth:`read` fail if a byte changes that is
     not theirs to change.
@@ -38,6 +41,7 @@ class Scene:
     key: torch.Tensor
     value: torch.Tensor
     slots: torch.Tensor
+    own: torch.Tensor
     q: torch.Tensor
     block_table: torch.Tensor
     given_scales: dict[str, torch.Tensor]
@@ -226,17 +230,14 @@ def build(
         key = key + smoothing.mean.cpu()
         differing = differing if smoothing.inverse is None else differing * smoothing.inverse.cpu()
 
-    needed = [-(-n // case.block_size) for n in case.seq_lens]
-    num_blocks = sum(needed) + spare_blocks
-    permuted = _ends(num_blocks, sum(needed)) if ends else _permuted(num_blocks, seed if block_seed is None else block_seed)
-    # Wider than needed, one row more than there are sequences, a slice of something wider still, and garbage past each sequence's end.
-    width = max(needed, default=0) + 2
-    wide = [[_GARBAGE[(s + c) % len(_GARBAGE)] for c in range(width + 5)] for s in range(case.num_seqs + 1)]
-    slots = []
-    for seq, count in enumerate(needed):
-        blocks = [permuted.pop() for _ in range(count)]
-        wide[seq][:count] = blocks
-        slots += [blocks[j // case.block_size] * case.block_size + j % case.block_size for j in range(case.seq_lens[seq])]
+    needed = sum(-(-n // case.block_size) for n in case.seq_lens)
+    num_blocks = needed + spare_blocks
+    permuted = _ends(num_blocks, needed) if ends else _permuted(num_blocks, seed if block_seed is None else block_seed)
+    owners = _owners(case, permuted)
+    slots = [blocks[j // case.block_size] * case.block_size + j % case.block_size for j, blocks in _keys(case, owners)]
+    first = {slot: row for row, slot in reversed([*enumerate(slots)])}
+    same_as = torch.tensor([first[slot] for slot in slots], dtype=torch.int64)
+    key, value = key[same_as], value[same_as]
 
     built = Scene(
         case=case,
@@ -246,14 +247,42 @@ def build(
         key=rows(num_keys, case.num_kv_heads, case.head_size, key),
         value=rows(num_keys, case.num_kv_heads, case.value_size, value),
         slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        own=(same_as == torch.arange(num_keys)).to(device),
         q=rows(num_rows + PADDING_ROWS, case.num_query_heads, case.head_size, queries),
-        block_table=torch.tensor(wide, dtype=torch.int32, device=device)[:, :width],
+        block_table=_block_table(owners, case.spare_columns, permuted[:SPARE_BLOCKS], device),
         given_scales=_given_scales(backend, differing, value, device),
         options=_options(case, generator, device),
         smoothing=smoothing,
     )
     built.inputs = tuple(inputs)
     return built
+
+
+def _owners(case: Case, free: list[int]) -> list[list[int]]:
+    """The blocks of each sequence, off the end of ``free``."""
+    owners: list[list[int]] = []
+    for length in case.seq_lens:
+        shared = owners[0][: min(case.seq_lens[0], length) // case.block_size] if case.shared and owners else []
+        owners.append(shared + [free.pop() for _ in range(-(-length // case.block_size) - len(shared))])
+    return owners
+
+
+def _keys(case: Case, owners: list[list[int]]) -> list[tuple[int, list[int]]]:
+    """Of each key: its position, and its sequence's blocks."""
+    return [(position, blocks) for blocks, length in zip(owners, case.seq_lens, strict=True) for position in range(length)]
+
+
+def _block_table(owners: list[list[int]], spare_columns: int, spare_blocks: list[int], device: torch.device) -> torch.Tensor:
+    """A row for each sequence and one more, in as many columns as the longest needs and ``spare_columns``: a slice of something wider.
+
+    Past each sequence's end, and beside the table, stand ids that name no block, and ``spare_blocks``, which hold 0xFF.
+    """
+    garbage = (*_GARBAGE, *spare_blocks)
+    width = max([1, *map(len, owners)]) + spare_columns
+    wide = [[garbage[(row + column) % len(garbage)] for column in range(sum(_BESIDE) + width)] for row in range(len(owners) + 1)]
+    for row, blocks in zip(wide, owners, strict=False):
+        row[_BESIDE[0] : _BESIDE[0] + len(blocks)] = blocks
+    return torch.tensor(wide, dtype=torch.int32, device=device)[:, _BESIDE[0] : _BESIDE[0] + width]
 
 
 def _permuted(num_blocks: int, seed: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
-from kvq_core.testing import budgets, oracle, places, scene
+from kvq_core.selfcheck import nearest_head_size
+from kvq_core.testing import budgets, oracle, places, scene, strategies
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
@@ -42,6 +42,10 @@ class Subject:
     """The mode under test. Override the methods of the first half to hold a mode to its own mathematics."""
 
     mode: ClassVar[str]
+
+    head_sizes: ClassVar[tuple[int, ...]] = ()
+    """The head sizes that are tested. By default those of :data:`~kvq_core.testing.strategies.HEAD_SIZES`, or for each the nearest one that
+    the mode takes."""
 
     scale_tolerance: ClassVar[float] = 2.0**-20
     """How far, relatively, a written scale may be from ``encode``'s: a few float32 roundings. More where the word holds something else."""
@@ -96,18 +100,22 @@ class Subject:
     def place(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
         return places.enter(request.param, monkeypatch)
 
-    def fits(self, backend: QuantKVBackend, *head_sizes: int) -> bool:
-        try:
-            for size in head_sizes:
-                backend.check_head_size(size, "head_size")
-        except ArgumentError:
-            return False
-        return True
+    def sizes(self, backend: QuantKVBackend) -> tuple[int, ...]:
+        """The head sizes to test, ascending."""
+        found = self.head_sizes or {nearest_head_size(backend, size) for size in strategies.HEAD_SIZES}
+        return tuple(sorted(found))
+
+    def size(self, backend: QuantKVBackend, wanted: int = Case.head_size) -> int:
+        """The one of :meth:`sizes` that is nearest to ``wanted``."""
+        return min(self.sizes(backend), key=lambda size: abs(size - wanted))
+
+    def sized(self, backend: QuantKVBackend, case: Case) -> Case:
+        """``case`` with the nearest head sizes that are tested."""
+        value_size = None if case.head_size_v is None else self.size(backend, case.head_size_v)
+        return replace(case, head_size=self.size(backend, case.head_size), head_size_v=value_size)
 
     def build(self, backend: QuantKVBackend, case: Case, place: Place, seed: int = 0, block_seed: int | None = None) -> Scene:
-        if not self.fits(backend, case.head_size, case.value_size):
-            pytest.skip(f"{backend.mode} does not pack these head sizes")
-        return scene.build(case, backend, place.device, seed, block_seed)
+        return scene.build(self.sized(backend, case), backend, place.device, seed, block_seed)
 
     def for_all(self, place: Place, strategy: SearchStrategy[T], check: Callable[[T], None], share: float = 1.0) -> None:
         """Hold ``check`` to the place's number of examples (times ``share``) of ``strategy``: the same ones in every run."""

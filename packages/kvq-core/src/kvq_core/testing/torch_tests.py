@@ -72,7 +72,7 @@ class TorchTests(Subject):
         built = self.build(backend, case, place)
         writing, reading = _apart(built)
         caches = [x for name, x in writing.items() if "cache" in name and x is not None]
-        out = torch.zeros(*built.q.shape[:2], case.value_size, dtype=case.dtype, device=place.device)
+        out = torch.zeros(*built.q.shape[:2], built.case.value_size, dtype=case.dtype, device=place.device)
 
         def step(key: torch.Tensor, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
             backend.reshape_and_cache(**{**writing, "key": key * 1.0, "value": value})

@@ -1,0 +1,383 @@
+"""kvq's own kernels, codecs and host code with one mistake each, and which of them the conformance suite catches::
+
+    python tests/source_mutants.py                    # every mutant, as the table of docs/testing.md
+    python tests/source_mutants.py --only "last block" --quick
+
+A mutant is a piece of a source file, replaced. The suite of a mode (``tests/test_backends.py``, as a third party would run it:
+``BackendTests`` and the mode's bounds, no other test of kvq's) runs on a copy of the package that has it, in a process of its own, until a
+test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SUITE = ROOT / "tests" / "test_backends.py"
+CORE, KERNELS = "kvq-core/src/kvq_core", "kvq-core/src/kvq_core/kernels"
+INT8, INT4 = "kvq-int8fp8/src/kvq_int8fp8", "kvq-int4/src/kvq_int4"
+QUICK, ALL = "quick", "all"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` of ``file`` becomes ``new``. ``by``: who must catch it, ``quick`` (the suite's quick tests) or ``all`` of the suite."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    by: str = QUICK
+    suite: str = "TestInt8PerTokenHead"
+
+
+INT4_SUITE = "TestInt4PerTokenHead"
+
+MUTANTS = (
+    # Which keys.
+    Mutant(
+        "last block lost in a table without spare columns",
+        f"{KERNELS}/shares.py",
+        "table_width * C.block_size)",
+        "(table_width - 1) * C.block_size)",
+    ),
+    Mutant("newest key lost", f"{KERNELS}/shares.py", "tl.maximum(end_position, 0), seq_len)", "tl.maximum(end_position, 0), seq_len - 1)"),
+    Mutant(
+        "last tile lost where it has one key",
+        f"{KERNELS}/tiles.py",
+        "tl.cdiv(work.stop, C.keys) - (end - begin)",
+        "tl.cdiv(work.stop - 1, C.keys) - (end - begin)",
+    ),
+    Mutant(
+        "share of a split a tile too short",
+        f"{KERNELS}/shares.py",
+        "tl.minimum(origin + (unit + count) * length, high)",
+        "tl.minimum(origin + (unit + count) * length - tl.where(count > 1, C.keys, 0), high)",
+    ),
+    Mutant("causal mask hides the diagonal", f"{KERNELS}/masks.py", "seen = j <= p\n", "seen = j < p\n"),
+    Mutant("window a key too narrow", f"{KERNELS}/masks.py", "(p - j <= scoring.window_left)", "(p - j < scoring.window_left)"),
+    Mutant("window a key too wide", f"{KERNELS}/masks.py", "(p - j <= scoring.window_left)", "(p - j <= scoring.window_left + 1)", ALL),
+    Mutant(
+        "window's start rounded up to a tile",
+        f"{KERNELS}/shares.py",
+        "tl.maximum(context_len - window_left, 0) // KEYS * KEYS",
+        "tl.cdiv(tl.maximum(context_len - window_left, 0), KEYS) * KEYS",
+    ),
+    Mutant("ids outside the cache are read", f"{KERNELS}/tiles.py", "        valid = valid & block_exists(block, num_blocks)\n", ""),
+    # Where they lie.
+    Mutant("block table taken for contiguous", f"{CORE}/launch.py", "batch.block_table.stride(0),", "batch.block_table.shape[1],"),
+    Mutant(
+        "block table's row of the first sequence",
+        f"{KERNELS}/tiles.py",
+        "    table = batch.block_table + work.seq.to(tl.int64) * table_stride\n    if C.decode:",
+        "    table = batch.block_table + 0 * work.seq.to(tl.int64) * table_stride\n    if C.decode:",
+    ),
+    Mutant(
+        "entries wrong where blocks do not divide tiles",
+        f"{KERNELS}/tiles.py",
+        "entry, place = (number * COUNT + i) // SIZE,",
+        "entry, place = number * COUNT // SIZE + i // SIZE,",
+        ALL,
+    ),
+    Mutant(
+        "value codes at the keys' strides",
+        f"{KERNELS}/tiles.py",
+        "        v = row_offset(tile, values, C)",
+        "        v = row_offset(tile, keys, C)",
+        ALL,
+    ),
+    Mutant(
+        "planes' strides taken for the same",
+        f"{CORE}/launch.py",
+        "same_strides=_strides(attention.keys) == _strides(attention.values)",
+        "same_strides=True",
+        ALL,
+    ),
+    Mutant(
+        "scales at the codes' head stride",
+        f"{KERNELS}/tiles.py",
+        "k_at = head * keys.scale_head_stride + k_place",
+        "k_at = head * keys.head_stride + k_place",
+    ),
+    Mutant(
+        "query heads interleaved over kv heads",
+        f"{KERNELS}/shares.py",
+        "kv_head * C.group + r % C.group",
+        "kv_head + r % C.group * tl.num_programs(1)",
+    ),
+    # What is computed.
+    Mutant("accumulator not rescaled", f"{KERNELS}/products.py", "before = acc[i] * by_row(alpha, C)", "before = acc[i] * 1.0"),
+    Mutant("sum of weights not rescaled", f"{KERNELS}/softmax.py", "total = state.sum * by_row(alpha, C) + ", "total = state.sum + "),
+    Mutant(
+        "softcap's tanh of half the score", f"{KERNELS}/scores.py", "return 2.0 * LOG2E / scoring.softcap", "return LOG2E / scoring.softcap"
+    ),
+    Mutant("softcap unseen by the sinks", f"{KERNELS}/softmax.py", "tl.fma(state.max, unit, base)", "tl.fma(state.max, unit, 0.0)"),
+    Mutant("int8's offset of 127", f"{INT8}/read.py", "q_sum * (-128.0 / UNIT)", "q_sum * (-127.0 / UNIT)"),
+    Mutant(
+        "lane's halves swapped in the read",
+        f"{INT8}/read.py",
+        "streams = ((offset & 0x00FF).to(tl.float16, bitcast=True), (offset >> 8).to(tl.float16, bitcast=True))",
+        "streams = ((offset >> 8).to(tl.float16, bitcast=True), (offset & 0x00FF).to(tl.float16, bitcast=True))",
+    ),
+    Mutant(
+        "signs of the rotation inverted",
+        f"{KERNELS}/rotation.py",
+        "minus = (~words >> (channel % 32)) & 1",
+        "minus = (words >> (channel % 32)) & 1",
+        suite=INT4_SUITE,
+    ),
+    Mutant(
+        "signs of the rotation repeat after 32 channels",
+        f"{KERNELS}/rotation.py",
+        "words = tl.where(channel // 32 == word, sign_word(SIGNS, word, channel), words)",
+        "words = words",
+        suite=INT4_SUITE,
+    ),
+    # Split and combined.
+    Mutant(
+        "shares not weighted by their maximum",
+        f"{KERNELS}/merge.py",
+        "tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(two.max - safe)",
+        "tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(one.max - safe)",
+        ALL,
+    ),
+    Mutant(
+        "last of many shares lost",
+        f"{KERNELS}/merge.py",
+        "exists = pieces < block.num_pieces\n",
+        "exists = pieces < block.num_pieces - 1\n",
+    ),
+    Mutant(
+        "sinks counted in each share, too",
+        f"{KERNELS}/splits.py",
+        "            write_share(acc, state, rows, work,",
+        "            write_share(acc, add_sink(state, rows.head, rows.valid, scoring)[0], rows, work,",
+        ALL,
+    ),
+    Mutant(
+        "query heads interleaved in the merge",
+        f"{KERNELS}/merge.py",
+        "head = kv_head * C.group + r % C.group",
+        "head = kv_head + r % C.group * num_kv_heads",
+        ALL,
+    ),
+    # Writes.
+    Mutant(
+        "slot after the last one taken",
+        f"{KERNELS}/slots.py",
+        "valid = slot < num_slots.to(tl.uint64)",
+        "valid = slot <= num_slots.to(tl.uint64)",
+    ),
+    Mutant(
+        "slot and head strides swapped",
+        f"{KERNELS}/slots.py",
+        "strides(rows.slot, slot_stride) + strides(rows.head, head_stride)",
+        "strides(rows.slot, head_stride) + strides(rows.head, slot_stride)",
+    ),
+    Mutant(
+        "scales stored at the codes' slot stride",
+        f"{KERNELS}/slots.py",
+        "offsets(rows, plane.scale_block_stride, plane.scale_slot_stride,",
+        "offsets(rows, plane.scale_block_stride, plane.slot_stride,",
+    ),
+    Mutant("int8 written towards zero", f"{INT8}/write.py", "floor_bits(tl.abs(x) + 0.5, ASM)", "floor_bits(tl.abs(x), ASM)"),
+    Mutant(
+        "zero rows divide by zero", f"{INT8}/write.py", "scale = tl.maximum(peak * PER_INT8_MAX, MIN_SCALE)", "scale = peak * PER_INT8_MAX"
+    ),
+    Mutant("int4's codes clamped at 16", f"{INT4}/write.py", "0.0), 15.5)", "0.0), 16.5)", suite=INT4_SUITE),
+    Mutant(
+        "int4's zero point not stored",
+        f"{INT4}/write.py",
+        "& -16) | zero.to(tl.int32)",
+        "& -16) | (zero.to(tl.int32) & 7)",
+        suite=INT4_SUITE,
+    ),
+    # Codecs: kernels are held to them, and they to their own mathematics.
+    Mutant(
+        "int8 encoded towards zero",
+        f"{INT8}/codec.py",
+        "torch.trunc(scaled + torch.copysign(torch.full_like(scaled, 0.5), scaled))",
+        "torch.trunc(scaled)",
+    ),
+    Mutant("int8 clamped at 63", f"{INT8}/codec.py", "torch.clamp(rounded, -128, 127)", "torch.clamp(rounded, -64, 63)"),
+    Mutant(
+        "int4's nibbles packed in the other order",
+        f"{INT4}/codec.py",
+        "return codes[..., 0::2] | codes[..., 1::2] << 4",
+        "return codes[..., 1::2] | codes[..., 0::2] << 4",
+        suite=INT4_SUITE,
+    ),
+    Mutant(
+        "int4 decoded without its zero point",
+        f"{INT4}/codec.py",
+        "(unpack(codes).float() - zero[..., None])",
+        "(unpack(codes).float() - 8)",
+        suite=INT4_SUITE,
+    ),
+    # The host.
+    Mutant(
+        "too few programs for ragged rows",
+        f"{CORE}/launch.py",
+        "attention.q.shape[0] // config.tokens + batch.num_seqs)",
+        "attention.q.shape[0] // config.tokens + 1)",
+    ),
+    Mutant(
+        "row blocks rounded down",
+        f"{CORE}/schedule.py",
+        "    row_blocks = -(-problem.max_seqlen_q // (tile.rows // problem.group))",
+        "    row_blocks = max(1, problem.max_seqlen_q // (tile.rows // problem.group))",
+        ALL,
+    ),
+    Mutant("workspace without room for sums", f"{CORE}/workspace.py", "rows * (head_size_v + 2)\n", "rows * (head_size_v + 1)\n"),
+    Mutant(
+        "workspace without room for ragged shares",
+        f"{CORE}/schedule.py",
+        '"shares", programs, programs + blocks,',
+        '"shares", programs, programs,',
+    ),
+    Mutant("batch not validated", f"{CORE}/spec.py", "        self.batch.validate(device)\n", ""),
+    Mutant(
+        "planes need not match",
+        f"{CORE}/spec.py",
+        "values.codes.shape[:3] == keys.codes.shape[:3] and values.codes.dtype == keys.codes.dtype,",
+        "True,",
+    ),
+    Mutant("torch path keeps no slot bounds", f"{CORE}/eager.py", "(rows.slot_mapping < num_slots)", "(rows.slot_mapping <= num_slots)"),
+)
+
+
+@dataclass
+class Found:
+    """The test that caught a mutant ("" for none): of the quick ones, and of all; and how long that took."""
+
+    quick: str = ""
+    every: str = ""
+    seconds: float = 0.0
+
+    @property
+    def by(self) -> str:
+        return QUICK if self.quick else ALL if self.every else "nobody"
+
+
+def mutated(mutant: Mutant, folder: Path) -> Path:
+    """A copy of the mutant's package in ``folder``, with the mistake; returns what to put on ``sys.path``."""
+    package, _, file = mutant.file.partition("/src/")
+    shutil.copytree(ROOT / "packages" / package / "src", folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    source = (folder / file).read_text(encoding="utf-8")
+    if source.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.name}: got {source.count(mutant.old)} places in {file} that read {mutant.old!r}, need one")
+    (folder / file).write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    return folder
+
+
+def first_failure(mutant: Mutant, quick: bool, pipe: Any) -> None:
+    """Run the suite of the mutant's mode, and send the first test that fails ("" for none) down ``pipe``."""
+    import pytest
+
+    failed: list[str] = []
+
+    class Watch:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed:
+                failed.append(report.nodeid.rpartition("::")[2])
+
+    with tempfile.TemporaryDirectory() as folder:
+        sys.path.insert(0, str(mutated(mutant, Path(folder))))
+        import kvq_core
+        from kvq_core.testing.places import choose_interpreter
+
+        assert "kvq-core" not in mutant.file or kvq_core.__file__.startswith(folder)
+        choose_interpreter()
+        plain = ["-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+        chosen = ["-o", f"python_classes={mutant.suite}", "-m", "quick" if quick else "not gpu and not quick"]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            status = pytest.main([*plain, *chosen, str(SUITE)], plugins=[Watch()])
+        if not failed and status != 0:
+            failed.append(f"no test ran: pytest's status {status}")
+    pipe.send(failed[0] if failed else "")
+
+
+def in_a_child(mutant: Mutant, quick: bool) -> str:
+    """:func:`first_failure` in a process that begins as this one: with torch and Triton imported, and nothing of kvq's."""
+    context = get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=first_failure, args=(mutant, quick, there))
+    child.start()
+    there.close()
+    try:
+        return str(here.recv())
+    except EOFError:
+        return "the process died"
+    finally:
+        child.join()
+
+
+def find(mutant: Mutant, only_quick: bool = False) -> Found:
+    """Who catches ``mutant``. What the quick tests catch, the whole suite does."""
+    found, start = Found(), time.monotonic()
+    found.quick = in_a_child(mutant, True)
+    if not found.quick and not only_quick:
+        found.every = in_a_child(mutant, False)
+    found.seconds = time.monotonic() - start
+    return found
+
+
+def line(mutant: Mutant, found: Found) -> str:
+    mode = mutant.suite.removeprefix("Test").removesuffix("PerTokenHead").lower()
+    file = mutant.file.rpartition("/src/")[2]
+    return f"| {mutant.name} | `{file}` | {mode} | {mutant.by} | `{(found.quick or found.every or 'nobody').partition('[')[0]}` |"
+
+
+HEADER = "| mistake | in | suite of | must be caught by | first test that fails |\n|---|---|---|---|---|"
+
+
+def prepare() -> None:
+    """Import what takes long and no mutant is of."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import triton.language
+
+    triton.knobs.runtime.interpret = True
+    torch.set_num_threads(1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Which mistakes the conformance suite catches.")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="mutants whose names contain one of these")
+    parser.add_argument("--quick", action="store_true", help="run the quick tests alone")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="a file for what was found")
+    chosen = parser.parse_args(argv)
+    prepare()
+    wrong, kept = [], {}
+    print(HEADER)
+    for mutant in MUTANTS:
+        if not any(words in mutant.name for words in chosen.only):
+            continue
+        found = find(mutant, chosen.quick)
+        print(line(mutant, found), flush=True)
+        kept[mutant.name] = {"quick": found.quick, "all": found.every, "seconds": round(found.seconds, 1)}
+        if not found.quick and (mutant.by == QUICK or (not found.every and not chosen.quick)):
+            wrong.append(mutant.name)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(kept)} mutants, {len(wrong)} not caught by those who must{': ' + ', '.join(wrong) if wrong else ''}", file=sys.stderr)
+    return 1 if wrong or not kept else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,6 +56,11 @@ class KVQLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         return self.forward.batch_size
 
+    @property
+    def is_pending(self) -> bool:
+        """Between :meth:`update` and :meth:`arrive`."""
+        return self.forward.is_pending(self.index)
+
     # -- what transformers calls ----------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -106,6 +106,10 @@ class KVQCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         self._forward.settle()
+        for layer in self._other_layers:
+            for name in ("conv_states", "recurrent_states"):
+                for index in range(layer.number_of_states):
+                    _own(layer, name, index)
         return self.__dict__
 
     # -- facts ----------------------------------------------------------------------------------------------------------
@@ -159,16 +163,26 @@ class KVQCache(Cache):
             raise ArgumentError("layer_idx", layer_idx, f"a layer that keeps K and V: one of {sorted(self._forward.layers)}")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """What a recurrent layer goes on from, and may write to."""
+        self._forward.touch(layer_idx, f"conv {state_idx}")
+        _own(self.layers[layer_idx], "conv_states", state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """What a recurrent layer goes on from, and may write to."""
+        self._forward.touch(layer_idx, f"recurrent {state_idx}")
+        _own(self.layers[layer_idx], "recurrent_states", state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Take a recurrent layer's new inputs of its convolution."""
-        self._forward.touch(layer_idx, f"conv {state_idx}")
         found = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         _own(self.layers[layer_idx], "conv_states", state_idx)
         return found
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Take a recurrent layer's new state."""
-        self._forward.touch(layer_idx, f"recurrent {state_idx}")
         found = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         _own(self.layers[layer_idx], "recurrent_states", state_idx)
         return found
@@ -304,10 +318,10 @@ class KVQCache(Cache):
 
 def _own(layer: Any, name: str, index: int) -> None:
     """Take a recurrent layer's state out of autograd and of inference mode: the next forward writes to it in a mode of its own."""
-    if torch.compiler.is_compiling():
-        return
     states = getattr(layer, name)
     state = states[index]
+    if state is None or torch.compiler.is_compiling():
+        return
     if state.is_inference():
         with torch.inference_mode(False):
             states[index] = state.clone()

@@ -48,7 +48,7 @@ class Forward(ABC):
         self._pending = layer
 
     def touch(self, layer: int, state: str) -> None:
-        """``state`` of ``layer`` is about to change. Begins a forward if the last one has changed it already."""
+        """``layer`` is about to change its ``state``. Begins a forward if the last one has changed it already."""
         if self._pending is not None and layer > self._pending:
             self.is_unread = True
         elif self._pending is not None or (layer, state) in self._touched:
@@ -116,11 +116,9 @@ class Forward(ABC):
         self._pending, self._stored, self._touched = None, set(), set()
 
     def _is_whole(self) -> bool:
-        """Whether the last forward changed every layer's state, and all recurrent layers' in the same ways."""
-        if self._stored or self._pending is not None or {layer for layer, _ in self._touched} != self.layers | self.recurrent:
-            return False
-        ways = [{state for touched, state in self._touched if touched == layer} for layer in self.recurrent]
-        return all(states == ways[0] for states in ways)
+        """Whether the last forward came to every layer, as far as recurrent layers say."""
+        touched = {layer for layer, _ in self._touched}
+        return not self._stored and self._pending is None and touched in (self.layers | self.recurrent, self.layers)
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend
 from kvq_transformers.layers import HANDLE, GrowingLayer, KVQLayer
 from kvq_transformers.masks import kvq_mask, padding_of
-from kvq_transformers.rows import RowTable
+from kvq_transformers.rows import GrowingForward
 from kvq_transformers.storage import Scoring
 
 NAME: Final = "kvq"
@@ -54,6 +54,8 @@ def kvq_attention(
         ArgumentError: something that the kernels have no counterpart for.
     """
     layer: KVQLayer | None = getattr(key, HANDLE, None)
+    if layer is not None:
+        layer.arrive()
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
@@ -73,11 +75,12 @@ def kvq_attention(
         window = layer.window if window is None else min(window, layer.window)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux)
     mask = padding_of(attention_mask, query.shape[2])
-    if torch.is_grad_enabled() and query.requires_grad:
-        with torch.no_grad():
-            out = layer.attend(query, key, value, mask, scoring)
-        return _NoBackward.apply(query, out), None
-    return layer.attend(query, key, value, mask, scoring), None
+    out = layer.attend(query, key, value, mask, scoring)
+    if torch.is_grad_enabled():
+        trained = [x for x in (query, key, value, s_aux) if x is not None and x.requires_grad]
+        if trained:
+            out = _NoBackward.apply(out, *trained)
+    return out, None
 
 
 def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> GrowingLayer:
@@ -85,8 +88,9 @@ def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         got = f"{key.shape[2]} keys, {attention_mask.shape[-1]} of them written"
         raise ArgumentError("past_key_values", got, "a KVQCache (with max_cache_len) in place of a static cache, under kvq's attention")
-    layer = GrowingLayer(get_backend("none"), -1, RowTable(block_size=64))
+    layer = GrowingLayer(get_backend("none"), 0, None, GrowingForward({0: None}, [], block_size=64))
     layer.update(key, value)
+    layer.arrive()
     return layer
 
 
@@ -94,7 +98,7 @@ class _NoBackward(torch.autograd.Function):
     """Passes a result on, and says so when someone asks for gradients that nothing computed."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, out: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
         return out
 
     @staticmethod

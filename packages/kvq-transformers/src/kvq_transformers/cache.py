@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.spec import FLOATS
 from kvq_transformers.attention import switch_on
-from kvq_transformers.fixed import FixedLayer
-from kvq_transformers.given import Scales, layers_given
+from kvq_transformers.fixed import FixedForward, FixedLayer
+from kvq_transformers.forward import CacheStateError
+from kvq_transformers.given import Scales, layers_given, usable_device, whole
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
-from kvq_transformers.rows import RowTable, row_indices
+from kvq_transformers.rows import GrowingForward, row_indices
 from kvq_transformers.support import check_head_sizes, decoder_config
+
+# Slots are counted in int32, rows by launch grids.
+_MOST_TOKENS: Final = 2**31 - 1
+_LARGEST_BLOCK: Final = 2**16
+_MOST_ROWS: Final = 2**16
 
 
 class KVQCache(Cache):
@@ -49,7 +55,9 @@ class KVQCache(Cache):
         ArgumentError: the model's attention cannot run over these pages, or an argument does not fit; the message says why.
         UnknownModeError: no installed package provides the mode.
 
-    A row's padding takes no space. A cache is not safe to use from several threads at once.
+    A row's padding takes no space. A forward's tokens are in the cache once all layers have stored them: after one that failed before,
+    the cache is what it was. Copies of all kinds, pickled ones included, are caches of their own. A cache is not safe to use from
+    several threads at once.
     """
 
     def __init__(
@@ -64,9 +72,9 @@ class KVQCache(Cache):
         v_scale: Scales = None,
     ) -> None:
         text = decoder_config(config)
-        for name, value, step in (("max_cache_len", max_cache_len, 1), ("block_size", block_size, 8)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % step):
-                raise ArgumentError(name, repr(value), "a positive integer" if step == 1 else f"a positive multiple of {step}")
+        if max_cache_len is not None:
+            max_cache_len = whole("max_cache_len", max_cache_len, most=_MOST_TOKENS)
+        block_size = whole("block_size", block_size, most=_LARGEST_BLOCK, step=8)
         try:
             layers = DynamicCache(config=text).layers
         except KeyError as unknown:
@@ -79,27 +87,30 @@ class KVQCache(Cache):
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
         given = layers_given(smoothing, k_scale, v_scale, backends)
-        tables = {window: RowTable(block_size, window) for window in set(windows.values())}
-        for index, window in windows.items():
-            layers[index] = (
-                GrowingLayer(backends[index], index, tables[window], given[index])
-                if max_cache_len is None
-                else FixedLayer(backends[index], index, window, max_cache_len, block_size, given[index])
-            )
+        recurrent = [index for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self._forward: GrowingForward | FixedForward
+        if max_cache_len is None:
+            self._forward = growing = GrowingForward(windows, recurrent, block_size)
+            for index, window in windows.items():
+                layers[index] = GrowingLayer(backends[index], index, window, growing, given[index])
+        else:
+            self._forward = fixed = FixedForward(list(windows), recurrent, max_cache_len)
+            for index, window in windows.items():
+                layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index])
         super().__init__(layers=layers)
-        self._tables = [] if max_cache_len is not None else list(tables.values())
         switch_on(text)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KVQCache:
-        for layer in self._pages_layers:
-            memo[id(layer.backend)] = layer.backend  # shared: a mode has one instance
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
-        for layer in twin._pages_layers:
-            if isinstance(layer, FixedLayer) and layer.is_initialized:
-                layer.pin()
-        return twin
+    def __copy__(self) -> KVQCache:
+        # Two caches that share pages, but not their lengths, would write over each other's tokens.
+        return deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._forward.settle()
+        for layer in self._other_layers:
+            for name in ("conv_states", "recurrent_states"):
+                for index in range(layer.number_of_states):
+                    _own(layer, name, index)
+        return self.__dict__
 
     # -- facts ----------------------------------------------------------------------------------------------------------
 
@@ -111,109 +122,212 @@ class KVQCache(Cache):
     @property
     def smoothing(self) -> ModelSmoothing | None:
         """What keys are smoothed with, as far as it is known. Before the first prefill nothing is, unless it was given."""
-        made = {layer.index: layer.pages for layer in self._pages_layers if layer.is_initialized}
-        found = {index: pages.smoothing for index, pages in made.items() if pages.smoothing is not None and not pages.waits}
+        made = {layer.index: layer.pages for layer in self._made_layers}
+        known = {index: pages for index, pages in made.items() if not (pages.estimates and self._forward.is_fresh)}
+        found = {index: pages.smoothing for index, pages in known.items() if pages.smoothing is not None}
         return ModelSmoothing(found) if found else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages allocated so far, scales and free blocks included."""
-        return sum(layer.pages.nbytes for layer in self._pages_layers if layer.is_initialized)
+        return sum(layer.pages.nbytes for layer in self._made_layers)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token of one row takes in all attention layers, scales included; 0 before the first forward."""
-        return sum(layer.pages.bytes_per_token for layer in self._pages_layers if layer.is_initialized)
+        return sum(layer.pages.bytes_per_token for layer in self._made_layers)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first forward."""
+        self._forward.check_read()
+        return self._forward.batch_size
+
+    # -- what a model asks in each forward ------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that all layers have stored, padding included: with ``max_cache_len`` a tensor, after the first forward."""
+        self._forward.check_read()
+        return super().get_seq_length(self._layer(layer_idx))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that a mask must cover, and how many come before them."""
+        self._forward.check_read()
+        return super().get_mask_sizes(query_length, self._layer(layer_idx))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Announce new K and V of a layer; kvq's attention stores them."""
+        if not 0 <= whole("layer_idx", layer_idx, least=None) < len(self.layers) or not isinstance(self.layers[layer_idx], KVQLayer):
+            raise ArgumentError("layer_idx", layer_idx, f"a layer that keeps K and V: one of {sorted(self._forward.layers)}")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """What a recurrent layer goes on from, and may write to."""
+        self._forward.touch(layer_idx, f"conv {state_idx}")
+        _own(self.layers[layer_idx], "conv_states", state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """What a recurrent layer goes on from, and may write to."""
+        self._forward.touch(layer_idx, f"recurrent {state_idx}")
+        _own(self.layers[layer_idx], "recurrent_states", state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Take a recurrent layer's new inputs of its convolution."""
+        found = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        _own(self.layers[layer_idx], "conv_states", state_idx)
+        return found
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Take a recurrent layer's new state."""
+        found = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        _own(self.layers[layer_idx], "recurrent_states", state_idx)
+        return found
 
     # -- rows and lengths, for all layers at once -----------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget all tokens; the pages stay allocated."""
-        for table in self._tables:
-            table.reset()
-        for layer in self.layers:
-            if isinstance(layer, GrowingLayer):
-                layer.columns, layer.is_pending = 0, False
-            else:
-                layer.reset()
+        self._forward.restart()
+        for layer in self._other_layers:
+            layer.reset()
+        self._forward.restarted()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of every row.
+        """Forget the last ``-tokens_to_remove`` tokens of every row, padding included.
 
         Raises:
-            ArgumentError: ``tokens_to_remove`` is positive (transformers' old, absolute meaning).
-            RuntimeError: behind a sliding window they are gone already: call :meth:`activate_past_recording` before writing them.
+            ArgumentError: ``tokens_to_remove`` is positive (transformers' old, absolute meaning), or no whole number.
+            CacheStateError: behind a sliding window they are gone already: call :meth:`activate_past_recording` before writing them.
         """
         # transformers passes a tensor here; an int must not become one that is shared and added to in place.
-        count = -operator.index(tokens_to_remove)
+        count = -whole("tokens_to_remove", tokens_to_remove, least=None)
         if count < 0:
             raise ArgumentError("tokens_to_remove", -count, "minus the number of tokens to remove from the end")
+        self._forward.settle()
         others = self._others("crop")
-        for table in self._tables:
-            table.crop(count)
-        for layer in self._pages_layers:
-            if isinstance(layer, GrowingLayer):
-                layer.columns = layer.table.columns
-            elif isinstance(layer, FixedLayer):
-                layer.crop(count)
-        for crop in others:
-            crop(-count)
+        for layer in self._other_layers:
+            if not (layer.record_past and layer.is_croppable):
+                got = f"{-count}: layers of type {type(layer).__name__}, which this model has, too, keep no past states"
+                raise CacheStateError("tokens_to_remove", got, "activate_past_recording() before, and no recurrent states")
+        cropped: Any = self._forward.cropped(count)
+        with self._forward.changing(at_once=not others):
+            for crop in others:
+                crop(-count)
+            self._forward.take(cropped)
 
     def activate_past_recording(self) -> None:
         """Keep tokens behind sliding windows until :meth:`crop`, so that it can bring them back into view."""
-        for table in self._tables:
-            table.keeps_past = True
+        if isinstance(self._forward, GrowingForward):
+            self._forward.keep_past()
         super().activate_past_recording()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on from row ``beam_idx[i]``; beams share the blocks of what they have in common."""
-        others = self._others("reorder_cache")
-        self._select(row_indices(beam_idx, self._num_rows, "beam_idx"))
-        for reorder in others:
-            reorder(beam_idx)
+        rows = row_indices(beam_idx, self._num_rows, "beam_idx")
+        self._select("reorder_cache", rows, "beam_idx", torch.tensor(rows, device="cpu"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """``repeats`` copies of each row, side by side; they share blocks until they write."""
-        if not isinstance(repeats, int) or repeats < 1:
-            raise ArgumentError("repeats", repr(repeats), "a positive integer")
-        others = self._others("batch_repeat_interleave")
-        self._select([row for row in range(self._num_rows) for _ in range(repeats)])
-        for repeat in others:
-            repeat(repeats)
+        repeats = whole("repeats", repeats, most=_MOST_ROWS // max(self._num_rows, 1))
+        if self._num_rows:
+            rows = [row for row in range(self._num_rows) for _ in range(repeats)]
+            self._select("batch_repeat_interleave", rows, "repeats", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep rows ``indices``, in that order."""
-        rows = indices.nonzero() if indices.dtype == torch.bool else indices
-        others = self._others("batch_select_indices")
-        self._select(row_indices(rows, self._num_rows, "indices"))
-        for select in others:
-            select(indices)
+        """Keep rows ``indices``, in that order; or those with a true one of as many bools as there are rows."""
+        rows = row_indices(indices, self._num_rows, "indices", takes_mask=True)
+        self._select("batch_select_indices", rows, "indices", torch.tensor(rows, device="cpu"))
 
-    def _select(self, rows: list[int]) -> None:
-        for table in self._tables:
-            if table.batch_size:
-                table.select(rows)
-        for layer in self._pages_layers:
-            if isinstance(layer, FixedLayer):
-                layer.select(rows)
-            elif layer.is_initialized:
-                layer.batch_size = len(rows)
+    def early_initialization(
+        self, batch_size: int, num_heads: int | list[int], head_dim: int | list[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the first pages of all layers before any forward: all of them, with ``max_cache_len``."""
+        self._forward.settle()
+        count = whole("batch_size", batch_size, most=_MOST_ROWS)
+        for argument, sizes in (("num_heads", num_heads), ("head_dim", head_dim)):
+            if isinstance(sizes, list) and len(sizes) != len(self.layers):
+                raise ArgumentError(argument, f"{len(sizes)} of them", f"one, or one for each of {len(self.layers)} layers")
+            for size in sizes if isinstance(sizes, list) else [sizes]:
+                whole(argument, size)
+        if dtype not in FLOATS:
+            raise ArgumentError("dtype", repr(dtype), " or ".join(map(str, FLOATS)))
+        super().early_initialization(count, num_heads, head_dim, dtype, usable_device(device))
+
+    def offload(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refused: the pages stay where the model's layers are."""
+        raise KVQError("offload: a KVQCache keeps its pages where the model's layers are")
+
+    prefetch = offload
+
+    def _select(self, method: str, rows: list[int], argument: str, given: object) -> None:
+        others, forward = self._others(method), self._forward
+        forward.settle()
+        if isinstance(forward, FixedForward):
+            if len(rows) != forward.batch_size:
+                need = f"{forward.batch_size}: a cache with max_cache_len keeps its number of rows"
+                raise ArgumentError(argument, f"{len(rows)} rows", need)
+            with forward.changing(at_once=False):
+                for layer in self._made_layers:
+                    layer.select(rows)
+                forward.select(rows)
+                for select in others:
+                    select(given)
+            return
+        selected = forward.selected(rows)
+        with forward.changing(at_once=not others):
+            for select in others:
+                select(given)
+            forward.take(selected)
 
     @property
     def _pages_layers(self) -> list[KVQLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVQLayer)]
 
+    @property
+    def _made_layers(self) -> list[Any]:
+        """Those that have pages."""
+        self._forward.check_read()
+        return [layer for layer in self._pages_layers if layer.is_initialized]
+
+    @property
+    def _other_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, KVQLayer)]
+
     def _others(self, method: str) -> list[Callable[..., None]]:
         """``method`` of the layers that keep no K and V; an error, before anything changes, if one of them has none."""
-        layers = [layer for layer in self.layers if not isinstance(layer, KVQLayer)]
-        for layer in layers:
+        for layer in self._other_layers:
             if not hasattr(layer, method):
                 raise KVQError(f"{method}: layers of type {type(layer).__name__}, which this model has, too, cannot do that")
-        return [getattr(layer, method) for layer in layers]
+        return [getattr(layer, method) for layer in self._other_layers]
 
     @property
     def _num_rows(self) -> int:
-        return max(0, max(layer.batch_size for layer in self._pages_layers))
+        return max(0, self.batch_size)
+
+    def _layer(self, layer_idx: int) -> int:
+        """``layer_idx`` if it names a layer that keeps K and V; 0 is the first of them, whatever its number."""
+        index = whole("layer_idx", layer_idx, least=None)
+        if not -len(self.layers) <= index < len(self.layers) or (index and not isinstance(self.layers[index], KVQLayer)):
+            raise ArgumentError("layer_idx", index, f"a layer that keeps K and V: one of {sorted(self._forward.layers)}")
+        return index
+
+
+def _own(layer: Any, name: str, index: int) -> None:
+    """Take a recurrent layer's state out of autograd and of inference mode: the next forward writes to it in a mode of its own."""
+    states = getattr(layer, name)
+    state = states[index]
+    if state is None or torch.compiler.is_compiling():
+        return
+    if state.is_inference():
+        with torch.inference_mode(False):
+            states[index] = state.clone()
+        torch._dynamo.mark_static_address(states[index])
+    elif state.requires_grad:
+        states[index] = state.detach()
 
 
 def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int | None:

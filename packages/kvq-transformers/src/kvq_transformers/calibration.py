@@ -40,7 +40,7 @@ class _CountingLayer(GrowingLayer):
     """Pages whose rows, and the queries that meet them, are counted on their way in."""
 
     def __init__(self, layer: GrowingLayer) -> None:
-        super().__init__(layer.backend, layer.index, layer.table)
+        super().__init__(layer.backend, layer.index, layer.window, layer.forward)
         self.statistics, self.key_range, self.value_range = KeyStatistics(), TensorRange(), TensorRange()
 
     def _attend(

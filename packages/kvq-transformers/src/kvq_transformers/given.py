@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,30 @@ class LayerGiven:
 
 
 NOTHING = LayerGiven()
+
+
+def whole(argument: str, value: object, *, least: int | None = 1, most: int | None = None, step: int = 1) -> int:
+    """``value`` as an int: any kind of whole number, a tensor's included, but no bool.
+
+    Raises:
+        ArgumentError: it is none, or not a multiple of ``step`` from ``least`` to ``most``.
+    """
+    try:
+        found = None if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or (least is not None and found < least) or (most is not None and found > most) or found % step:
+        kind = "an integer" if least is None else "a positive integer" if step == 1 else f"a positive multiple of {step}"
+        raise ArgumentError(argument, repr(value), kind if most is None else f"{kind} up to {most}")
+    return found
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """``device``, or :class:`ArgumentError` if it names none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as cause:
+        raise ArgumentError("device", repr(device), "a torch device") from cause
 
 
 def layers_given(smoothing: Smoothings, k_scale: Scales, v_scale: Scales, backends: Mapping[int, QuantKVBackend]) -> dict[int, LayerGiven]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -17,29 +18,48 @@ from transformers.cache_utils import CacheLayerMixin
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.layout import Geometry
+from kvq_transformers.forward import Forward
 from kvq_transformers.given import NOTHING, LayerGiven
-from kvq_transformers.rows import Piece, RowTable, token_rows
-from kvq_transformers.storage import Batch, LayerPages, Scoring
+from kvq_transformers.rows import GrowingForward, Piece, RowTable, token_rows
+from kvq_transformers.storage import Batch, LayerPages, Scoring, SharedBackend
 
 HANDLE = "_kvq_layer"
 
 
 class KVQLayer(CacheLayerMixin):
-    """K and V of one layer in the pages of ``backend``; ``window`` is its sliding window, ``given`` what rows are stored with besides."""
+    """K and V of one layer in the pages of ``backend``; ``window`` is its sliding window, ``given`` what rows are stored with besides.
+
+    ``forward`` keeps account of them for all layers of the cache.
+    """
 
     is_croppable = True
     pages: LayerPages
+    forward: Forward
 
     def __init__(self, backend: QuantKVBackend, index: int, window: int | None, given: LayerGiven) -> None:
         super().__init__()
         self.backend, self.index, self.window, self.given = backend, index, window, given
         self.is_sliding = window is not None
-        self.batch_size = -1
-        # Set between update() and attend(): a model that does not hand the keys on would otherwise lose them unnoticed.
-        self.is_pending = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.backend.mode!r}{'' if self.window is None else f', window={self.window}'})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"backend": SharedBackend(self.backend)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"backend": state["backend"].backend})
+        if self.is_initialized:
+            self.device = self.pages.device
+
+    @property
+    def batch_size(self) -> int:
+        return self.forward.batch_size
+
+    @property
+    def is_pending(self) -> bool:
+        """Between :meth:`update` and :meth:`arrive`."""
+        return self.forward.is_pending(self.index)
 
     # -- what transformers calls ----------------------------------------------------------------------------------------
 
@@ -50,26 +70,24 @@ class KVQLayer(CacheLayerMixin):
             ArgumentError: the mode cannot store this head size or dtype.
         """
         batch_size, num_kv_heads, _, head_size = key_states.shape
-        self.batch_size, self.dtype, self.device = batch_size, key_states.dtype, key_states.device
+        self.dtype, self.device = key_states.dtype, key_states.device
         sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "head_size_v": value_states.shape[-1]}
-        self._make_pages(sizes)
+        self._make_pages(batch_size, sizes)
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Announce the layer's new K and V, [batch_size, num_kv_heads, columns, head_size(_v)]. Returns them, with this layer attached."""
+        """Announce the layer's new K and V, [batch_size, num_kv_heads, columns, head_size(_v)]. Returns them, with this layer attached.
+
+        Raises:
+            ArgumentError: they do not fit the pages.
+            KVQError: the last forward's never reached kvq's attention; or it failed and cannot be rolled back.
+        """
+        self._check_states(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.batch_size:
-            raise ArgumentError("key_states", f"a batch of {key_states.shape[0]}", f"the {self.batch_size} rows this cache was begun with")
-        if self.is_pending:
-            raise KVQError(
-                f"layer {self.index}: the K and V of the last forward never reached kvq's attention, so they are not in the cache; the "
-                'model must run with attn_implementation="kvq" (kvq_transformers.enable(model) sees to it) and call it on what '
-                "cache.update() returned"
-            )
-        self.is_pending = True
+        self.forward.announce(self.index)
         key = key_states.view_as(key_states)
         setattr(key, HANDLE, self)
         return key, value_states
@@ -81,10 +99,15 @@ class KVQLayer(CacheLayerMixin):
 
     # -- what the attention function calls ------------------------------------------------------------------------------
 
+    def arrive(self) -> None:
+        """What :meth:`update` returned has come to kvq's attention: before anything is refused there."""
+        self.forward.arrive(self.index)
+
+    @torch.no_grad()
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
-        """Write K and V into the pages, then attend over them.
+        """Write K and V into the pages, then attend over them. Nothing of it is differentiated.
 
         Args:
             query: [batch_size, num_query_heads, q_columns, head_size]; fewer columns than ``key``'s are its last ones.
@@ -95,15 +118,32 @@ class KVQLayer(CacheLayerMixin):
         Returns:
             [batch_size, q_columns, num_query_heads, head_size_v]; zeros for padding.
         """
-        if not self.is_pending:
-            raise KVQError(f"layer {self.index}: attention was called twice on the K and V of one update")
         if mask is not None and mask.shape != (key.shape[0], key.shape[2]):
             raise ArgumentError("attention_mask", f"columns {tuple(mask.shape)}", f"the {tuple(key.shape[0:3:2])} new tokens of each row")
-        self.is_pending = False
-        return self._attend(query, key, value, None if mask is None else mask.to(self.device), scoring)
+        out = self._attend(query, key, value, None if mask is None else mask.to(self.device), scoring)
+        self.forward.store(self.index)
+        return out
+
+    def _check_states(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        for name, states in (("key_states", key), ("value_states", value)):
+            if not isinstance(states, torch.Tensor) or states.dim() != 4 or not states.is_floating_point():
+                got = f"{tuple(states.shape)}, {states.dtype}" if isinstance(states, torch.Tensor) else type(states).__name__
+                raise ArgumentError(name, got, "[batch_size, num_kv_heads, columns, head_size] floats")
+        if value.shape[:3] != key.shape[:3] or value.device != key.device:
+            raise ArgumentError("value_states", f"{tuple(value.shape)} on {value.device}", f"{tuple(key.shape[:3])} as K, on {key.device}")
+        rows = self.batch_size
+        if rows != -1 and key.shape[0] != rows:
+            need = f"the {rows} rows this cache was begun with (a KVQCache of its own for another batch)"
+            raise ArgumentError("key_states", f"a batch of {key.shape[0]}", need)
+        if self.is_initialized:
+            sizes = self.pages.geometry
+            for name, states, size in (("key_states", key, sizes.head_size), ("value_states", value, sizes.head_size_v)):
+                if states.shape[1] != sizes.num_kv_heads or states.shape[3] != size or states.device != self.device:
+                    got = f"{states.shape[1]} heads of {states.shape[3]} on {states.device}"
+                    raise ArgumentError(name, got, f"{sizes.num_kv_heads} of {size} on {self.device}, as before")
 
     @abstractmethod
-    def _make_pages(self, sizes: dict[str, int]) -> None: ...
+    def _make_pages(self, batch_size: int, sizes: dict[str, int]) -> None: ...
 
     @abstractmethod
     def _attend(
@@ -112,44 +152,45 @@ class KVQLayer(CacheLayerMixin):
 
 
 class GrowingLayer(KVQLayer):
-    """Pages that grow block by block; which blocks a row holds is kept in ``table``, shared with the other layers of its kind."""
+    """Pages that grow block by block; which blocks a row holds is kept in a table, shared with the other layers of its window."""
 
     is_compileable = False
+    forward: GrowingForward
 
-    def __init__(self, backend: QuantKVBackend, index: int, table: RowTable, given: LayerGiven = NOTHING) -> None:
-        super().__init__(backend, index, table.window, given)
-        self.table = table
-        self.columns = 0
+    def __init__(
+        self, backend: QuantKVBackend, index: int, window: int | None, forward: GrowingForward, given: LayerGiven = NOTHING
+    ) -> None:
+        super().__init__(backend, index, window, given)
+        self.forward = forward
 
-    def _make_pages(self, sizes: dict[str, int]) -> None:
-        self.table.start(self.batch_size)
-        size = self.table.block_size
-        self._geometry = Geometry(num_blocks=1, block_size=size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes)
-        self.pages = LayerPages(self.backend, self._geometry, self.device, self.given)
+    @property
+    def table(self) -> RowTable:
+        """What all layers have stored."""
+        return self.forward.tables[self.window]
+
+    def _make_pages(self, batch_size: int, sizes: dict[str, int]) -> None:
+        geometry = Geometry(num_blocks=1, block_size=self.table.block_size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes)
+        self.pages = LayerPages(self.backend, geometry, self.device, self.given)
 
     def get_seq_length(self) -> int:
-        return self.columns
+        return self.forward.columns
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask covers the new columns only: which of the older ones are padding was settled when they were written."""
-        return query_length, self.columns
+        return query_length, self.forward.columns
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
-        columns, table = key.shape[2], self.table
-        if table.columns == self.columns:
-            table.advance(columns, mask)
-        self.columns += columns
-        if table.columns != self.columns:
-            raise KVQError(f"layer {self.index} has seen {self.columns} tokens, other layers {table.columns}: all must see the same")
-        self.pages.grow(table.num_blocks)
         batch_size, num_heads, num_queries, _ = query.shape
+        columns = key.shape[2]
+        table = self.forward.plan(self.window, batch_size, columns, mask)
+        self.pages.grow(table.num_blocks)
         if num_queries < columns:
-            return self._attend_last(query, key, value, mask, scoring)
+            return self._attend_last(query, key, value, mask, table, scoring)
         if len(table.pieces) == 1 and table.pieces[0].index is None:
             return self._attend_piece(query, key, value, table.pieces[0], scoring).view(batch_size, columns, num_heads, -1)
         out = query.new_zeros(batch_size, columns, num_heads, value.shape[-1])
@@ -166,13 +207,19 @@ class GrowingLayer(KVQLayer):
         return out
 
     def _attend_last(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        table: RowTable,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Fewer queries than keys: those of the last columns, as when another cache hands over all of its keys."""
         batch_size, num_heads, num_queries, _ = query.shape
-        if len(self.table.pieces) != 1:
+        if len(table.pieces) != 1:
             raise KVQError(f"layer {self.index}: {num_queries} queries for {key.shape[2]} new keys under a sliding window")
-        (piece,) = self.table.pieces
+        (piece,) = table.pieces
         batch = self._write(piece.take(key), piece.take(value), piece)
         if mask is None:
             mask = torch.ones(batch_size, key.shape[2], dtype=torch.bool, device=self.device)
@@ -190,5 +237,5 @@ class GrowingLayer(KVQLayer):
     def _write(self, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> Batch:
         self.pages.copy_blocks(piece.growth.copies)
         step = piece.step(self.table.block_size, self.device)
-        self.pages.write(key, value, step.slot_mapping)
+        self.pages.write(key, value, step.slot_mapping, is_first=self.forward.is_fresh and not piece.first)
         return Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k)

@@ -12,6 +12,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvq_core.errors import ArgumentError
+from kvq_transformers.forward import CacheStateError
 
 
 def kvq_mask(
@@ -29,8 +30,9 @@ def kvq_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A view [batch_size, 1, 1, columns] bool of ``attention_mask`` [batch_size, tokens seen and new], or ``None`` where all are real.
+    """The new tokens' columns [batch_size, 1, 1, columns] bool of ``attention_mask``, or ``None`` where all are real.
 
+    Columns of ``attention_mask`` [batch_size, tokens seen and new, or more] count from the text's first token, padding included.
     ``columns`` are the keys that the cache says the mask must cover: for a ``KVQCache`` the new ones, otherwise all.
 
     Raises:
@@ -41,12 +43,10 @@ def kvq_mask(
         return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, use_vmap=use_vmap, device=device, **common, **kwargs)
     _refuse_overlays(q_length, allow_is_causal_skip, use_vmap, local_size, config)
     if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
-        return _of_fixed_length(batch_size, q_length, kv_offset + kv_length, attention_mask, device)
+        return _of_fixed_length(batch_size, q_length, q_offset, kv_offset + kv_length, attention_mask, device)
     if attention_mask is None:
         return None
-    total = q_offset + q_length
-    if attention_mask.shape[-1] < total:
-        raise ArgumentError("attention_mask", f"{attention_mask.shape[-1]} columns", f"{total}: all tokens of the cache and the new ones")
+    _check_width(attention_mask, q_offset + q_length)
     columns = attention_mask[:, kv_offset : kv_offset + kv_length]
     if not torch.compiler.is_compiling() and columns.all():
         return None
@@ -54,16 +54,34 @@ def kvq_mask(
 
 
 def _of_fixed_length(
-    batch_size: int, q_length: int, capacity: int, attention_mask: torch.Tensor | None, device: torch.device | str
+    batch_size: int,
+    q_length: int,
+    q_offset: int | torch.Tensor,
+    capacity: int,
+    attention_mask: torch.Tensor | None,
+    device: torch.device | str,
 ) -> torch.Tensor:
-    """The new columns for a cache of ``capacity`` tokens, whose length is known on the device only."""
-    tokens = q_length if attention_mask is None else attention_mask.shape[-1]
-    if tokens > capacity:
-        raise ArgumentError("attention_mask", f"{tokens} tokens", f"at most the max_cache_len of {capacity}")
+    """The new columns for a cache of ``capacity`` tokens, whose length ``q_offset`` is known on the device only.
+
+    Waits for the device to check it, where that is possible: in code that is compiled or captured, columns that the mask lacks are padding.
+    """
+    if not torch.compiler.is_compiling() and not (torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        total = int(q_offset) + q_length
+        if total > capacity:
+            raise CacheStateError("attention_mask", f"{total} tokens", f"at most the max_cache_len of {capacity}")
+        if attention_mask is not None:
+            _check_width(attention_mask, total)
     if attention_mask is None:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(batch_size, 1, 1, q_length)
-    # A view's strides would grow with the text, and compiled code is made anew for each.
-    return attention_mask[:, None, None, -q_length:].clone(memory_format=torch.contiguous_format)
+    columns = torch.arange(q_length, device=attention_mask.device) + q_offset
+    last = attention_mask.shape[-1] - 1
+    # A tensor of its own: a view's strides would grow with the text, and compiled code is made anew for each.
+    return (attention_mask.index_select(1, columns.clamp(max=last)) & (columns <= last))[:, None, None, :]
+
+
+def _check_width(attention_mask: torch.Tensor, total: int) -> None:
+    if attention_mask.shape[-1] < total:
+        raise ArgumentError("attention_mask", f"{attention_mask.shape[-1]} columns", f"{total}: all tokens of the cache and the new ones")
 
 
 def _refuse_overlays(q_length: int, allow_is_causal_skip: bool, use_vmap: bool, local_size: int | None, config: Any) -> None:

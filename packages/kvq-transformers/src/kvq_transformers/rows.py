@@ -7,14 +7,18 @@ later row can see are given back: scores depend on the distance between position
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from kvq_core.blocks import BlockPool
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.sequences import Growth, SequenceTable
 from kvq_core.step import Step, build
+from kvq_transformers.forward import CacheStateError, Forward
 
 
 def piece_length(window: int) -> int:
@@ -67,6 +71,14 @@ class RowTable:
         self._sequences = SequenceTable(BlockPool(0), block_size)
         self._rows: list[int] = []
         self._dropped: list[int] = []
+        # [batch_size, columns] bool on the CPU; None while every column is real.
+        self._real: torch.Tensor | None = None
+
+    def copy(self) -> RowTable:
+        """A table of its own; the pages are the same."""
+        twin = copy(self)
+        twin._sequences, twin._rows, twin._dropped, twin.pieces = deepcopy(self._sequences), self._rows[:], self._dropped[:], ()
+        return twin
 
     @property
     def num_blocks(self) -> int:
@@ -91,7 +103,8 @@ class RowTable:
     def advance(self, columns: int, mask: torch.Tensor | None) -> None:
         """Reserve slots for ``columns`` more tokens of each row; :attr:`pieces` then says how each layer writes and reads them.
 
-        ``mask`` [batch_size, columns] bool says which are real; ``None``: all. With a mask this waits for the device.
+        ``mask`` [batch_size, columns] bool says which are real; ``None``: all. With a mask this waits for the device. One piece leaves
+        the blocks as they were, up to the old lengths: a copy made before still reads them. Several pieces reuse each other's blocks.
         """
         counts = [columns] * self.batch_size if mask is None else mask.sum(1).tolist()
         longest = max(counts, default=0)
@@ -107,28 +120,34 @@ class RowTable:
             pieces.append(Piece(first, last, growth, index, self._sequences.clock))
             self._drop_unseen()
         self.pieces = tuple(pieces)
+        if mask is not None or self._real is not None:
+            real = self._real_columns()
+            new = torch.ones(self.batch_size, columns, dtype=torch.bool, device="cpu") if mask is None else mask.cpu()
+            self._real = torch.cat([real, new], 1)
         self.columns += columns
 
     def crop(self, count: int) -> None:
-        """Forget the last ``count`` tokens of every row.
+        """Forget the last ``count`` columns of every row, and with them the tokens that are no padding.
 
         Raises:
-            RuntimeError: tokens that come into view again were dropped already (see :attr:`keeps_past`).
+            CacheStateError: tokens that come into view again were dropped already (see :attr:`keeps_past`).
         """
-        for row, dropped in zip(self._rows, self._dropped, strict=True):
-            kept = self._sequences.get(row).length - count
-            if dropped and self.window is not None and -dropped < kept < self.window - 1:
-                raise RuntimeError(
-                    f"crop: removing {count} tokens brings tokens into the sliding window of {self.window} that were dropped already; "
-                    "call activate_past_recording() on the cache before the tokens to roll back"
+        columns = max(self.columns - count, 0)
+        real = None if self._real is None else self._real[:, :columns]
+        lengths = [columns] * self.batch_size if real is None else real.sum(1).tolist()
+        kept = [length - dropped for length, dropped in zip(lengths, self._dropped, strict=True)]
+        for length, dropped in zip(kept, self._dropped, strict=True):
+            if dropped and self.window is not None and -dropped < length < self.window - 1:
+                raise CacheStateError(
+                    "tokens_to_remove",
+                    f"{-count}: removing {count} tokens brings some into the sliding window of {self.window} that were dropped already",
+                    "activate_past_recording() on the cache before the tokens to roll back",
                 )
-        for i, row in enumerate(self._rows):
-            kept = self._sequences.get(row).length - count
-            self._sequences.truncate(row, max(kept, 0))
-            if kept <= 0:
+        for i, (row, length) in enumerate(zip(self._rows, kept, strict=True)):
+            self._sequences.truncate(row, max(length, 0))
+            if length <= 0:
                 self._dropped[i] = 0
-        self.columns = max(self.columns - count, 0)
-        self.pieces = ()
+        self.columns, self._real, self.pieces = columns, real, ()
         self._drop_unseen(even_if_kept=True)
 
     def select(self, rows: list[int]) -> None:
@@ -137,22 +156,29 @@ class RowTable:
         for row in self._rows:
             self._sequences.free(row)
         self._rows, self._dropped, self.pieces = taken, [self._dropped[row] for row in rows], ()
+        self._real = None if self._real is None else self._real[rows]
 
     def reset(self) -> None:
         """Empty rows, and as many; their blocks are free again."""
         batch_size = self.batch_size
         self.select([])
-        self.columns = 0
+        self.columns, self._real = 0, None
         self.start(batch_size)
 
+    def _real_columns(self) -> torch.Tensor:
+        return torch.ones(self.batch_size, self.columns, dtype=torch.bool, device="cpu") if self._real is None else self._real
+
     def _grow(self, counts: list[int]) -> Growth:
-        new_tokens = {row: count for row, count in zip(self._rows, counts, strict=True) if count}
+        # Of rows that share a block, the longest comes last and keeps it: what it writes is past the end of all of them.
+        order = sorted(range(len(counts)), key=lambda i: self._sequences.get(self._rows[i]).length)
+        new_tokens = {self._rows[i]: counts[i] for i in order if counts[i]}
         # An upper bound: all blocks anew, and one copy a row.
         needed = sum(-(-count // self.block_size) + 2 for count in new_tokens.values())
         self._reserve(needed)
         growth = self._sequences.plan(new_tokens)
         self._sequences.commit(growth)
-        return growth
+        places = {row: i for i, row in enumerate(self._rows)}
+        return replace(growth, rows=tuple(sorted(growth.rows, key=lambda grown: places[grown.sequence])))
 
     def _reserve(self, free: int) -> None:
         pool = self._sequences.pool
@@ -177,15 +203,96 @@ class RowTable:
                 self._dropped[i] += unseen * self.block_size
 
 
+Tables = dict[int | None, RowTable]
+"""Of the layers of each window."""
+
+
+class GrowingForward(Forward):
+    """The tables of a cache whose pages grow, one for each of its windows. Each change is made on copies, which then take their place."""
+
+    def __init__(self, windows: dict[int, int | None], recurrent: list[int], block_size: int) -> None:
+        super().__init__(windows, recurrent)
+        self.tables: Tables = {window: RowTable(block_size, window) for window in windows.values()}
+        self._planned: Tables = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"tables": {window: table.copy() for window, table in self.tables.items()}}
+
+    @property
+    def columns(self) -> int:
+        """Columns that all layers have stored."""
+        return next(iter(self.tables.values())).columns
+
+    @property
+    def batch_size(self) -> int:
+        return next(iter(self.tables.values())).batch_size or -1
+
+    def plan(self, window: int | None, batch_size: int, columns: int, mask: torch.Tensor | None) -> RowTable:
+        """The table of ``window`` as it is once ``columns`` more are stored: the same for all layers of this forward."""
+        table = self._planned.get(window)
+        if table is None:
+            table = self.tables[window].copy()
+            table.start(batch_size)
+            table.advance(columns, mask)
+            if len(table.pieces) > 1 and any(self.tables[window].lengths):
+                self.is_torn = True
+            self._planned[window] = table
+        if table.columns != self.columns + columns:
+            raise KVQError(f"a layer has {columns} new tokens, others {table.columns - self.columns}: all must see the same")
+        return table
+
+    def cropped(self, count: int) -> Tables:
+        """The tables without the last ``count`` columns."""
+        return self._changed(lambda table: table.crop(count))
+
+    def selected(self, rows: list[int]) -> Tables:
+        """The tables in which row i goes on as row ``rows[i]``."""
+        return self._changed(lambda table: table.select(rows))
+
+    def take(self, tables: Tables) -> None:
+        self.tables = tables
+
+    def keep_past(self) -> None:
+        """Do not drop what is behind windows before the next :meth:`crop`."""
+        for table in self.tables.values():
+            table.keeps_past = True
+
+    def _changed(self, change: Callable[[RowTable], None]) -> Tables:
+        changed = {window: table.copy() for window, table in self.tables.items()}
+        for table in changed.values():
+            change(table)
+        return changed
+
+    def _commit(self) -> None:
+        self.tables = self._planned
+        self._planned = {}
+
+    def _discard(self) -> None:
+        self._planned = {}
+
+    def _empty(self) -> None:
+        self.tables = self._changed(RowTable.reset)
+
+
 def token_rows(states: torch.Tensor) -> torch.Tensor:
     """[batch_size, heads, columns, head_size] -> [batch_size * columns, heads, head_size], without a copy where strides allow."""
     batch_size, heads, columns, head_size = states.shape
     return states.transpose(1, 2).reshape(batch_size * columns, heads, head_size)
 
 
-def row_indices(rows: torch.Tensor, batch_size: int, argument: str) -> list[int]:
-    """``rows`` [n] as a list, each checked against ``batch_size``. Waits for the device."""
-    listed: list[int] = rows.flatten().tolist()
-    if any(not -batch_size <= row < batch_size for row in listed):
-        raise ArgumentError(argument, listed, f"rows of a batch of {batch_size}")
+def row_indices(rows: object, batch_size: int, argument: str, *, takes_mask: bool = False) -> list[int]:
+    """``rows``, whole numbers or with ``takes_mask`` a bool for each, as a list checked against ``batch_size``. Waits for the device."""
+    listed: list[int] = []
+    try:
+        given = torch.as_tensor(rows, device=rows.device if isinstance(rows, torch.Tensor) else "cpu")
+        if takes_mask and given.dtype == torch.bool and given.shape == (batch_size,):
+            given = given.nonzero().squeeze(1)
+        if given.dtype in (torch.int64, torch.int32, torch.int16, torch.int8) and given.dim() == 1:
+            listed = given.tolist()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    if not listed or any(not -batch_size <= row < batch_size for row in listed):
+        got = listed or (f"shape {tuple(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else repr(rows))
+        need = f"rows of a batch of {batch_size}: at least one whole number{f', or {batch_size} bools' if takes_mask else ''}"
+        raise ArgumentError(argument, got, need)
     return [row % batch_size for row in listed]

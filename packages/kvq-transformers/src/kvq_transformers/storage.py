@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from kvq_core import ops
 from kvq_core.backend import QuantKVBackend
 from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
-from kvq_core.layout import Geometry
+from kvq_core.errors import KVQError
+from kvq_core.layout import Geometry, LayerCaches
 from kvq_core.pages import Pages
+from kvq_core.registry import get_backend
 from kvq_transformers.given import NOTHING, LayerGiven
 
 
@@ -39,22 +43,45 @@ class Batch:
     max_seqlen_k: int
 
 
+class SharedBackend:
+    """A backend inside of copies: a mode has one instance, and another would be another mode to the registered ops."""
+
+    def __init__(self, backend: QuantKVBackend) -> None:
+        self.backend = backend
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedBackend:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], SharedBackend], tuple[str]]:
+        mode = self.backend.mode
+        if get_backend(mode) is not self.backend:
+            raise KVQError(f"pickle: mode {mode} is not the registered backend of that name, which unpickling would take instead")
+        return _registered, (mode,)
+
+
+def _registered(mode: str) -> SharedBackend:
+    return SharedBackend(get_backend(mode))
+
+
 class LayerPages:
     """K and V of one layer in ``num_blocks`` blocks, as ``backend`` stores them. Knows nothing about who holds which block.
 
-    ``given.smoothing``: of its keys; ``FIRST_PREFILL``: their mean in the first write, from then on and for good.
+    ``given.smoothing``: of its keys; ``FIRST_PREFILL``: their mean in the write that is told to estimate it, from then on and for good.
     """
 
     def __init__(self, backend: QuantKVBackend, geometry: Geometry, device: torch.device, given: LayerGiven = NOTHING) -> None:
         self.backend, self.device = backend, device
         self._scales = given.k_scale, given.v_scale
-        self._allocate(geometry)
+        self.geometry = geometry
+        self._pages = self._allocated(geometry)
         smoothing = given.smoothing
-        self.waits = smoothing == FIRST_PREFILL if isinstance(smoothing, str) else False
-        if self.waits:
-            # What is found is put here, so that compiled code finds it at the same address.
-            smoothing = KeySmoothing(torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device))
-        self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
+        self.estimates = smoothing == FIRST_PREFILL if isinstance(smoothing, str) else False
+        # Outside inference mode, so that both kinds of forwards may write to it.
+        with torch.inference_mode(False):
+            if self.estimates:
+                # What is found is put here, so that compiled code finds it at the same address.
+                smoothing = KeySmoothing(torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device))
+            self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
         if self.smoothing is not None:
             self.smoothing.check(geometry.num_kv_heads, geometry.head_size)
         # Ops are defined at first use, which torch.compile could not trace.
@@ -62,17 +89,39 @@ class LayerPages:
         ops.read_op(backend)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
-        # A backend is one shared instance: a copy of it would be another mode to the registered ops.
         twin = copy(self)
-        twin._allocate(self.geometry)
-        twin._take(self._pages, slice(None))
+        twin._pages = self._enlarged(self.num_blocks)
         if self.smoothing is not None:
-            twin.smoothing = replace(self.smoothing, mean=self.smoothing.mean.clone())
+            with torch.inference_mode(False):
+                twin.smoothing = replace(self.smoothing, mean=self.smoothing.mean.clone())
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Bytes without the typed views of them; copies, since multiprocessing would share the memory.
+        bytes_of = {name: buffer.clone() for name, buffer in self._buffers(self._pages).items()}
+        return self.__dict__ | {"backend": SharedBackend(self.backend), "_pages": bytes_of}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state["_pages"]
+        # Where torch.load put them.
+        found = {"backend": state["backend"].backend, "device": next(iter(saved.values())).device}
+        self.__dict__.update(state | found)
+        self._pages = self._allocated(replace(self.geometry, num_blocks=next(iter(saved.values())).shape[1]))
+        for name, buffer in self._buffers(self._pages).items():
+            buffer.copy_(saved[name])
+        if self.smoothing is not None:
+            with torch.inference_mode(False):
+                smoothing = self.smoothing.to(self.device)
+                self.smoothing = replace(smoothing, mean=smoothing.mean.clone())
+
+    @property
+    def caches(self) -> LayerCaches:
+        """What the doors take."""
+        return self._pages.layers[0]
 
     @property
     def num_blocks(self) -> int:
-        return self.geometry.num_blocks
+        return self.caches.key_cache.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -86,9 +135,7 @@ class LayerPages:
     def grow(self, num_blocks: int) -> None:
         """Make room for ``num_blocks`` blocks; those there are keep their numbers and bytes."""
         if num_blocks > self.num_blocks:
-            old = self._pages
-            self._allocate(replace(self.geometry, num_blocks=num_blocks))
-            self._take(old, slice(old.layers[0].key_cache.shape[0]))
+            self._pages = self._enlarged(num_blocks)
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks (from, to), codes and scales."""
@@ -100,14 +147,16 @@ class LayerPages:
         for buffer in self._buffers(self._pages).values():
             buffer[:, : len(blocks)] = buffer.index_select(1, blocks)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Store rows [num_tokens, num_kv_heads, head_size(_v)] in the slots of ``slot_mapping`` (negative: skip)."""
+    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, *, is_first: bool = False) -> None:
+        """Store rows [num_tokens, num_kv_heads, head_size(_v)] in the slots of ``slot_mapping`` (negative: skip).
+
+        ``is_first``: nothing has been stored yet.
+        """
         caches = self.caches
-        if self.waits and self.smoothing is not None:
+        if is_first and self.estimates and self.smoothing is not None:
             statistics = KeyStatistics()
             statistics.add(key, real=slot_mapping >= 0)
             self.smoothing.mean.copy_(statistics.smoothing().mean)
-            self.waits = False
         self.backend.reshape_and_cache(
             key,
             value,
@@ -146,14 +195,17 @@ class LayerPages:
             smoothing=self.smoothing,
         )
 
-    def _allocate(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-        self._pages = Pages(self.backend, geometry, self.device, *self._scales)
-        self.caches = self._pages.layers[0]
+    def _allocated(self, geometry: Geometry) -> Pages:
+        with torch.inference_mode(False):
+            return Pages(self.backend, geometry, self.device, *self._scales)
 
-    def _take(self, old: Pages, blocks: slice) -> None:
-        for name, buffer in self._buffers(self._pages).items():
-            buffer[:, blocks] = old.tensors[name]
+    def _enlarged(self, num_blocks: int) -> Pages:
+        """A copy with room for ``num_blocks``, no fewer than there are."""
+        larger = self._allocated(replace(self.geometry, num_blocks=num_blocks))
+        old = self._buffers(self._pages)
+        for name, buffer in self._buffers(larger).items():
+            buffer[:, : self.num_blocks] = old[name]
+        return larger
 
     @staticmethod
     def _buffers(pages: Pages) -> dict[str, torch.Tensor]:

@@ -1,0 +1,443 @@
+"""What a KVQCache holds after a forward that failed, a mask of any width, a crop, a copy: eager attention over the whole text, without
+any cache, is what to expect of each forward; or an error of kvq's that says what to do."""
+
+import copy
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache as cached
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from transformers import AttentionInterface, PreTrainedModel
+from transformers_families import eager_twin, make_model
+
+from kvq_core import KVQError
+from kvq_core.testing import places
+from kvq_transformers import KVQCache
+from kvq_transformers.attention import kvq_attention, register
+from kvq_transformers.forward import CacheStateError
+from kvq_transformers.layers import HANDLE, KVQLayer
+from kvq_transformers.storage import LayerPages
+
+CAPACITY = 64
+FAMILIES = ["Llama", "Gemma2"]
+STAGES = ["before", "update", "between", "before write", "after write", "before attend", "after attend", "after"]
+ERRORS: list[Any] = [RuntimeError("injected"), torch.OutOfMemoryError("injected"), KeyboardInterrupt()]
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.enter("eager", monkeypatch)
+
+
+@cached
+def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    model = make_model(family)
+    return model, eager_twin(model)
+
+
+@contextmanager
+def failing(model: Any, cache: KVQCache, layer: int, stage: str, error: BaseException) -> Iterator[None]:
+    """Forwards raise ``error`` at ``stage`` of ``layer``."""
+    part = model.model.layers[layer]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    def at(original: Callable[..., Any], mine: Callable[..., bool], *, before: bool) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before and mine(*args):
+                fail()
+            found = original(*args, **kwargs)
+            if not before and mine(*args):
+                fail()
+            return found
+
+        return wrapped
+
+    def is_layer(one: KVQLayer, *args: Any) -> bool:
+        return one.index == layer
+
+    def is_pages(pages: LayerPages, *args: Any) -> bool:
+        return pages is getattr(cache.layers[layer], "pages", None)
+
+    hook = None
+    with pytest.MonkeyPatch.context() as patch:
+        if stage in ("before", "after"):
+            hook = part.register_forward_pre_hook(fail) if stage == "before" else part.register_forward_hook(fail)
+        elif stage == "update":
+            patch.setattr(KVQLayer, "update", at(KVQLayer.update, is_layer, before=False))
+        elif stage == "between":
+            AttentionInterface.register("kvq", at(kvq_attention, lambda m, q, key, *rest: getattr(key, HANDLE).index == layer, before=True))
+        else:
+            when, name = stage.split()
+            patch.setattr(LayerPages, name, at(getattr(LayerPages, name), is_pages, before=when == "before"))
+        try:
+            yield
+        finally:
+            register()
+            if hook is not None:
+                hook.remove()
+
+
+class Story(RuleBasedStateMachine):
+    """One cache and the text it should hold: ids and mask [rows, columns]."""
+
+    family: str
+    capacity: dict[str, Any]
+
+    @initialize(rows=st.integers(1, 3))
+    def begin(self, rows: int) -> None:
+        self.model, self.twin = models(self.family)
+        self.cache = KVQCache(self.model.config, "none", **self.capacity)
+        self.ids = torch.zeros(rows, 0, dtype=torch.long)
+        self.mask = torch.zeros(rows, 0, dtype=torch.long)
+
+    @property
+    def room(self) -> int:
+        return CAPACITY - self.ids.shape[1]
+
+    def new(self, data: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """The text with more columns, and a mask as a caller might pass it."""
+        rows, count = len(self.ids), data.draw(st.integers(1, min(6, self.room)))
+        seed = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+        ids = torch.cat([self.ids, torch.randint(3, 97, (rows, count), generator=seed)], 1)
+        new = torch.ones(rows, count, dtype=torch.long)
+        kinds = ["none", "left", "right", "holes"] if self.family == "Llama" else ["none"] + ["left"] * (not self.mask.numel())
+        kind = data.draw(st.sampled_from(kinds))
+        for row in range(rows):
+            pad = data.draw(st.integers(0, count - 1)) if kind in ("left", "right") else 0
+            if kind == "left":
+                new[row, :pad] = 0
+            elif kind == "right":
+                new[row, count - pad :] = 0
+            elif kind == "holes":
+                new[row] = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)))
+        new[0, -1] = 1  # a forward of padding alone writes nothing
+        mask = torch.cat([self.mask, new], 1)
+        widths = ["exact", "full", "wider"] + ["none"] * bool(mask.all())
+        width = data.draw(st.sampled_from(widths))
+        if width == "none":
+            return ids, mask, {}
+        spare = {"exact": 0, "full": CAPACITY - mask.shape[1], "wider": 100}[width]
+        passed = torch.nn.functional.pad(mask, (0, spare), value=data.draw(st.integers(0, 1)))
+        return ids, mask, {"attention_mask": passed}
+
+    @rule(data=st.data())
+    def forward(self, data: Any) -> None:
+        if not self.room:
+            return
+        ids, mask, options = self.new(data)
+        part = ids[:, self.ids.shape[1] :]
+        switch = data.draw(st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]))
+        with switch():
+            found = self.model(part, **options, past_key_values=self.cache).logits
+        with torch.no_grad():
+            expected = self.twin(ids, attention_mask=mask).logits[:, self.ids.shape[1] :]
+        real = mask[:, self.ids.shape[1] :].bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-3, atol=1e-3)
+        self.ids, self.mask = ids, mask
+        self.check()
+
+    @rule(data=st.data(), layer=st.integers(0, 1), stage=st.sampled_from(STAGES), error=st.sampled_from(ERRORS))
+    def fail(self, data: Any, layer: int, stage: str, error: BaseException) -> None:
+        if not self.room:
+            return
+        ids, mask, options = self.new(data)
+        part = ids[:, self.ids.shape[1] :]
+        with failing(self.model, self.cache, layer, stage, error), torch.no_grad(), pytest.raises(type(error)):
+            self.model(part, **options, past_key_values=self.cache)
+        if (layer, stage) == (1, "after"):  # all layers have stored
+            self.ids, self.mask = ids, mask
+        self.check()
+
+    @rule(square=st.booleans())
+    def refused(self, square: bool) -> None:
+        if not self.room:
+            return
+        options = {"attention_mask": torch.zeros(len(self.ids), 1, 1, 1)} if square else {"output_attentions": True}
+        with torch.no_grad(), pytest.raises(KVQError, match="attention"):
+            self.model(self.ids.new_full((len(self.ids), 1), 5), **options, past_key_values=self.cache)
+        assert not any(layer.is_pending for layer in self.cache.layers)
+        self.check()
+
+    @rule(count=st.integers(0, 12))
+    def crop(self, count: int) -> None:
+        try:
+            self.cache.crop(-count)
+        except CacheStateError:
+            assert self.family == "Gemma2" and not self.capacity  # dropped behind the window
+        else:
+            kept = max(self.ids.shape[1] - count, 0)
+            self.ids, self.mask = self.ids[:, :kept], self.mask[:, :kept]
+        self.check()
+
+    @rule()
+    def record_past(self) -> None:
+        self.cache.activate_past_recording()
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        self.ids, self.mask = self.ids[:, :0], self.mask[:, :0]
+        self.check()
+
+    @rule(data=st.data())
+    def reorder(self, data: Any) -> None:
+        if self.cache.batch_size > 0:
+            rows = data.draw(st.lists(st.integers(0, len(self.ids) - 1), min_size=len(self.ids), max_size=len(self.ids)))
+            self.cache.reorder_cache(torch.tensor(rows))
+            self.ids, self.mask = self.ids[rows], self.mask[rows]
+
+    @rule(way=st.sampled_from([copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
+    def copy(self, way: Callable[[KVQCache], KVQCache]) -> None:
+        """Go on in the copy, after spoiling the original."""
+        old, self.cache = self.cache, way(self.cache)
+        if self.room and self.ids.numel():
+            with torch.no_grad():
+                self.model(self.ids.new_full((len(self.ids), 1), 7), past_key_values=old)
+            old.reset()
+            with torch.no_grad():
+                self.model(self.ids.new_full((len(self.ids), self.ids.shape[1] + 1), 9), past_key_values=old)
+        self.check()
+
+    def check(self) -> None:
+        assert int(self.cache.get_seq_length()) == self.ids.shape[1]
+        assert not self.cache._forward.is_torn
+
+
+@pytest.mark.parametrize("capacity", [{}, {"max_cache_len": CAPACITY}], ids=["growing", "fixed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_story_gives_what_the_whole_text_gives(family: str, capacity: dict[str, Any]) -> None:
+    machine = type("Told", (Story,), {"family": family, "capacity": capacity})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=20,
+            stateful_step_count=12,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        ),
+    )
+
+
+@pytest.fixture(params=[{}, {"max_cache_len": CAPACITY}], ids=["growing", "fixed"])
+def pages(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+IDS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def begun(family: str, pages: dict[str, Any], mode: str = "none", count: int = 20) -> tuple[Any, KVQCache]:
+    """A model and a cache that has seen ``count`` columns of :data:`IDS`."""
+    model = models(family)[0]
+    cache = KVQCache(model.config, mode, **pages)
+    with torch.no_grad():
+        model(IDS[:, :count], past_key_values=cache)
+    return model, cache
+
+
+@torch.no_grad()
+def eager_logits(family: str, ids: torch.Tensor) -> torch.Tensor:
+    return models(family)[1](ids).logits[:, -1]
+
+
+def test_a_static_caches_mask(pages: dict[str, Any]) -> None:
+    """As wide as the cache, with the new token's column in the middle; and for a prompt."""
+    model = models("Llama")[0]
+    cache = KVQCache(model.config, "none", **pages)
+    with torch.no_grad():
+        for part in (slice(0, 20), slice(20, 21)):
+            mask = torch.zeros(2, CAPACITY, dtype=torch.long)
+            mask[:, : part.stop] = 1
+            found = model(IDS[:, part], attention_mask=mask, past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(found, eager_logits("Llama", IDS[:, : part.stop]), rtol=1e-4, atol=1e-4)
+        assert int(cache.get_seq_length()) == 21
+        with pytest.raises(KVQError, match="attention_mask: got 21 columns, need 22"):
+            model(IDS[:, 21:22], attention_mask=mask[:, :21], past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
+def test_a_recurrent_state_cannot_be_rolled_back(family: str, pages: dict[str, Any]) -> None:
+    model, cache = begun(family, pages)
+    with failing(model, cache, 1, "before", RuntimeError("injected")), torch.no_grad(), pytest.raises(RuntimeError, match="injected"):
+        model(IDS[:, 20:21], past_key_values=cache)
+    for ask in (lambda: model(IDS[:, 20:21], past_key_values=cache), lambda: cache.crop(0), lambda: copy.copy(cache)):
+        with pytest.raises(CacheStateError, match="need reset"), torch.no_grad():
+            ask()
+    cache.reset()
+    with torch.no_grad():
+        found = model(IDS, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, eager_logits(family, IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("operation", ["forward", "crop", "reset", "reorder", "repeat", "copy"])
+def test_interrupted_at_any_line(family: str, operation: str, pages: dict[str, Any]) -> None:
+    """The cache is what it was before or after, or says that it is broken."""
+    model, cache = begun(family, pages)
+    before, after = IDS[:, :20], {"forward": IDS[:, :29], "crop": IDS[:, :17], "reset": IDS[:, :0], "reorder": IDS[[1, 1], :20]}
+
+    def run(cache: KVQCache) -> None:
+        with torch.no_grad():
+            if operation == "forward":
+                model(IDS[:, 20:29], past_key_values=cache)
+            elif operation == "crop":
+                cache.crop(-3)
+            elif operation == "reorder":
+                cache.reorder_cache(torch.tensor([1, 1]))
+            elif operation == "repeat" and not pages:
+                cache.batch_repeat_interleave(2)
+            elif operation == "copy":
+                copy.deepcopy(cache)
+            else:
+                cache.reset()
+
+    if family == "Gemma2" and operation == "crop":
+        cache.activate_past_recording()
+    later = after.get(operation, before if operation == "copy" or not pages else IDS[:, :0])
+    if operation == "repeat" and not pages:
+        later = IDS[:, :20].repeat_interleave(2, 0)
+    step = 11 if operation == "forward" else 3
+    line = 0
+    while True:
+        one = copy.deepcopy(cache)
+        if not interrupted(lambda one=one: run(one), line):
+            return
+        line += step
+        try:
+            length, rows = int(one.get_seq_length()), one.batch_size
+            ids = next(ids for ids in (later, before) if ids.shape == (rows, length))
+            expected = [torch.cat([ids, ids.new_full((rows, 1), 5)], 1) for ids in (later, before) if ids.shape == (rows, length)]
+            with torch.no_grad():
+                found = model(ids.new_full((rows, 1), 5), past_key_values=one).logits[:, -1]
+            assert any(torch.allclose(found, eager_logits(family, ids), rtol=1e-3, atol=1e-3) for ids in expected)
+        except CacheStateError:
+            one.reset()
+
+
+def interrupted(run: Callable[[], None], line: int) -> bool:
+    """Raise KeyboardInterrupt at the line of that number that ``run`` executes in kvq's packages; False if there are fewer."""
+    seen = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal seen
+        if "/kvq_" not in frame.f_code.co_filename:
+            return trace if "/kvq-" in frame.f_code.co_filename else None
+        if event == "line":
+            seen += 1
+            if seen > line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj", "embed", "o_proj"])
+def test_training_any_part_is_refused(trained: str, pages: dict[str, Any]) -> None:
+    model = make_model("Llama").requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    cache = KVQCache(model.config, "int4", **pages)
+    model(IDS[:, :9], past_key_values=cache)
+    logits = model(IDS[:, 9:10], past_key_values=cache).logits
+    with pytest.raises(KVQError, match="no backward pass"):
+        logits.sum().backward()
+    owned = [tensor for layer in cache.layers for tensor in vars(layer.pages.caches).values()]
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in owned)
+    copy.deepcopy(cache)
+
+
+ASKED: dict[str, Callable[[KVQCache], object]] = {
+    "length": lambda cache: cache.get_seq_length(),
+    "mask": lambda cache: cache.get_mask_sizes(1, 0),
+    "bytes": lambda cache: cache.nbytes,
+    "bytes_per_token": lambda cache: cache.bytes_per_token,
+    "smoothing": lambda cache: cache.smoothing,
+    "rows": lambda cache: cache.batch_size,
+    "crop": lambda cache: cache.crop(-1),
+    "reset": lambda cache: cache.reset(),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda cache: torch.save(cache, io.BytesIO()),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([0, 1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3Next"])
+def test_a_cache_that_is_never_read_says_so(family: str, pages: dict[str, Any]) -> None:
+    model = make_model(family)
+    cache = KVQCache(copy.deepcopy(model.config), "int2", **pages)
+    with torch.no_grad():
+        model(IDS[:, :9], past_key_values=cache)
+    for ask in [*ASKED.values(), lambda cache: model(IDS[:, 9:10], past_key_values=cache)]:
+        with pytest.raises(KVQError, match=r"model's own config object \(model.config\)"):
+            ask(cache)
+
+
+WRONG: list[Any] = [[], 1, 1.5, "a", None, True, {}, object(), [5], [-3], 2**70, [2**70], [0.5], torch.tensor([True]), torch.tensor(0)]
+WRONG += [torch.tensor([0.5]), torch.tensor([[0]]), torch.tensor([0, 1], dtype=torch.uint8), np.array([0.5]), torch.eye(2).to_sparse()]
+
+
+@pytest.mark.parametrize("method", ["batch_select_indices", "reorder_cache", "batch_repeat_interleave", "crop", "get_seq_length", "update"])
+def test_wrong_arguments_of_methods(method: str, pages: dict[str, Any]) -> None:
+    model, cache = begun("Llama", pages, "int4")
+    rows = torch.zeros(2, 2, 1, 64)
+    for wrong in WRONG:
+        if method in ("batch_repeat_interleave", "get_seq_length") and type(wrong) is int and wrong == 1:
+            continue
+        if (method, str(wrong)) in {("get_seq_length", "tensor(0)"), ("crop", "tensor(0)"), ("get_seq_length", "[]")} and wrong != []:
+            continue
+        calls = [(wrong,)] if method != "update" else [(wrong, rows, 0), (rows, wrong, 0), (rows, rows, wrong)]
+        for call in calls if method != "update" or str(wrong) not in ("1", "tensor(0)") else calls[:2]:
+            with pytest.raises(KVQError, match=r"(indices|beam_idx|repeats|tokens_to_remove|layer_idx|(key|value)_states): got"):
+                getattr(cache, method)(*call)
+    assert int(cache.get_seq_length()) == 20 and cache.batch_size == 2
+    fresh = begun("Llama", pages, "int4")[1]
+    with torch.no_grad():
+        found, expected = (model(IDS[:, 20:22], past_key_values=one).logits for one in (cache, fresh))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("argument", ["config", "mode", "max_cache_len", "block_size", "smoothing", "k_scale", "v_scale"])
+def test_wrong_arguments_of_the_constructor(argument: str) -> None:
+    config = models("Llama")[0].config
+    valid = {"mode": [None], "max_cache_len": [None, 1], "smoothing": [None], "k_scale": [None, 1, 1.5], "v_scale": [None, 1, 1.5]}
+    for wrong in [*WRONG, -8, 0, 12, float("nan"), np.float64(8), b"int4", ("int4",), torch.nn.Linear]:
+        if any(wrong is good or (type(wrong) is type(good) and wrong == good) for good in valid.get(argument, []) if good is not None):
+            continue
+        if wrong is None and argument not in ("config", "mode", "block_size"):
+            continue
+        arguments = {"config": config, "mode": "fp8_per_tensor"} | {argument: wrong}
+        if argument == "max_cache_len" and type(wrong) is int and wrong == 12:
+            continue
+        try:
+            KVQCache(**arguments)
+        except KVQError as error:
+            assert argument in str(error) or argument == "mode"
+        else:
+            assert argument in ("k_scale", "v_scale"), (argument, wrong)

@@ -144,7 +144,7 @@ class Smoothing:
 
 @dataclass(frozen=True)
 class NewRows:
-    """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where (further rows: padding).
+    """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where (more rows: padding).
 
     ``batch_invariant``: as in :class:`Attention`.
     """

@@ -35,7 +35,6 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         check_group(kv_cache_spec, vllm_config)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
         batch = common_attn_metadata

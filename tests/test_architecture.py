@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODE_PACKAGES = ("kvq_int2", "kvq_int4", "kvq_int8fp8")
-FRAMEWORKS = ("kvq_transformers",)
+FRAMEWORKS = ("kvq_transformers", "kvq_vllm")
 MAX_LINES = 400
 
 
@@ -126,6 +126,8 @@ def test_nothing_shipped_imports_the_test_suite() -> None:
         ("from kvq_core.testing import BackendTests, places", {"triton", *MODE_PACKAGES}),
         *((f"import {package}", {"triton", *MODE_PACKAGES} - {package}) for package in MODE_PACKAGES),
         *((f"import {package}", {*MODE_PACKAGES}) for package in FRAMEWORKS),
+        # vLLM imports its plug-ins whether they are used or not.
+        ("import kvq_vllm", {"torch", "triton", "vllm"}),
     ],
 )
 def test_what_an_import_drags_in(program: str, absent: set[str]) -> None:

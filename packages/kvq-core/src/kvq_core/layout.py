@@ -132,7 +132,7 @@ def cell_views(backend: QuantKVBackend, cells: torch.Tensor, head_size: int, hea
     """Views of an engine's own interleaved cells, vLLM's for one, ready for the doors.
 
     Args:
-        cells: [num_blocks, block_size, num_kv_heads, cell] uint8 or int8, any strides but the last:
+        cells: [num_blocks, block_size, num_kv_heads, cell] of any dtype, any strides but the last:
             ``[K codes | K scale f32 | V codes | V scale f32]``, without the scales for modes that store none.
         head_size, head_size_v: of K and of V.
         dtype: of the K/V rows to come.
@@ -142,18 +142,59 @@ def cell_views(backend: QuantKVBackend, cells: torch.Tensor, head_size: int, hea
     """
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         raise ArgumentError("dtype", checks.described(dtype), f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come")
-    for name, size in (("head_size", head_size), ("head_size_v", head_size_v)):
-        backend.check_head_size(size, name)
+    for name, head in (("head_size", head_size), ("head_size_v", head_size_v)):
+        backend.check_head_size(head, name)
     stored = fields(backend, int(head_size), int(head_size_v), dtype)
-    if checks.tensor("cells", cells).dim() != 4 or cells.shape[-1] != cell_size(stored):
-        raise ArgumentError("cells", f"shape {tuple(cells.shape)}", f"[num_blocks, block_size, num_kv_heads, {cell_size(stored)}]")
-    if cells.dtype.itemsize != 1:
-        raise ArgumentError("cells", cells.dtype, "torch.uint8")
+    size, item = cell_size(stored), checks.tensor("cells", cells).dtype.itemsize
+    if cells.dim() != 4 or cells.shape[-1] * item != size:
+        got = f"shape {tuple(cells.shape)}, {cells.dtype}"
+        raise ArgumentError("cells", got, f"[num_blocks, block_size, num_kv_heads, cell] with cells of {size} bytes")
     if cells.stride(-1) != 1:
         raise ArgumentError("cells", f"strides {cells.stride()}", "a contiguous last dimension")
-    steps = (*map(int, cells.stride()[:3]), int(cells.storage_offset()))
-    _check_alignment(stored, "cells", f"strides {cells.stride()} from byte {cells.storage_offset()}", steps)
+    steps = tuple(item * int(step) for step in (*cells.stride()[:3], cells.storage_offset()))
+    _check_alignment(stored, "cells", f"strides {steps[:3]} bytes from byte {steps[3]}", steps)
     return layer_caches(split(cells.view(torch.uint8), stored))
+
+
+def page_views(
+    backend: QuantKVBackend, pages: torch.Tensor, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int, dtype: torch.dtype
+) -> LayerCaches:
+    """Views of an engine's own pages, whose bytes are laid out as the kernels like them: one head-major plane per field.
+
+    ::
+
+        page = [K codes H, P, bytes | V codes H, P, bytes | K scales H, P | V scales H, P | padding]
+
+    As many bytes as a page of cells has, so an engine that only counts bytes per (token, head) can offer either.
+
+    Args:
+        pages: [num_blocks, bytes] uint8, any block stride; bytes past the planes are not used.
+        block_size, num_kv_heads: P and H.
+        head_size, head_size_v: of K and of V.
+        dtype: of the K/V rows to come.
+
+    Raises:
+        ArgumentError: a page has too few bytes, or planes would not lie on multiples of their item size.
+    """
+    stored = fields(backend, head_size, head_size_v, dtype)
+    need = block_size * num_kv_heads * cell_size(stored)
+    if pages.dim() != 2 or pages.dtype != torch.uint8 or pages.shape[1] < need:
+        raise ArgumentError("pages", f"shape {tuple(pages.shape)}, {pages.dtype}", f"[num_blocks, at least {need}] torch.uint8")
+    if pages.stride(1) != 1:
+        raise ArgumentError("pages", f"strides {pages.stride()}", "a contiguous last dimension")
+    views, first = {}, 0
+    # Codes first: they need the widest alignment and take a multiple of it.
+    for field in sorted(stored, key=lambda field: field.width is None):
+        size = block_size * num_kv_heads * field.nbytes
+        steps = (first, int(pages.stride(0)), int(pages.storage_offset()))
+        if any(step % field.dtype.itemsize for step in steps):
+            got = f"block stride {steps[1]} from byte {steps[2]}, {field.name} at byte {first} of a page"
+            raise ArgumentError("pages", got, f"multiples of {field.dtype.itemsize}")
+        plane = pages[:, first : first + size].view(field.dtype)
+        inner = (num_kv_heads, block_size) if field.width is None else (num_kv_heads, block_size, field.width)
+        views[field.name] = plane.unflatten(1, inner).transpose(1, 2)
+        first += size
+    return layer_caches(views)
 
 
 def layer_caches(views: dict[str, torch.Tensor]) -> LayerCaches:

@@ -147,7 +147,7 @@ class Smoothing:
 
 @dataclass(frozen=True)
 class NewRows:
-    """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where.
+    """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where (more rows: padding).
 
     ``batch_invariant``: as in :class:`Attention`.
     """
@@ -185,7 +185,9 @@ class NewRows:
         backend.check_head_size(key.shape[2], "key")
         backend.check_head_size(value.shape[2], "value")
         _need_tensor(slot_mapping, "slot_mapping", 1, (torch.int64,), key.device)
-        _need(slot_mapping.shape[0] == key.shape[0], "slot_mapping", _shape(slot_mapping), f"one slot for each of {key.shape[0]} tokens")
+        count = slot_mapping.shape[0]
+        _need(count <= key.shape[0], "slot_mapping", _shape(slot_mapping), f"at most one slot for each of {key.shape[0]} tokens")
+        key, value = key[:count], value[:count]
         keys = Plane(key_cache, k_scale_cache, key.shape[2])
         values = Plane(value_cache, v_scale_cache, value.shape[2])
         _check_planes(backend, {"key_cache": keys, "value_cache": values}, key.device, key.dtype)

@@ -78,7 +78,7 @@ WRITES: dict[str, tuple[str, Change]] = {
     "value tokens": ("value", _set("value", lambda x: x[1:])),
     "slot rank": ("slot_mapping", _set("slot_mapping", lambda x: x[None])),
     "slot dtype": ("slot_mapping", _set("slot_mapping", lambda x: x.int())),
-    "slot count": ("slot_mapping", _set("slot_mapping", lambda x: x[1:])),
+    "slot count": ("slot_mapping", _set("slot_mapping", lambda x: torch.cat((x, x + x.numel())))),
     "key_cache rank": ("key_cache", _set("key_cache", lambda x: x[0])),
     "key_cache dtype": ("key_cache", _set("key_cache", lambda x: x.new_zeros(x.shape, dtype=torch.int32))),
     "key_cache packed size": ("key_cache", _set("key_cache", _wider)),

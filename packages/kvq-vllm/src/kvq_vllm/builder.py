@@ -1,0 +1,64 @@
+"""What a step's batch looks like to kvq's read door."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+from kvq_core.errors import ArgumentError
+from kvq_core.schedule import DECODE_QUERY_LEN, power_of_two
+from kvq_vllm.refusals import WITHOUT_KVQ, check_group
+
+
+@dataclass
+class KVQMetadata:
+    """A step's batch; the names are vLLM's."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
+    """A group of layers with the same kind of pages."""
+
+    # A captured plan holds for all batches whose sequences have as many rows.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        check_group(kv_cache_spec, vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            raise ArgumentError("causal", batch.causal, f"True: kvq attends causally; {WITHOUT_KVQ}")
+        return KVQMetadata(
+            num_actual_tokens=batch.num_actual_tokens,
+            max_query_len=_rounded(batch.max_query_len, batch.num_actual_tokens, batch.num_reqs),
+            query_start_loc=batch.query_start_loc,
+            max_seq_len=batch.max_seq_len,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping,
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> KVQMetadata:
+        """Short sequences: what is captured depends on ``max_seq_len`` alone, and its rehearsals are over sooner."""
+        metadata = self.build(0, common_attn_metadata)
+        metadata.seq_lens.fill_(1)
+        return metadata
+
+
+def _rounded(longest: int, num_tokens: int, num_reqs: int) -> int:
+    """A bound of the query lengths of which there are few, since each up to :data:`DECODE_QUERY_LEN` has kernels of its own."""
+    if longest * num_reqs == num_tokens or longest > DECODE_QUERY_LEN:
+        return longest
+    return power_of_two(longest)

@@ -1,0 +1,126 @@
+"""One attention layer: from vLLM's two calls to kvq's two doors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.v1.attention.backend import AttentionImpl
+
+from kvq_core.errors import ArgumentError
+from kvq_core.layout import LayerCaches
+from kvq_core.schedule import set_batch_invariant
+from kvq_vllm.builder import KVQMetadata
+from kvq_vllm.pages import layer_views
+from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, head_size_reason
+from kvq_vllm.settings import current
+
+
+class KVQImpl(AttentionImpl[KVQMetadata]):
+    """A layer's part in attention. Its pages come with each call: vLLM moves them when it sleeps, profiles and reloads."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        **options: Any,
+    ) -> None:
+        check_layer(attn_type, options)
+        settings = current()
+        self.kvq = settings.backend(kv_cache_dtype)
+        unfit = head_size_reason(self.kvq.mode, head_size)
+        if unfit is not None:
+            raise ArgumentError("attention layer", f"heads of {head_size}", unfit)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.softcap, self.sinks = float(logits_soft_cap or 0), sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.use_alibi_sqrt = use_alibi_sqrt
+        self._in_cells = settings.has_vllm_cells(kv_cache_dtype)
+        self._views: tuple[tuple[object, ...], LayerCaches] | None = None
+        if envs.VLLM_BATCH_INVARIANT:
+            set_batch_invariant(True)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store the step's rows. ``slot_mapping`` may be shorter: the other rows are padding."""
+        caches = self._caches(layer, kv_cache, key.dtype, value.shape[2])
+        self.kvq.reshape_and_cache(
+            key,
+            value,
+            caches.key_cache,
+            caches.value_cache,
+            slot_mapping,
+            k_scale_cache=caches.k_scale_cache,
+            v_scale_cache=caches.v_scale_cache,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KVQMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend over the pages, which hold the step's own rows already. Without metadata (memory profiling) there are no pages."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        if output_scale is not None or output_block_scale is not None:
+            raise ArgumentError("output_scale", "a fused quantization of the output", f"none: kvq offers no such fusion; {WITHOUT_KVQ}")
+        batch, rows = attn_metadata, attn_metadata.num_actual_tokens
+        caches = self._caches(layer, kv_cache, query.dtype, output.shape[2])
+        self.kvq.unified_attention(
+            query[:rows],
+            caches.key_cache,
+            caches.value_cache,
+            output[:rows],
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=self.scale,
+            window_size=self.window,
+            block_table=batch.block_table,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+            use_alibi_sqrt=self.use_alibi_sqrt,
+            qq_bias=None,
+            output_scale=None,
+            mm_prefix_range=None,
+            k_scale_cache=caches.k_scale_cache,
+            v_scale_cache=caches.v_scale_cache,
+        )
+        return output
+
+    def _caches(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int) -> LayerCaches:
+        """The layer's views of its pages."""
+        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), dtype)
+        if self._views is None or self._views[0] != key:
+            if self.alibi_slopes is not None:
+                self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
+            caches = layer_views(self.kvq, kv_cache, self.head_size, head_size_v, dtype, self._in_cells)
+            if self.kvq.takes_scales:
+                caches = LayerCaches(caches.key_cache, caches.value_cache, layer._k_scale, layer._v_scale)
+            self._views = key, caches
+        return self._views[1]

@@ -1,0 +1,32 @@
+"""What vLLM's ``kv_cache_dtype`` names mean to kvq. Imports nothing but kvq's registry, which reads package metadata."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvq_core.registry import list_backends
+
+PREFIX: Final = "kvq_"
+VLLM_NAMES: Final = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+"""vLLM's own names of modes that kvq has, too, with the same bytes in the same cells."""
+PLAIN_NAMES: Final = ("auto", "float16", "bfloat16")
+"""Names of an unquantized cache. Layers of ``kv_cache_dtype_skip_layers`` have ``auto``."""
+_SUFFIX: Final = "_per_token_head"
+
+
+def own_names() -> dict[str, str]:
+    """The names that kvq adds to vLLM, each with the full name of its mode: one for every installed mode, whoever provides it."""
+    modes = sorted({entry.mode for entry in list_backends()})
+    return {PREFIX + mode.removesuffix(_SUFFIX): mode for mode in modes}
+
+
+def mode_of(name: str, override: str | None = None) -> str | None:
+    """The mode that layers of this ``kv_cache_dtype`` have; ``None`` if the name is none of kvq's business.
+
+    ``override``: the mode that the configuration gives layers of vLLM's quantized names.
+    """
+    if name in PLAIN_NAMES:
+        return "none"
+    if name in VLLM_NAMES:
+        return override or name
+    return own_names().get(name)

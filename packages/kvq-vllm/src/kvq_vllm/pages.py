@@ -1,0 +1,38 @@
+"""kvq's views of the memory that vLLM hands to a layer: logical [blocks, heads, slots, content], any physical order."""
+
+from __future__ import annotations
+
+import torch
+
+from kvq_core.backend import QuantKVBackend
+from kvq_core.errors import ArgumentError
+from kvq_core.layout import LayerCaches, cell_size, cell_views, fields, page_views
+
+
+def content_bytes(backend: QuantKVBackend, head_size: int, head_size_v: int, dtype: torch.dtype) -> int:
+    """Bytes of one token of one head, K and V."""
+    return cell_size(fields(backend, head_size, head_size_v, dtype))
+
+
+def layer_views(
+    backend: QuantKVBackend, kv_cache: torch.Tensor, head_size: int, head_size_v: int, dtype: torch.dtype, in_cells: bool
+) -> LayerCaches:
+    """A layer's caches: in vLLM's cells, or in planes of whole pages, which its kernels read faster."""
+    if in_cells:
+        return cell_views(backend, kv_cache.transpose(1, 2), head_size, head_size_v, dtype)
+    _, heads, slots, _ = kv_cache.shape
+    return page_views(backend, _pages(kv_cache), slots, heads, head_size, head_size_v, dtype)
+
+
+def _pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """[blocks, bytes] uint8: each block's page, without its padding."""
+    cells = kv_cache.view(torch.uint8)
+    blocks, heads, slots, content = cells.shape
+    # Content innermost, heads and slots in either order, without gaps.
+    inner = sorted((stride, size) for stride, size in zip(cells.stride()[1:3], (heads, slots), strict=True) if size > 1)
+    dense, expected = cells.stride(3) == 1, content
+    for stride, size in inner:
+        dense, expected = dense and stride == expected, expected * size
+    if not dense:
+        raise ArgumentError("kv_cache", f"strides {kv_cache.stride()}", "pages whose bytes lie together (VLLM_KV_CACHE_LAYOUT=LBHNC)")
+    return cells.as_strided((blocks, heads * slots * content), (cells.stride(0), 1))

@@ -1,0 +1,89 @@
+"""What kvq does not serve in vLLM: said at start-up, with what, why, and which ``--kv-cache-dtype`` would work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.registry import get_backend
+from kvq_vllm.names import VLLM_NAMES, own_names
+
+WITHOUT_KVQ: Final = "use --kv-cache-dtype auto or fp8 without --attention-backend CUSTOM"
+
+EXPLANATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "MLA not supported": "kvq's pages hold keys and values of heads, not the latents of multi-head latent attention",
+        "sparse not supported": "kvq's kernels read all keys in the window, not a selection of them",
+        "partial multimodal token full attention not supported": "kvq attends causally, also within an image's tokens",
+        "per-head quant scales not supported": "kvq's modes bring scales of their own",
+        "non-causal attention not supported": "kvq attends causally",
+        "R-SWA not supported": "kvq's window has no prefix that stays visible",
+        "KV connector not supported": "a page also holds its scales, in an order that connectors which cut pages by heads do not know",
+        "PCP not supported": "kvq returns no log-sum-exp to merge ranks with",
+        "DCP not supported": "kvq returns no log-sum-exp to merge ranks with",
+        "attention type encoder not supported": "kvq serves causal attention over a cache",
+        "attention type encoder_only not supported": "kvq serves causal attention over a cache",
+        "attention type encoder_decoder not supported": "kvq serves causal attention over a cache, not cross attention",
+    }
+)
+"""vLLM's own words for what a backend does not support, and why kvq does not."""
+
+
+def explained(reason: str) -> str:
+    """A reason of vLLM's with why, and what would work."""
+    why = EXPLANATIONS.get(reason)
+    return reason if why is None else f"{reason}: {why}; {WITHOUT_KVQ}"
+
+
+def head_size_reason(mode: str, head_size: int) -> str | None:
+    """Why layers of this head size cannot have ``mode``, and what they can have; ``None`` if they can."""
+    try:
+        get_backend(mode).check_head_size(head_size, "head_size")
+    except ArgumentError as problem:
+        return f"{problem}; {_that_fit(head_size)}"
+    return None
+
+
+def _that_fit(head_size: int) -> str:
+    names = {**{name: name for name in VLLM_NAMES}, **own_names()}
+    fitting = []
+    for name, mode in names.items():
+        try:
+            get_backend(mode).check_head_size(head_size, "head_size")
+        except KVQError:
+            continue
+        fitting.append(name)
+    return f"--kv-cache-dtype {' or '.join(fitting)} would work" if fitting else WITHOUT_KVQ
+
+
+def check_layer(attn_type: str, options: Mapping[str, Any]) -> None:
+    """Raise :class:`ArgumentError` for a layer that kvq cannot serve: another kind of attention, or an option it does not know."""
+    if attn_type != "decoder":
+        raise ArgumentError("attention type", attn_type, f"decoder: kvq serves causal attention over a cache; {WITHOUT_KVQ}")
+    if options.get("chunk_lookback", -1) not in (-1, None):
+        need = f"no chunked attention with a look-back: its keys are no window of kvq's; {WITHOUT_KVQ}"
+        raise ArgumentError("chunk_lookback", options["chunk_lookback"], need)
+    for name, value in options.items():
+        if name != "chunk_lookback" and value not in (None, False):
+            raise ArgumentError(name, repr(value), f"an attention layer without this option, which kvq does not know; {WITHOUT_KVQ}")
+
+
+def check_group(kv_cache_spec: Any, config: Any) -> None:
+    """Raise :class:`ArgumentError` for a group of layers that kvq cannot serve, whatever platform asked."""
+    kind = type(kv_cache_spec).__name__
+    if kind == "ChunkedLocalAttentionSpec":
+        raise ArgumentError("attention", "chunked local attention", f"full attention or a sliding window; {WITHOUT_KVQ}")
+    if kind in ("CrossAttentionSpec", "EncoderOnlyAttentionSpec") or kind.startswith("MLA"):
+        raise ArgumentError("attention", kind, f"causal attention over a cache of keys and values; {WITHOUT_KVQ}")
+    if getattr(config.model_config, "rswa_window", None) is not None:
+        raise ArgumentError("rswa_window", config.model_config.rswa_window, f"a window without a visible prefix; {WITHOUT_KVQ}")
+    if getattr(config, "kv_transfer_config", None) is not None:
+        raise ArgumentError("--kv-transfer-config", config.kv_transfer_config.kv_connector, f"no KV connector: {_CONNECTORS}")
+    if config.parallel_config.decode_context_parallel_size > 1:
+        need = f"1: {EXPLANATIONS['DCP not supported']}; {WITHOUT_KVQ}"
+        raise ArgumentError("--decode-context-parallel-size", config.parallel_config.decode_context_parallel_size, need)
+
+
+_CONNECTORS: Final = f"{EXPLANATIONS['KV connector not supported']}; {WITHOUT_KVQ}"

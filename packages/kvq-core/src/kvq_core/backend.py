@@ -32,7 +32,7 @@ import torch
 
 from kvq_core import checks, eager, ops
 from kvq_core.calibration import KeySmoothing
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.spec import Attention, NewRows, window_left
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ class QuantKVBackend(ABC):
             arguments += (given.mean, given.inverse)
         try:
             ops.write_op(self)(*arguments)
+        except KVQError:
+            raise
         except ops.NOT_TAKEN:
             ops.check_write(self, *arguments)
             raise
@@ -271,6 +273,8 @@ class QuantKVBackend(ABC):
             arguments += (given.mean, given.balance)
         try:
             ops.read_op(self)(*arguments)
+        except KVQError:
+            raise
         except ops.NOT_TAKEN:
             ops.check_read(self, *arguments)
             raise

@@ -15,7 +15,7 @@ from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError
+from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError, described
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -127,7 +127,7 @@ def register_backend(backend: B, *, replace: bool = False) -> B:
         DuplicateModeError: the mode is installed or registered already, and ``replace`` is false.
     """
     if not isinstance(replace, bool):
-        raise ArgumentError("replace", repr(replace), "True or False")
+        raise ArgumentError("replace", described(replace), "True or False")
     try:
         instance = _checked(backend)
     except TypeError as cause:
@@ -147,7 +147,7 @@ def register_backend(backend: B, *, replace: bool = False) -> B:
 
 def unregister_backend(mode: str) -> None:
     """Withdraw what :func:`register_backend` offered; an installed backend of that mode shows again."""
-    if not _withdraw(mode):
+    if not _withdraw(_parse(mode)[1]):
         raise UnknownModeError(f"mode {mode!r} was not registered in this process")
 
 
@@ -168,7 +168,7 @@ def _canonical(distribution: str) -> str:
 def _parse(name: object) -> tuple[str, str]:
     """``(distribution or "", full mode name)`` of what a caller asked for."""
     if not isinstance(name, str):
-        raise ArgumentError("mode", repr(name), "the name of a mode, such as 'int4_per_token_head'")
+        raise ArgumentError("mode", described(name), "the name of a mode, such as 'int4_per_token_head'")
     distribution, _, mode = name.rpartition(":")
     return _canonical(distribution), ALIASES.get(mode.strip(), mode.strip())
 
@@ -246,7 +246,7 @@ def _checked(backend: object) -> QuantKVBackend:
 
     instance = backend() if isinstance(backend, type) and issubclass(backend, QuantKVBackend) else backend
     if not isinstance(instance, QuantKVBackend):
-        raise TypeError(f"{backend!r} is not a QuantKVBackend")
+        raise TypeError(f"{described(backend)} is no QuantKVBackend")
     if not isinstance(getattr(instance, "mode", None), str):
         raise TypeError(f"{backend!r} has no mode attribute of type str")
     return instance

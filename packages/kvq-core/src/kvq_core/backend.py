@@ -192,6 +192,8 @@ class QuantKVBackend(ABC):
             arguments += (given.mean, given.inverse)
         try:
             ops.write_op(self)(*arguments)
+        except KVQError:
+            raise
         except ops.NOT_TAKEN:
             ops.check_write(self, *arguments)
             raise
@@ -307,6 +309,8 @@ class QuantKVBackend(ABC):
             arguments += (lse,) if smoothing is not None else (None, None, lse)
         try:
             ops.read_op(self)(*arguments)
+        except KVQError:
+            raise
         except ops.NOT_TAKEN:
             ops.check_read(self, *arguments)
             raise

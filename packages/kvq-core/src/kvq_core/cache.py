@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -20,7 +20,7 @@ from kvq_core import step as steps
 from kvq_core.backend import QuantKVBackend
 from kvq_core.blocks import BlockPool
 from kvq_core.calibration import LayerSmoothings, ModelSmoothing, Smoothings
-from kvq_core.errors import ArgumentError, KVQError, SnapshotError
+from kvq_core.errors import ArgumentError, KVQError, SnapshotError, described
 from kvq_core.gradients import refuse_gradients
 from kvq_core.layout import Geometry, LayerCaches
 from kvq_core.pages import Pages, Scale, contents
@@ -82,7 +82,7 @@ class PagedKVCache:
         v_scale: Scale | Sequence[Scale] | None = None,
         smoothing: Smoothings = None,
     ) -> None:
-        backend = _backend(mode_or_backend)
+        backend = _backend("mode_or_backend", mode_or_backend)
         head_size_v = head_size if head_size_v is None else head_size_v
         geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size, head_size_v, num_layers, dtype, layout).checked()
         num_blocks, block_size, num_layers = geometry.num_blocks, geometry.block_size, geometry.num_layers
@@ -153,9 +153,10 @@ class PagedKVCache:
 
     def block_table(self, seqs: Sequence[int]) -> torch.Tensor:
         """[len(seqs), max_blocks] int32 on the cache's device; -1 past a sequence's last block."""
-        if not isinstance(seqs, Iterable) or isinstance(seqs, str | bytes):
-            raise ArgumentError("seqs", checks.described(seqs), "a list of sequence ids")
-        seqs = list(seqs)
+        try:
+            seqs = list(seqs)
+        except (TypeError, RuntimeError):
+            raise ArgumentError("seqs", described(seqs), "a list of sequence ids") from None
         if not seqs:
             raise ArgumentError("seqs", "no sequence", "at least one")
         return steps.block_table([self._table.get(seq, "seqs").blocks for seq in seqs], self.device)
@@ -359,11 +360,11 @@ class PagedKVCache:
         device = checks.device("device", device)
         if smoothing is not None:
             checks.instance("smoothing", smoothing, ModelSmoothing)
-        wanted = None if mode is None else _backend(mode)
+        wanted = None if mode is None else _backend("mode", mode)
         with snapshot.opened(path) as file:
             header = file.header
             try:
-                backend = wanted or _backend(header.mode)
+                backend = wanted or get_backend(header.mode)
                 if backend.mode != header.mode:
                     raise file.error(f"it holds mode {header.mode}, not {backend.mode} as asked for")
                 for name, (dtype, shape) in contents(backend, header.geometry).items():
@@ -384,5 +385,7 @@ class PagedKVCache:
         return cache
 
 
-def _backend(mode: str | QuantKVBackend) -> QuantKVBackend:
+def _backend(argument: str, mode: str | QuantKVBackend) -> QuantKVBackend:
+    if not isinstance(mode, str | QuantKVBackend):
+        raise ArgumentError(argument, described(mode), "a mode's name or alias, or a backend")
     return mode if isinstance(mode, QuantKVBackend) else get_backend(mode)

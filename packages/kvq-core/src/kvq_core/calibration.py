@@ -22,7 +22,7 @@ from typing import Final, Self, Union
 import torch
 
 from kvq_core import checks, tensorfile
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
 
 FIRST_PREFILL: Final = "first_prefill"
 """In place of a :class:`ModelSmoothing`: each layer's mean is that of the first keys it is given."""
@@ -216,7 +216,7 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping):
-            raise ArgumentError("layers", checks.described(self.layers), "a mapping from layers to KeySmoothing")
+            raise ArgumentError("layers", described(self.layers), "a mapping from layers to KeySmoothing")
         for layer, one in self.layers.items():
             checks.integer("layers", layer)
             checks.instance(f"layers[{layer}]", one, KeySmoothing)

@@ -7,31 +7,16 @@ The first line of each check is all that the usual type takes.
 from __future__ import annotations
 
 import os
-import reprlib
 from numbers import Integral, Real
 from typing import TypeVar
 
 import torch
 
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
 
 T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-
-
-def described(value: object) -> str:
-    """What came, for an error: short, whatever it is."""
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(value, torch.Tensor):
-        return f"a {value.layout} tensor, {value.dtype} on {value.device}"
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    shape = getattr(value, "shape", None)
-    return f"{name} of shape {shape}" if isinstance(shape, tuple) and shape else f"{name} {reprlib.repr(value)}"
 
 
 def integer(argument: str, value: object, least: int = 0, most: int = INT32_MAX) -> int:
@@ -106,7 +91,7 @@ def path(argument: str, value: object) -> str:
         found = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
         found = None
-    if not isinstance(found, str) or "\0" in found:
+    if not isinstance(found, str) or not found or "\0" in found:
         raise ArgumentError(argument, described(value), "the path of a file")
     return found
 

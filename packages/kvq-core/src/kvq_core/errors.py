@@ -1,5 +1,22 @@
 """Every error kvq raises on purpose. Bad input is always a ``ValueError`` (or a subclass)."""
 
+import reprlib
+
+
+def described(value: object) -> str:
+    """What came, for an error: its type and no more of it than fits. Waits for no device."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        shape = getattr(value, "shape", None)
+    except RuntimeError:  # of a nested tensor
+        return name
+    return f"{name} of shape {tuple(shape)}" if isinstance(shape, tuple) else f"{name} {reprlib.repr(value)}"
+
 
 class KVQError(ValueError):
     """Base class: bad input to kvq. Also a :class:`ValueError`, so callers need not import it."""

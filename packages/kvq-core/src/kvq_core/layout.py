@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from kvq_core import checks
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
 from kvq_core.spec import FLOATS
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Geometry:
             raise ArgumentError("block_size", found.block_size, "a multiple of 8")
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in FLOATS:
             need = f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come"
-            raise ArgumentError("dtype", checks.described(self.dtype), need)
+            raise ArgumentError("dtype", described(self.dtype), need)
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
-            raise ArgumentError("layout", checks.described(self.layout), f"one of {', '.join(LAYOUTS)}")
+            raise ArgumentError("layout", described(self.layout), f"one of {', '.join(LAYOUTS)}")
         return found
 
     def validate(self, backend: QuantKVBackend) -> None:
@@ -141,7 +141,7 @@ def cell_views(backend: QuantKVBackend, cells: torch.Tensor, head_size: int, hea
         ArgumentError: ``cells`` does not have that form, or its scales do not lie on multiples of four bytes.
     """
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-        raise ArgumentError("dtype", checks.described(dtype), f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come")
+        raise ArgumentError("dtype", described(dtype), f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come")
     for name, head in (("head_size", head_size), ("head_size_v", head_size_v)):
         backend.check_head_size(head, name)
     stored = fields(backend, int(head_size), int(head_size_v), dtype)

@@ -19,7 +19,7 @@ MOST_SEEN = 256
 
 @dataclass(frozen=True)
 class Extent:
-    """The bytes of a tensor from its first: runs of ``width``, repeated ``count`` times at ``step`` for each of ``dims``, small first."""
+    """The bytes of a tensor: runs of ``width``, repeated ``count`` times at ``step`` for each of ``dims``, small steps first."""
 
     width: int
     dims: tuple[tuple[int, int], ...]

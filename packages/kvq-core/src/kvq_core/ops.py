@@ -45,7 +45,7 @@ _READ_SCHEMA = (
     "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum, "
     "Tensor? k_mean=None, Tensor? k_factor=None, Tensor(e!)? lse=None) -> ()"
 )
-NOT_TAKEN = (RuntimeError, TypeError, OverflowError, AttributeError)
+NOT_TAKEN = (RuntimeError, TypeError, ValueError, OverflowError, AttributeError)
 """What torch's dispatcher, or the op's own dispatch, raises for arguments that are of no type the op takes."""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvq_core import variables
 from kvq_core.contract import checked
-from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError, told
+from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError, described, told
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -132,7 +132,7 @@ def register_backend(backend: B, *, replace: bool = False) -> B:
         DuplicateModeError: the mode is installed or registered already, and ``replace`` is false.
     """
     if not isinstance(replace, bool):
-        raise ArgumentError("replace", repr(replace), "True or False")
+        raise ArgumentError("replace", described(replace), "True or False")
     try:
         instance = checked(backend)
     except Exception as cause:
@@ -152,7 +152,7 @@ def register_backend(backend: B, *, replace: bool = False) -> B:
 
 def unregister_backend(mode: str) -> None:
     """Withdraw what :func:`register_backend` offered; an installed backend of that mode shows again."""
-    if not _withdraw(mode):
+    if not _withdraw(_parse(mode)[1]):
         raise UnknownModeError(f"mode {mode!r} was not registered in this process")
 
 
@@ -173,7 +173,7 @@ def _canonical(distribution: str) -> str:
 def _parse(name: object) -> tuple[str, str]:
     """``(distribution or "", full mode name)`` of what a caller asked for."""
     if not isinstance(name, str):
-        raise ArgumentError("mode", repr(name), "the name of a mode, such as 'int4_per_token_head'")
+        raise ArgumentError("mode", described(name), "the name of a mode, such as 'int4_per_token_head'")
     distribution, _, mode = name.rpartition(":")
     return _canonical(distribution), ALIASES.get(mode.strip(), mode.strip())
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from kvq_core import checks
 from kvq_core.blocks import BlockPool
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
 
 SAVED: Final = ("sequence_ids", "sequence_lengths", "sequence_blocks", "block_holders")
 
@@ -123,7 +123,7 @@ class SequenceTable:
             OutOfBlocksError: too few free blocks.
         """
         if not isinstance(new_tokens, Mapping):
-            raise ArgumentError("new_tokens", checks.described(new_tokens), "a mapping from sequences to numbers of new tokens")
+            raise ArgumentError("new_tokens", described(new_tokens), "a mapping from sequences to numbers of new tokens")
         if not new_tokens:
             raise ArgumentError("new_tokens", "no sequence", "at least one")
         needs: list[tuple[int, Sequence, int, bool, int]] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvq_core import checks
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -87,6 +87,9 @@ class Plane:
             f"{packed} for head size {self.head_size} in mode {backend.mode}",
         )
         _need(self.block_size % 8 == 0 and self.block_size > 0, name, f"block size {self.block_size}", "a multiple of 8")
+        if self.scales is not None:
+            checks.tensor(scale_name, self.scales)
+            _need(self.scales.dtype == torch.float32, scale_name, self.scales.dtype, "torch.float32")
         if not backend.reads_scales:
             return
         if self.scales is None:
@@ -100,9 +103,7 @@ class Plane:
                 f"{tuple(self.codes.shape[:3])} = [num_blocks, block_size, num_kv_heads]",
             )
         else:
-            checks.tensor(scale_name, self.scales)
             _need(self.scales.numel() == 1, scale_name, _shape(self.scales), "a single element: the scale of the whole tensor")
-            _need(self.scales.dtype == torch.float32, scale_name, self.scales.dtype, "torch.float32")
             _need(self.scales.device == device, scale_name, f"a tensor on {self.scales.device}", f"one on {device}")
 
 
@@ -176,7 +177,7 @@ class NewRows:
         smoothing: Smoothing | None = None,
     ) -> NewRows:
         """Bundle the arguments of ``reshape_and_cache``; raise :class:`ArgumentError` naming the first one that does not fit."""
-        _need_tensor(key, "key", 3, FLOATS, key.device)
+        _need_tensor(key, "key", 3, FLOATS, checks.tensor("key", key).device)
         _need_tensor(value, "value", 3, FLOATS, key.device)
         _need(value.dtype == key.dtype, "value", value.dtype, f"{key.dtype}, the dtype of key")
         _need(value.shape[:2] == key.shape[:2], "value", _shape(value), f"the {tuple(key.shape[:2])} tokens and heads of key")
@@ -418,9 +419,9 @@ def window_left(window_size: tuple[int, int] | None) -> int:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        raise ArgumentError("window_size", checks.described(window_size), need) from None
+        raise ArgumentError("window_size", described(window_size), need) from None
     if not (type(left) is type(right) is int):
         left, right = (checks.integer("window_size", half, -checks.INT64_MAX, checks.INT64_MAX) for half in (left, right))
     if not -1 <= left <= checks.INT64_MAX or right not in (0, -1):
-        raise ArgumentError("window_size", checks.described(window_size), need)
+        raise ArgumentError("window_size", described(window_size), need)
     return left

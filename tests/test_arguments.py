@@ -1,0 +1,317 @@
+"""Whatever is passed for whichever argument of a public entry: kvq's own error, which names it, and not one byte written."""
+
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvq_core.schedule
+from kvq_core import ArgumentError, KVQError, PagedKVCache, get_backend, list_backends
+from kvq_core.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
+from kvq_core.hadamard import block_of
+from kvq_core.layout import cell_views
+from kvq_core.memory import Extent, shares_bytes
+from kvq_core.testing import scene
+from kvq_core.testing.cases import Case
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors.*", "ignore:.*quantize.*", "ignore:.*Sparse.*:UserWarning")]
+CPU = torch.device("cpu")
+HUGE = 2**70
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 3, 7, 2**31, HUGE, -HUGE, 10**5000, 1.5, -0.5, math.nan, math.inf, -math.inf, 1j),
+    *("", "1", "x\0y", "café", b"1", [], [1.0], (), (1, 2), (1.5, 0), (0, 0.0), (True, 0), (-1, -1, -1), {}, {1: 2}, {1}, range(2)),
+    *(object(), int, len, torch.float32, torch.device("cpu"), Fraction(1, 2), Decimal(1), np.int64(3), np.int32(-1), np.float32(0.5)),
+    *(
+        np.bool_(True),
+        np.array(1),
+        np.zeros((2, 3)),
+        torch.tensor(1),
+        torch.tensor(1.0),
+        torch.tensor(True),
+        torch.zeros(0),
+        torch.zeros(3),
+    ),
+    *(
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(2, 3, 4),
+        torch.zeros(2, 3, 4, dtype=torch.complex64),
+        torch.zeros(2, 3, 4, device="meta"),
+    ),
+    *(torch.zeros(2, 3, 4).to_sparse(), torch.zeros(2, 3, 4, dtype=torch.int32), torch.zeros(2, 3, 4, 5, dtype=torch.bool)),
+    *(torch.zeros(1).expand(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.float64), torch._neg_view(torch.zeros(2, 3, 4))),
+    torch.quantize_per_tensor(torch.zeros(2, 3, 4), 0.1, 0, torch.qint8),
+    torch.nested.nested_tensor([torch.zeros(2, 3)]),
+)
+Allowed = Callable[[Any], bool]
+
+
+def integer(least: int = 0, most: int = 2**31 - 1) -> Allowed:
+    return lambda x: isinstance(x, Integral) and not isinstance(x, bool) and least <= x <= most
+
+
+def number(least: float, strict: bool = False) -> Allowed:
+    real = lambda x: isinstance(x, Real) and not isinstance(x, bool) and abs(x) < 2**1000 and math.isfinite(x)  # noqa: E731
+    return lambda x: real(x) and (x > least or (x == least and not strict))
+
+
+def optional(allowed: Allowed) -> Allowed:
+    return lambda x: x is None or allowed(x)
+
+
+def nothing(x: Any) -> bool:
+    return False
+
+
+def flag(x: Any) -> bool:
+    return isinstance(x, bool | np.bool_)
+
+
+def window(x: Any) -> bool:
+    return x is None or (isinstance(x, tuple | list | range) and tuple(x) in ((0, 0), (-1, -1)))
+
+
+NONE = optional(nothing)
+READ: dict[str, Allowed] = {
+    **dict.fromkeys(("q", "k_cache", "v_cache", "out", "cu_seqlens_q", "seqused_k", "block_table"), nothing),
+    **dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "mm_prefix_range", "smoothing"), NONE),
+    **dict.fromkeys(("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"), NONE),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), integer()),
+    "output_scale": lambda x: x is None or (isinstance(x, torch.Tensor) and x.numel() == 1 and x.dtype == torch.float32),
+    "softmax_scale": number(0, strict=True),
+    "softcap": number(0),
+    "window_size": window,
+    "use_alibi_sqrt": flag,
+    "seq_threshold_3D": optional(integer(-(2**63), 2**63 - 1)),
+    "num_par_softmax_segments": NONE,
+}
+WRITE: dict[str, Allowed] = {
+    **dict.fromkeys(("key", "value", "key_cache", "value_cache", "slot_mapping"), nothing),
+    "smoothing": NONE,
+}
+
+
+def told(name: str, value: object, error: Exception) -> bool:
+    """Whether ``error`` is kvq's own and says which argument it is about."""
+    if name == "path" and isinstance(value, str):
+        return isinstance(error, KVQError | OSError)
+    if isinstance(error, ArgumentError):
+        return name in str(error) and ": got " in str(error) and ", need " in str(error)
+    return isinstance(error, KVQError)
+
+
+def tried(
+    call: Callable[..., Any],
+    valid: dict[str, Any],
+    kinds: dict[str, Allowed],
+    unchanged: Callable[[], bool] = lambda: True,
+    settle: Callable[[], object] = lambda: None,
+) -> Iterator[str]:
+    """What was wrong with a call, for each argument and each value in its place; ``settle`` after one that was right to be taken."""
+    for name, allowed in kinds.items():
+        for place, value in enumerate(VALUES):
+            what = f"{name} = #{place} ({type(value).__name__})"
+            try:
+                call(**valid | {name: value})
+            except Exception as error:
+                if not told(name, value, error):
+                    yield f"{what}: {type(error).__name__}: {str(error)[:120]}"
+            else:
+                if not allowed(value):
+                    yield f"{what}: accepted"
+                settle()
+        if not unchanged():
+            yield f"{name}: something was written"
+
+
+@pytest.mark.parametrize("mode", [entry.mode for entry in list_backends()])
+@pytest.mark.parametrize("door", ["write", "read"])
+def test_doors(mode: str, door: str) -> None:
+    backend = get_backend(mode)
+    built = scene.build(Case(query_lens=(3, 1), seq_lens=(20, 9)), backend, CPU).fill()
+    buffer = built.fresh_out()
+    scales: dict[str, Allowed] = {f"{half}_scale_cache": nothing if backend.reads_scales else lambda x: True for half in "kv"}
+    if backend.takes_scales:
+        scales = dict.fromkeys(scales, lambda x: isinstance(x, torch.Tensor) and x.shape == () and x.dtype == torch.float32)
+
+    def unchanged() -> bool:
+        return not built.pages.changed() and not buffer.changed()
+
+    def settle() -> None:
+        built.pages.settle()
+        buffer.settle()
+
+    settle()
+    if door == "write":
+        wrong = list(tried(backend.reshape_and_cache, built.write_arguments(), WRITE | scales, unchanged, settle))
+    else:
+        valid = {"out": buffer["rows"], **built.read_arguments()}
+        wrong = list(tried(backend.unified_attention, valid, READ | scales, unchanged, settle))
+    assert not wrong, "\n".join(wrong)
+
+
+GEOMETRY = {"num_blocks": 4, "block_size": 8, "num_kv_heads": 2, "head_size": 64, "num_layers": 2}
+
+
+def small(mode: str = "int4") -> PagedKVCache:
+    return PagedKVCache(mode, **GEOMETRY)
+
+
+def on_fresh(name: str) -> Callable[..., Any]:
+    """A method of a new cache, whose one sequence, 0, has two tokens."""
+
+    def call(**arguments: Any) -> Any:
+        cache = small()
+        cache.append({cache.allocate_sequence(): 2})
+        return getattr(cache, name)(**arguments)
+
+    return call
+
+
+def test_methods_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache = small()
+    step = cache.append({cache.allocate_sequence(): 2})
+    q, key = torch.ones(2, 4, 64, dtype=torch.bfloat16), torch.ones(2, 2, 64, dtype=torch.bfloat16)
+    file = tmp_path / "saved"
+    cache.save(file)
+    poisoned = cache._pages.tensors
+
+    def unchanged() -> bool:
+        return all(bool((x == 0xAB).all()) for x in poisoned.values())
+
+    def settle() -> None:
+        for x in poisoned.values():
+            x.fill_(0xAB)
+
+    settle()
+    layer, seq = integer(0, 1), integer(0, 0)
+    writing = {"layer": layer, "step": nothing, "key": nothing, "value": nothing}
+    reading = {"layer": layer, "step": nothing, "q": nothing, "out": NONE, "softmax_scale": optional(READ["softmax_scale"])}
+    reading |= {name: READ[name] for name in ("sinks", "alibi_slopes", "qq_bias", "softcap", "window_size", "use_alibi_sqrt")}
+    wrong = list(tried(cache.write, {"layer": 0, "key": key, "value": key, "step": step}, writing, unchanged, settle))
+    wrong += tried(cache.attend, {"layer": 0, "q": q, "step": step}, reading, unchanged, settle)
+    for name, valid, kinds in (
+        ("layer", {}, {"layer": layer}),
+        ("length", {}, {"seq": seq}),
+        ("fork", {}, {"seq": seq}),
+        ("free", {}, {"seq": seq}),
+        ("truncate", {"seq": 0, "length": 1}, {"seq": seq, "length": integer(0, 2)}),
+        ("append", {}, {"new_tokens": nothing}),
+        ("block_table", {}, {"seqs": lambda x: False}),
+        ("save", {}, {"path": lambda x: x in ("1", "caf\xe9")}),
+    ):
+        wrong += tried(on_fresh(name), valid, kinds)
+    loading = {"path": nothing, "mode": NONE, "smoothing": NONE, "device": lambda x: x == CPU}
+    wrong += tried(PagedKVCache.load, {"path": file}, loading)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_cache_s_making() -> None:
+    kinds = dict.fromkeys(("num_blocks", "num_kv_heads", "num_layers"), integer(1, 7)) | dict.fromkeys(("block_size", "head_size"), nothing)
+    kinds |= {"mode_or_backend": nothing, "layout": nothing, "dtype": lambda x: x is torch.float32, "device": lambda x: x == CPU}
+    kinds |= dict.fromkeys(("head_size_v", "k_scale", "smoothing"), NONE)
+    wrong = list(tried(PagedKVCache, {"mode_or_backend": "int4", **GEOMETRY}, kinds))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = torch.zeros(3, 2, 8)
+    real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0  # noqa: E731
+    entries: tuple[tuple[Callable[..., Any], dict[str, Any], dict[str, Allowed]], ...] = (
+        (kvq_core.get_backend, {}, {"mode": nothing}),
+        (kvq_core.has_backend, {}, {"mode": lambda x: isinstance(x, str)}),
+        (kvq_core.register_backend, {"backend": type(get_backend("none"))}, {"backend": nothing, "replace": nothing}),
+        (kvq_core.unregister_backend, {}, {"mode": nothing}),
+        (lambda on: kvq_core.batch_invariant(on).__enter__(), {}, {"on": flag}),
+        (kvq_core.fast_hadamard_transform, {}, {"x": real}),
+        (kvq_core.single_rht, {"x": rows}, {"x": real, "inverse": flag}),
+        (block_of, {}, {"head_size": integer(1)}),
+        (get_backend("int4").check_head_size, {"head_size": 64, "argument": "head_size"}, {"head_size": nothing}),
+        (get_backend("int4").packed_head_size, {}, {"head_size": nothing}),
+        (
+            get_backend("int4").allocate_scale_caches,
+            {"num_blocks": 1, "block_size": 8, "num_kv_heads": 1, "device": "cpu"},
+            dict.fromkeys(("num_blocks", "block_size", "num_kv_heads"), integer(0, 7)) | {"device": lambda x: x == CPU},
+        ),
+        (
+            cell_views,
+            {
+                "backend": get_backend("int4"),
+                "cells": rows.new_zeros(2, 8, 1, 72),
+                "head_size": 64,
+                "head_size_v": 64,
+                "dtype": torch.float16,
+            },
+            dict.fromkeys(("cells", "head_size", "head_size_v", "dtype"), nothing),
+        ),
+        (KeySmoothing, {"mean": torch.ones(2, 8)}, {"mean": nothing, "balance": NONE}),
+        (lambda **given: KeyStatistics().add(**given), {"keys": rows}, {"keys": real, "queries": NONE, "real": NONE}),
+        (ModelSmoothing, {}, {"layers": lambda x: x == {}}),
+        (ModelSmoothing.load, {}, {"path": lambda x: False}),
+        (ModelSmoothing({}).save, {}, {"path": lambda x: True}),
+    )
+    before = kvq_core.schedule.is_batch_invariant()
+    wrong = [f"{call}: {line}" for call, valid, kinds in entries for line in tried(call, valid, kinds)]
+    kvq_core.set_batch_invariant(before)
+    assert not wrong, "\n".join(wrong)
+
+
+def halves(backend: Any, built: Any) -> dict[str, dict[str, Any]]:
+    """Calls of the write door that give memory twice."""
+    arguments = built.write_arguments()
+    cache, scale = arguments["key_cache"], arguments["k_scale_cache"]
+    longer = torch.zeros(cache.shape[0] + 1, *cache.shape[1:], dtype=cache.dtype)
+    return {
+        "one cache for both": {"value_cache": cache},
+        "caches that overlap by a block less": {"key_cache": longer[:-1], "value_cache": longer[1:]},
+        "shared scales": {"v_scale_cache": scale},
+        "scales in the codes": {
+            "v_scale_cache": cache.view(torch.uint8).flatten()[: 4 * scale.numel()].view(torch.float32).view(scale.shape)
+        },
+        "one block for all": {"value_cache": cache[:1].clone().expand(cache.shape)},
+    }
+
+
+@pytest.mark.parametrize("how", ["one cache for both", "caches that overlap by a block less", "shared scales", "one block for all"])
+def test_written_memory_is_its_own(how: str) -> None:
+    backend = get_backend("int4")
+    built = scene.build(Case(query_lens=(3, 1), seq_lens=(20, 9)), backend, CPU).fill()
+    with pytest.raises(ArgumentError, match=r"^v(alue_cache|_scale_cache): got (memory that|shape)"):
+        backend.reshape_and_cache(**built.write_arguments() | halves(backend, built)[how])
+    assert not built.pages.changed()
+
+
+def test_a_read_s_out_is_its_own() -> None:
+    backend = get_backend("none")
+    built = scene.build(Case(query_lens=(3, 1), seq_lens=(20, 9), dtype=torch.float32), backend, CPU).fill()
+    valid = built.read_arguments()
+    q = valid["q"]
+    cached = valid["k_cache"].as_strided(q.shape, q.contiguous().stride())
+    for out in (q, cached, q[:1].clone().expand(q.shape)):
+        with pytest.raises(ArgumentError, match=r"^out: got"):
+            backend.unified_attention(out=out, **valid)
+
+
+strided = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3)
+
+
+@given(a=strided, b=strided, offset=st.integers(-20, 20), wide=st.booleans())
+@settings(max_examples=400)
+def test_shared_bytes_are_those_that_both_have(a: Any, b: Any, offset: int, wide: bool) -> None:
+    memory = torch.arange(256, dtype=torch.int16 if wide else torch.uint8)
+    size = memory.element_size()
+    views = [memory.as_strided([n for n, _ in dims], [step for _, step in dims], 64 + at) for dims, at in ((a, 0), (b, offset))]
+    covered = [[size * int(x) + i for x in view.flatten() for i in range(size)] for view in views]
+    extents = [Extent.of(view) for view in views]
+    assert shares_bytes(*extents, offset * size) == bool({*covered[0]} & {*covered[1]})
+    assert not extents[0].nested or len(set(covered[0])) == len(covered[0])

@@ -79,7 +79,9 @@ class Pages:
         return {"backend": self.backend, "geometry": self.geometry, "tensors": self._clones()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._take(**state)
+        with torch.inference_mode(False):  # in which loaded tensors are inference tensors
+            tensors = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in state["tensors"].items()}
+            self._take(state["backend"], state["geometry"], tensors)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))

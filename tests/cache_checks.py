@@ -1,0 +1,74 @@
+"""What is always true of a PagedKVCache, and what two caches that hold the same have in common."""
+
+from collections import Counter
+
+import torch
+
+from kvq_core import PagedKVCache, eager
+from kvq_core.spec import Plane
+
+
+def assert_consistent(cache: PagedKVCache) -> None:
+    """Blocks are held by as many sequences as list them, all others are free, and layers are views of the buffers without a graph."""
+    table, pool = cache._table, cache._table.pool
+    sequences = {seq: table.get(seq) for seq in cache.sequences}
+    held = Counter(block for sequence in sequences.values() for block in sequence.blocks)
+    assert {block: count for block, count in enumerate(pool.counts()) if count} == held
+    free = list(pool.peek(pool.num_free))
+    assert sorted([*free, *held]) == list(range(pool.num_blocks)) == list(range(cache.geometry.num_blocks))
+    for seq, sequence in sequences.items():
+        assert 0 <= seq < table.next_id and sequence.changed_at <= table.clock
+        assert len({*sequence.blocks}) == len(sequence.blocks) == -(-sequence.length // cache.geometry.block_size)
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in cache._pages.tensors.values()}
+    smoothing = (cache.smoothing or {}).values()
+    views = [view for layer in range(cache.geometry.num_layers) for view in vars(cache.layer(layer)).values() if view is not None]
+    assert {view.untyped_storage().data_ptr() for view in views} == buffers
+    owned = [*cache._pages.tensors.values(), *views, *(one.mean for one in smoothing)]
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in owned)
+
+
+def stored(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
+    """The decoded K and V of a sequence in each layer, [length, heads, size]."""
+    g, blocks = cache.geometry, cache.block_table([seq])[0].long()
+    found = []
+    for layer in range(g.num_layers):
+        caches = cache.layer(layer)
+        planes = (
+            Plane(caches.key_cache, caches.k_scale_cache, g.head_size),
+            Plane(caches.value_cache, caches.v_scale_cache, g.head_size_v),
+        )
+        found += [eager.gather(cache.backend, plane, blocks)[: cache.length(seq)] for plane in planes]
+    return found
+
+
+def assert_same(one: PagedKVCache, other: PagedKVCache) -> None:
+    """Both hold the same sequences with the same tokens, in whichever blocks."""
+    assert one.sequences == other.sequences
+    for seq in one.sequences:
+        assert all(torch.equal(x, y) for x, y in zip(stored(one, seq), stored(other, seq), strict=True))
+
+
+def forward(cache: PagedKVCache, new_tokens: dict[int, int], seed: int = 0) -> list[torch.Tensor]:
+    """A step of random rows through every layer; what attention gives."""
+    g, generator = cache.geometry, torch.Generator().manual_seed(seed)
+    step = cache.append(new_tokens)
+
+    def rows(heads: int, size: int) -> torch.Tensor:
+        return torch.randn(step.num_tokens, heads, size, generator=generator).to(cache.device, g.dtype)
+
+    outs = []
+    for layer in range(g.num_layers):
+        cache.write(layer, rows(g.num_kv_heads, g.head_size), rows(g.num_kv_heads, g.head_size_v), step)
+        outs.append(cache.attend(layer, rows(2 * g.num_kv_heads, g.head_size), step))
+    return outs
+
+
+def assert_goes_on_alike(one: PagedKVCache, other: PagedKVCache) -> None:
+    """The same steps with both, each appending to blocks that are shared, give the same."""
+    assert_same(one, other)
+    for seed in range(2):
+        new_tokens = {seq: 1 + 7 * seed for seq in one.sequences}
+        assert all(torch.equal(x, y) for x, y in zip(forward(one, new_tokens, seed), forward(other, new_tokens, seed), strict=True))
+    assert_same(one, other)
+    assert_consistent(one)
+    assert_consistent(other)

@@ -1,0 +1,126 @@
+"""Copies and pickles of a cache are right, and share nothing with the original."""
+
+import copy
+import io
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from kvq_core import ArgumentError, PagedKVCache, get_backend, register_backend, unregister_backend
+from kvq_core.layout import LAYOUTS
+from kvq_core.none import NoneBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cache_checks import assert_consistent, assert_goes_on_alike, assert_same, forward
+
+MODES = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2", "third_party")
+
+
+class ThirdParty(NoneBackend):
+    mode = "third_party"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def third_party():
+    register_backend(ThirdParty)
+    yield
+    unregister_backend("third_party")
+
+
+def shared_cache(mode="int4", layout="head_major", smoothing=None):
+    scales = {"k_scale": [0.02, 0.07], "v_scale": 0.03} if mode == "fp8_per_tensor" else {}
+    cache = PagedKVCache(
+        mode,
+        num_blocks=12,
+        block_size=8,
+        num_kv_heads=2,
+        head_size=32,
+        head_size_v=16,
+        num_layers=2,
+        layout=layout,
+        smoothing=smoothing,
+        **scales,
+    )
+    forward(cache, {cache.allocate_sequence(): 12})
+    cache.fork(0)
+    forward(cache, {cache.allocate_sequence(): 3})
+    return cache
+
+
+def torch_saved(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": torch_saved,
+    **{f"pickle {protocol}": lambda cache, protocol=protocol: pickle.loads(pickle.dumps(cache, protocol)) for protocol in (0, 2, 5)},
+}
+
+
+DRAWN = [(mode, kind) for mode in MODES for kind in COPIES if mode == "int4" or kind in ("deepcopy", "pickle 5")]
+
+
+@pytest.mark.parametrize(("mode", "kind", "number"), [(*drawn, number) for number, drawn in enumerate(DRAWN)])
+def test_copies_are_right_and_independent(mode, kind, number, tmp_path):
+    layout, smoothing = LAYOUTS[number % 3], ("first_prefill", None)[number % 2]
+    cache, reference = (shared_cache(mode, layout, smoothing) for _ in range(2))
+    with torch.inference_mode(number % 4 < 2):
+        twin = COPIES[kind](cache)
+    assert twin.backend is cache.backend and twin.geometry == cache.geometry
+    assert (twin.smoothing is None) == (smoothing is None)
+    forward(twin, {1: 3, 2: 30})  # a copied block, and new ones
+    assert_same(cache, reference)
+    twin.save(tmp_path / "kv")
+    assert_goes_on_alike(PagedKVCache.load(tmp_path / "kv"), twin)
+    assert_goes_on_alike(cache, reference)
+
+
+def test_steps_belong_to_the_cache_they_were_copied_with():
+    cache = shared_cache()
+    step, q = cache.append({0: 1}), torch.zeros(1, 2, 32, dtype=torch.bfloat16)
+    for alone in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        with pytest.raises(ArgumentError, match="step: got one of another cache"):
+            cache.attend(0, q, alone)
+    with pytest.raises(ArgumentError, match="step: got one of another cache"):
+        copy.copy(cache).attend(0, q, step)
+    for twin, same in (copy.deepcopy((cache, step)), pickle.loads(pickle.dumps((cache, step)))):
+        assert torch.equal(twin.attend(0, q, same), cache.attend(0, q, copy.copy(step)))
+
+
+def test_one_instance_of_a_mode_but_for_those_nobody_registered():
+    backend = get_backend("int4")
+    assert copy.deepcopy(backend) is copy.copy(backend) is pickle.loads(pickle.dumps(backend)) is backend
+    own = type("Own", (NoneBackend,), {"mode": "own"})()
+    assert type(copy.deepcopy(own)) is type(own) and copy.deepcopy(own) is not own
+
+
+def go_on(cache, pipe):
+    forward(cache, {0: 5, 2: 2})
+    assert_consistent(cache)
+    pipe.send(cache)
+
+
+def test_another_process_has_pages_of_its_own():
+    cache, reference = shared_cache(), shared_cache()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=go_on, args=(cache, there))
+    process.start()
+    assert here.poll(120)
+    back = here.recv()
+    process.join()
+    assert process.exitcode == 0
+    assert_goes_on_alike(cache, reference)
+    again = shared_cache()
+    forward(again, {0: 5, 2: 2})
+    assert_goes_on_alike(back, again)

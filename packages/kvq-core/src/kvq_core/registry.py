@@ -6,6 +6,7 @@ that metadata and imports nothing; a mode's package is imported when :func:`get_
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass, field
@@ -194,8 +195,12 @@ def _choose(mode: str, distribution: str, override: str) -> InstalledMode:
     everything = _REGISTRY.offers()
     offers = [entry for entry in everything if entry.mode == mode]
     if not offers:
-        hint = f"; to get it: pip install {FIRST_PARTY[mode]}" if mode in FIRST_PARTY else ""
-        known = ", ".join(sorted({entry.mode for entry in everything})) or "nothing"
+        modes = {entry.mode for entry in everything}
+        near = difflib.get_close_matches(mode, [*ALIASES, *FIRST_PARTY, *modes], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        if mode in FIRST_PARTY:
+            hint = f"; to get it: pip install {FIRST_PARTY[mode]}"
+        known = ", ".join(sorted(modes)) or "nothing"
         raise UnknownModeError(f"no installed package provides mode {mode!r}; installed: {known}{hint}")
     if not distribution and offers[0].distribution == IN_PROCESS:
         return offers[0]

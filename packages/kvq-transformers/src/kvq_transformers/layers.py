@@ -44,13 +44,15 @@ class KVQLayer(CacheLayerMixin):
     # -- what transformers calls ----------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make the pages for K and V [batch_size, num_kv_heads, any, head_size(_v)] of this dtype and device.
+        """Make the pages for K and V [batch_size, num_kv_heads, any, head_size(_v)] of V's dtype and device.
+
+        K may have another dtype: under autocast, rotary embeddings make it float32. Later rows are cast to the pages' dtype.
 
         Raises:
             ArgumentError: the mode cannot store this head size or dtype.
         """
         batch_size, num_kv_heads, _, head_size = key_states.shape
-        self.batch_size, self.dtype, self.device = batch_size, key_states.dtype, key_states.device
+        self.batch_size, self.dtype, self.device = batch_size, value_states.dtype, value_states.device
         sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "head_size_v": value_states.shape[-1]}
         self._make_pages(sizes)
         self.is_initialized = True
@@ -93,14 +95,15 @@ class KVQLayer(CacheLayerMixin):
             scoring: how scores become weights; a window applies besides the layer's own.
 
         Returns:
-            [batch_size, q_columns, num_query_heads, head_size_v]; zeros for padding.
+            [batch_size, q_columns, num_query_heads, head_size_v] in ``value``'s dtype; zeros for padding.
         """
         if not self.is_pending:
             raise KVQError(f"layer {self.index}: attention was called twice on the K and V of one update")
         if mask is not None and mask.shape != (key.shape[0], key.shape[2]):
             raise ArgumentError("attention_mask", f"columns {tuple(mask.shape)}", f"the {tuple(key.shape[0:3:2])} new tokens of each row")
         self.is_pending = False
-        return self._attend(query, key, value, None if mask is None else mask.to(self.device), scoring)
+        q, k, v = (states.to(self.dtype) for states in (query, key, value))
+        return self._attend(q, k, v, None if mask is None else mask.to(self.device), scoring).to(value.dtype)
 
     @abstractmethod
     def _make_pages(self, sizes: dict[str, int]) -> None: ...

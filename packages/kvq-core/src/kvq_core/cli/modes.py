@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,12 +52,9 @@ def _asked_for(name: str) -> QuantKVBackend:
 
 
 def _hint(name: str) -> str:
-    """What else could have been meant, and how to get the modes that are not here; nothing where the error itself says so."""
-    mode = ALIASES.get(name, name)
-    if mode in FIRST_PARTY:
+    """How to get the modes that are not here; nothing where the error itself says so."""
+    if ALIASES.get(name, name) in FIRST_PARTY:
         return ""
-    near = difflib.get_close_matches(name, [*ALIASES, *FIRST_PARTY, *(entry.mode for entry in list_backends())], n=1)
     here = {entry.mode for entry in list_backends()}
     missing = sorted({package for first_party, package in FIRST_PARTY.items() if first_party not in here})
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return hint + (f"; more modes: pip install {' '.join(missing)}" if missing else "")
+    return f"; more modes: pip install {' '.join(missing)}" if missing else ""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB: Final = 97
 WINDOW: Final = 11
@@ -38,14 +38,27 @@ _SIZES: Final[dict[int | float | None, str]] = {
     512: "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions model_max_length max_source_positions",
     WINDOW: "sliding_window sliding_window_size attention_window_size window_size",
     0.3: "initializer_range init_std initializer_factor",
-    None: "eos_token_id forced_eos_token_id decoder_start_token_id quantization_config max_length",
+    None: "eos_token_id forced_eos_token_id quantization_config max_length",
 }
-SMALL: Final = {name: size for size, names in _SIZES.items() for name in names.split()} | {"bos_token_id": 1, "is_decoder": True}
+SMALL: Final = {name: size for size, names in _SIZES.items() for name in names.split()} | {
+    "bos_token_id": 1,
+    "decoder_start_token_id": 1,
+    "is_decoder": True,
+}
 """The value of every field that a tiny configuration sets, by the field's name."""
 
 _LAYER_LISTS: Final = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "attention_layers", "hybrid_override_pattern")
 
-HINTS: Final[dict[str, dict[str, Any]]] = {}
+HINTS: Final[dict[str, dict[str, Any]]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
 """What some types need besides: fields of their own that depend on each other."""
 
 
@@ -67,9 +80,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The causal language model of ``config`` with fixed random weights, such that attention matters, on eager attention."""
     torch.manual_seed(0)
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model_class = found[0] if isinstance(found, tuple) else found
-    model = model_class._from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others know no float64
     for name, parameter in model.named_parameters():
@@ -85,7 +96,7 @@ def _small(config: PreTrainedConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     kinds = _kinds_of_layers(config)
     for name, value in config.to_dict().items():
-        own = getattr(config, name, None)
+        own = config.__dict__.get(name)
         if isinstance(own, PreTrainedConfig):
             fields[name] = {"model_type": own.model_type} | _small(own)
         elif name in _LAYER_LISTS and isinstance(value, list) and kinds:

@@ -39,6 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 
 from kvq_transformers import KVQCache, disable  # noqa: E402
 from kvq_transformers.attention import kvq_attention  # noqa: E402
+from kvq_transformers.naming import GENERATE  # noqa: E402
 from rows import brief, release  # noqa: E402
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -212,7 +213,7 @@ class Bench:
         begin = time.perf_counter()
         if self.args.prefill:
             for first in range(0, row.context, self.args.chunk):
-                self.model(text[:, first : min(first + self.args.chunk, row.context)], past_key_values=cache, logits_to_keep=1)
+                self.model(text[:, first : min(first + self.args.chunk, row.context)], logits_to_keep=1, **{GENERATE: cache})
             self._wait()
             row = replace(row, prefill_s=time.perf_counter() - begin, prefill_peak_gib=self._peak(base))
         else:
@@ -244,7 +245,7 @@ class Bench:
         begin = time.perf_counter()
         options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         mask = torch.ones_like(text)
-        out = self.model.generate(text, attention_mask=mask, past_key_values=cache, disable_compile=self.args.no_compile, **options)
+        out = self.model.generate(text, attention_mask=mask, disable_compile=self.args.no_compile, **{GENERATE: cache}, **options)
         self._wait()
         return out, time.perf_counter() - begin
 

@@ -30,17 +30,19 @@ def kvq_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a transformers layer over the pages of the ``KVQCache`` that ``key`` comes from.
 
-    Without one (no cache, or another cache), over pages that live as long as this call, unquantized.
+    Without one (no cache, or another cache), over pages that live as long as this call, unquantized. Positional arguments come in the order
+    of transformers' own functions: packages that wrap every registered function, such as kvpress, pass ``dropout`` that way.
 
     Args:
         query: [batch_size, num_query_heads, columns, head_size]; key, value: [batch_size, num_kv_heads, columns, head_size(_v)].
@@ -87,7 +89,7 @@ def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch
     """A layer for keys that no ``KVQCache`` holds: all of them are in ``key``."""
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         got = f"{key.shape[2]} keys, {attention_mask.shape[-1]} of them written"
-        raise ArgumentError("past_key_values", got, "a KVQCache (with max_cache_len) in place of a static cache, under kvq's attention")
+        raise ArgumentError("cache", got, "a KVQCache (with max_cache_len) in place of a static cache, under kvq's attention")
     layer = GrowingLayer(get_backend("none"), 0, None, GrowingForward({0: None}, [], block_size=64))
     layer.update(key, value)
     layer.arrive()

@@ -29,12 +29,12 @@ _MOST_ROWS: Final = 2**16
 
 
 class KVQCache(Cache):
-    """A quantized, paged KV cache for ``generate(past_key_values=...)`` and for a model's own forward.
+    """A quantized, paged KV cache for ``generate(cache=...)`` and for a model's own forward.
 
     ::
 
         cache = KVQCache(model.config, mode="int4")
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 
     Making one sets the attention implementation of ``config`` to ``kvq``, which a model follows from its next forward on: attention runs
     over the packed pages. Other caches still work under it (``kvq_transformers.disable(model)`` goes back).
@@ -118,6 +118,16 @@ class KVQCache(Cache):
     def modes(self) -> dict[int, str]:
         """The full name of each attention layer's mode, by layer."""
         return {layer.index: layer.backend.mode for layer in self._pages_layers}
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """The ``mode`` and scales of another cache like this one, by layer, whatever mappings they came from."""
+        layers = self._pages_layers
+        k_scale, v_scale = ({layer.index: getattr(layer.given, name) for layer in layers} for name in ("k_scale", "v_scale"))
+        given = {"k_scale": k_scale, "v_scale": v_scale}
+        return {"mode": {layer.index: layer.backend for layer in layers}} | {
+            name: {layer: scale for layer, scale in scales.items() if scale is not None} or None for name, scales in given.items()
+        }
 
     @property
     def smoothing(self) -> ModelSmoothing | None:

@@ -16,6 +16,7 @@ from kvq_core.scales import TensorRange
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.layers import GrowingLayer
+from kvq_transformers.naming import cache_argument
 from kvq_transformers.rows import token_rows
 from kvq_transformers.storage import Scoring
 from kvq_transformers.support import decoder_config
@@ -123,4 +124,4 @@ def _read(model: Any, cache: KVQCache, ids: torch.Tensor, mask: torch.Tensor | N
     if mask is not None:
         # Padding takes no position: rotated keys are those that the tokens would have without it.
         given = {"attention_mask": mask[:, : part.stop], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, part]}
-    model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
+    model(input_ids=ids[:, part], use_cache=True, **{cache_argument(model.forward): cache}, **given)

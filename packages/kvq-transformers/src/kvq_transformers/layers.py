@@ -64,13 +64,15 @@ class KVQLayer(CacheLayerMixin):
     # -- what transformers calls ----------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make the pages for K and V [batch_size, num_kv_heads, any, head_size(_v)] of this dtype and device.
+        """Make the pages for K and V [batch_size, num_kv_heads, any, head_size(_v)] of V's dtype and device.
+
+        K may have another dtype: under autocast, rotary embeddings make it float32. Later rows are cast to the pages' dtype.
 
         Raises:
             ArgumentError: the mode cannot store this head size or dtype.
         """
         batch_size, num_kv_heads, _, head_size = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device = value_states.dtype, value_states.device
         sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "head_size_v": value_states.shape[-1]}
         self._make_pages(batch_size, sizes)
         self.is_initialized = True
@@ -116,13 +118,14 @@ class KVQLayer(CacheLayerMixin):
             scoring: how scores become weights; a window applies besides the layer's own.
 
         Returns:
-            [batch_size, q_columns, num_query_heads, head_size_v]; zeros for padding.
+            [batch_size, q_columns, num_query_heads, head_size_v] in ``value``'s dtype; zeros for padding.
         """
         if mask is not None and mask.shape != (key.shape[0], key.shape[2]):
             raise ArgumentError("attention_mask", f"columns {tuple(mask.shape)}", f"the {tuple(key.shape[0:3:2])} new tokens of each row")
-        out = self._attend(query, key, value, None if mask is None else mask.to(self.device), scoring)
+        q, k, v = (states.to(self.dtype) for states in (query, key, value))
+        out = self._attend(q, k, v, None if mask is None else mask.to(self.device), scoring)
         self.forward.store(self.index)
-        return out
+        return out.to(value.dtype)
 
     def _check_states(self, key: torch.Tensor, value: torch.Tensor) -> None:
         for name, states in (("key_states", key), ("value_states", value)):

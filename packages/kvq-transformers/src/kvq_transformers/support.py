@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
+
+_BY_NAME: Final = {
+    "diffllama": "differential attention, which reads a layer's keys twice",
+    "doge": "a mask that depends on the values",
+    "git": "image tokens that see later ones",
+    "jetmoe": "keys that are repeated for each expert",
+    "minimax": "a cache of its own",
+    "moshi": "a sliding window that its own mask leaves out inside a prompt",
+}
+"""What the code of some types does that no field of their configs tells."""
 
 
 def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -21,6 +31,9 @@ def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(config, "an encoder-decoder model", "a decoder-only one: cross attention does not grow token by token")
     text: Any = config.get_text_config(decoder=True)
+    for part in (config, text):
+        if part.model_type in _BY_NAME:
+            raise _refusal(part, _BY_NAME[part.model_type], "attention that reads the keys and values of each token once, as stored")
     if getattr(text, "kv_lora_rank", None):
         raise _refusal(text, "multi-head latent attention (kv_lora_rank)", "separate K and V heads: MLA's cache is one latent vector")
     types = set(getattr(text, "layer_types", None) or ())
@@ -30,16 +43,36 @@ def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
         raise _refusal(text, "bidirectional attention", "causal attention: a token must not see later ones")
     if getattr(text, "num_kv_shared_layers", None) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         raise _refusal(text, "layers that read another layer's K and V", "K and V of its own in every attention layer")
+    if getattr(text, "cross_attention_layers", None):
+        raise _refusal(text, "cross-attention layers (cross_attention_layers)", "self-attention only: images' keys are no tokens")
+    if getattr(text, "prefix_lm", False) or getattr(text, "H_cycles", None):
+        raise _refusal(text, "prefixes that see later tokens, or layers that run in cycles (prefix_lm, H_cycles)", "plain causal layers")
+    for part in (config, text):
+        model_class = _model_class(part)
+        if model_class is not None and not model_class._can_set_attn_implementation():
+            raise _refusal(part, f"{model_class.__name__}'s own attention", "one that goes through transformers' AttentionInterface")
     return text
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """The causal language model that transformers has for ``config``, if any."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def head_size(config: Any) -> int | None:
     """The size of K's heads as far as ``config`` tells."""
-    size = getattr(config, "head_dim", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(size, int):
-        return size
-    return config.hidden_size // heads if isinstance(heads, int) and isinstance(getattr(config, "hidden_size", None), int) else None
+    size, heads, hidden = (_plain(config, name) for name in ("head_dim", "num_attention_heads", "hidden_size"))
+    return size if size is not None else None if heads is None or hidden is None else hidden // heads
+
+
+def _plain(config: Any, name: str) -> int | None:
+    """A field that says one number for all layers; transformers raises for one that differs by layer."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:
+        return None
+    return value if isinstance(value, int) else None
 
 
 def check_head_sizes(config: Any, backends: dict[int, QuantKVBackend]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -14,9 +15,11 @@ from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import Scales
 from kvq_transformers.modes import Modes
+from kvq_transformers.naming import GENERATE, NAMES
 from kvq_transformers.support import decoder_config
 
 M = TypeVar("M", bound=PreTrainedModel)
+_DEFAULT: Final = "_kvq_default_cache_implementation"
 
 
 def enable(
@@ -31,12 +34,14 @@ def enable(
 ) -> M:
     """From now on ``model.generate(...)`` keeps K and V in a new :class:`KVQCache` each time. Returns ``model``.
 
-    Calls that bring ``past_key_values``, ask for a ``cache_implementation`` or say ``use_cache=False`` are left alone. Enabling again
-    changes the settings; :func:`disable` takes them back.
+    Calls that bring a cache or ask for a ``cache_implementation`` are left alone, and so are those without a cache: ``use_cache=False`` may
+    be said in the call, in its ``generation_config``, in ``model.generation_config`` or in ``model.config``, and the first of them that says
+    anything counts. ``model.generation_config.cache_implementation`` is cleared, as the model's own default that this replaces. Enabling
+    again changes the settings; :func:`disable` takes them back.
 
     Args:
         model: a decoder with ``generate``.
-        mode, max_cache_len, block_size, smoothing, k_scale, v_scale: as for :class:`KVQCache`.
+        mode, max_cache_len, block_size, smoothing, k_scale, v_scale: as for :class:`KVQCache`. Copied: later changes have no effect.
 
     Raises:
         ArgumentError: the model's attention cannot run over kvq's pages, or an argument does not fit; the model is left as it was.
@@ -47,21 +52,30 @@ def enable(
     text = decoder_config(model.config)
     was_on = text._attn_implementation == NAME
     options: dict[str, Any] = {"max_cache_len": max_cache_len, "block_size": block_size, "smoothing": smoothing}
-    make = functools.partial(KVQCache, mode=mode, k_scale=k_scale, v_scale=v_scale, **options)
-    make(model.config)  # refuses here rather than at the first generate
+    # Refuses here rather than at the first generate, and settles what mappings say.
+    settled = KVQCache(model.config, mode, k_scale=k_scale, v_scale=v_scale, **options).settled | options
     if not _follows(model, text):
         if not was_on:
             switch_off(text)
         raise ArgumentError("model", type(model).__name__, "one whose attention layers use transformers' AttentionInterface")
+    signature = inspect.signature(type(model).generate)
 
     @functools.wraps(type(model).generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _wants_cache(kwargs):
-            kwargs["past_key_values"] = make(self.config)
-            if self.generation_config.cache_implementation is not None:  # the model's default, which nobody asked for
-                kwargs["cache_implementation"] = None
+        named = signature.bind_partial(self, *args, **kwargs).arguments
+        config = named.get("generation_config", kwargs.get("generation_config"))
+        given = _given_cache(kwargs)
+        kwargs = {
+            name: value for name, value in kwargs.items() if name not in NAMES and not (name == "use_cache" and value is None)
+        } | given
+        if _wants_cache(self, config, kwargs):
+            cache = KVQCache(self.config, **settled)
+            if getattr(config, "is_assistant", None):  # its drafts are rolled back
+                cache.activate_past_recording()
+            kwargs[GENERATE] = cache
         return type(self).generate(self, *args, **kwargs)
 
+    _take_default(model)
     # A bound method, so that a deep copy of the model calls itself and not the original.
     model.__dict__["generate"] = MethodType(generate, model)
     return model
@@ -69,16 +83,46 @@ def enable(
 
 def disable(model: M) -> M:
     """Take :func:`enable` back: transformers' own cache, and the attention implementation from before kvq's. Returns ``model``."""
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError("model", type(model).__name__, "a transformers model")
     model.__dict__.pop("generate", None)
+    default = model.__dict__.pop(_DEFAULT, None)
+    if default is not None and model.generation_config.cache_implementation is None:
+        model.generation_config.cache_implementation = default
     switch_off(decoder_config(model.config))
     return model
 
 
-def _wants_cache(kwargs: dict[str, Any]) -> bool:
-    config = kwargs.get("generation_config")
-    asked = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
-    uses = kwargs.get("use_cache", getattr(config, "use_cache", None))
-    return kwargs.get("past_key_values") is None and asked is None and uses is not False
+def _take_default(model: Any) -> None:
+    """Clear the model's default ``cache_implementation``, which :func:`disable` brings back; a later one is a wish of its own."""
+    config = getattr(model, "generation_config", None)
+    if getattr(config, "cache_implementation", None) is not None:
+        model.__dict__[_DEFAULT] = config.cache_implementation
+        config.cache_implementation = None
+
+
+def _given_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The cache that a call of ``generate`` brings, under a name that this transformers knows."""
+    given = {name: kwargs[name] for name in NAMES if kwargs.get(name) is not None}
+    if len(given) > 1:
+        raise ArgumentError(GENERATE, f"caches as {' and '.join(given)}", "one of them")
+    return {GENERATE if name == NAMES[0] else name: cache for name, cache in given.items()}
+
+
+def _wants_cache(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call leaves the cache to :func:`enable`: it brings none, asks for none by name, and does not do without."""
+    asked = kwargs.get("cache_implementation")
+    for source in (config, model.generation_config):
+        asked = asked or getattr(source, "cache_implementation", None)
+    sources = (config, model.generation_config, model.config, decoder_config(model.config))
+    said = [kwargs.get("use_cache"), *(getattr(source, "use_cache", None) for source in sources)]
+    uses = next((value for value in said if value is not None), True)
+    if not isinstance(uses, bool):
+        raise ArgumentError("use_cache", repr(uses), "True or False")
+    given = any(name in kwargs for name in NAMES)
+    if given and not uses:
+        raise ArgumentError("use_cache", "False, and a cache", "one or the other: every step would store the whole text again")
+    return uses and not given and asked is None
 
 
 def _follows(model: PreTrainedModel, text: Any) -> bool:

@@ -47,16 +47,16 @@ def load(name: str, device: torch.device) -> HuggingFaceSubject:
 
 
 class HuggingFaceSession:
-    """One passage in one cache."""
+    """One passage in one cache, which the model takes as its argument ``name``."""
 
-    def __init__(self, model: Any, cache: Any) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Any, cache: Any, name: str) -> None:
+        self.model, self.cache, self.name = model, cache, name
 
     def feed(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """See :class:`~kvq_core.evaluation.subject.Session`."""
         (row,) = rows
         ids = torch.tensor([row], device=self.model.device)
-        return [self.model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits[0]]
+        return [self.model(input_ids=ids, use_cache=True, **{self.name: self.cache}).logits[0]]
 
 
 class HuggingFaceSubject:
@@ -84,7 +84,8 @@ class HuggingFaceSubject:
         if len(passages) != 1:
             raise ArgumentError("batch", len(passages), "1: Hugging Face models read one passage at a time here")
         scales = self._scales_from(calibration) if backend.takes_scales else {}
-        return HuggingFaceSession(self.model, self.kvq.KVQCache(self.model.config, mode=backend, smoothing=self.smoothing, **scales))
+        cache = self.kvq.KVQCache(self.model.config, mode=backend, smoothing=self.smoothing, **scales)
+        return HuggingFaceSession(self.model, cache, self.kvq.naming.cache_argument(self.model.forward))
 
     def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
         """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""

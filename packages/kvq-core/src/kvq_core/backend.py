@@ -34,7 +34,7 @@ from kvq_core import checks, eager, ops
 from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.gradients import refuse_gradients
-from kvq_core.spec import Attention, NewRows, window_left
+from kvq_core.spec import Attention, NewRows
 
 if TYPE_CHECKING:
     from kvq_core.launched import Launched
@@ -285,7 +285,7 @@ class QuantKVBackend(ABC):
             seqused_k,
             checks.integer("max_seqlen_k", max_seqlen_k),
             checks.real("softmax_scale", softmax_scale),
-            window_left(window_size),
+            checks.window_left(window_size),
             block_table,
             checks.real("softcap", softcap),
             sinks,

@@ -107,3 +107,51 @@ def device(argument: str, value: object) -> torch.device:
     if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
         raise ArgumentError(argument, found, f"one of the {torch.cuda.device_count()} CUDA devices there are, or cpu")
     return found
+
+
+def shape_of(given: torch.Tensor) -> str:
+    """A tensor's shape, for an error."""
+    return f"shape {tuple(given.shape)}"
+
+
+def need(condition: bool, argument: str, got: object, needed: str) -> None:
+    """Raise :class:`ArgumentError` unless ``condition``."""
+    if not condition:
+        raise ArgumentError(argument, got, needed)
+
+
+def need_tensor(given: torch.Tensor, argument: str, rank: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """A tensor with so many dimensions, of one of ``dtypes``, on ``device``."""
+    tensor(argument, given)
+    # What is checked most puts its message together only when it is needed.
+    if given.dim() != rank:
+        raise ArgumentError(argument, shape_of(given), f"{rank} dimensions")
+    if given.dtype not in dtypes:
+        raise ArgumentError(argument, given.dtype, " or ".join(str(d) for d in dtypes))
+    if given.device != device:
+        raise ArgumentError(argument, f"a tensor on {given.device}", f"one on {device}")
+
+
+def need_rows(given: torch.Tensor, argument: str) -> None:
+    """A tensor whose last dimension is contiguous."""
+    if given.stride(-1) != 1 and given.shape[-1] > 1:
+        raise ArgumentError(argument, f"strides {given.stride()}", "a contiguous last dimension")
+
+
+def window_left(window_size: tuple[int, int] | None) -> int:
+    """The left window of an engine's ``window_size`` pair; raise :class:`ArgumentError` for windows that look ahead.
+
+    ``(-1, -1)`` and ``None`` mean no window; the right half must be 0 or -1, since attention over a cache is causal.
+    """
+    if window_size is None:
+        return -1
+    needed = "a pair of integers (left, right), left at least -1 and right 0 or -1"
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ArgumentError("window_size", described(window_size), needed) from None
+    if not (type(left) is type(right) is int):
+        left, right = (integer("window_size", half, -INT64_MAX, INT64_MAX) for half in (left, right))
+    if not -1 <= left <= INT64_MAX or right not in (0, -1):
+        raise ArgumentError("window_size", described(window_size), needed)
+    return left

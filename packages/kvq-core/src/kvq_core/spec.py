@@ -13,38 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvq_core import checks
-from kvq_core.errors import ArgumentError, described
+from kvq_core.checks import need, need_rows, need_tensor, shape_of
+from kvq_core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8_OUT = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}"
-
-
-def _need(condition: bool, argument: str, got: object, need: str) -> None:
-    if not condition:
-        raise ArgumentError(argument, got, need)
-
-
-def _need_tensor(tensor: torch.Tensor, argument: str, rank: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    checks.tensor(argument, tensor)
-    # What is checked most puts its message together only when it is needed.
-    if tensor.dim() != rank:
-        raise ArgumentError(argument, _shape(tensor), f"{rank} dimensions")
-    if tensor.dtype not in dtypes:
-        raise ArgumentError(argument, tensor.dtype, " or ".join(str(d) for d in dtypes))
-    if tensor.device != device:
-        raise ArgumentError(argument, f"a tensor on {tensor.device}", f"one on {device}")
-
-
-def _need_rows(tensor: torch.Tensor, argument: str) -> None:
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ArgumentError(argument, f"strides {tensor.stride()}", "a contiguous last dimension")
 
 
 @dataclass(frozen=True)
@@ -77,34 +53,34 @@ class Plane:
         ``name`` is what the door calls the codes: ``key_cache`` or ``k_cache``, ``value_cache`` or ``v_cache``.
         """
         scale_name = f"{name[0]}_scale_cache"
-        _need_tensor(self.codes, name, 4, backend.accepted_cache_dtypes(dtype), device)
-        _need_rows(self.codes, name)
+        need_tensor(self.codes, name, 4, backend.accepted_cache_dtypes(dtype), device)
+        need_rows(self.codes, name)
         packed = backend.packed_head_size(self.head_size)
-        _need(
+        need(
             self.codes.shape[3] == packed,
             name,
             f"a last dimension of {self.codes.shape[3]}",
             f"{packed} for head size {self.head_size} in mode {backend.mode}",
         )
-        _need(self.block_size % 8 == 0 and self.block_size > 0, name, f"block size {self.block_size}", "a multiple of 8")
+        need(self.block_size % 8 == 0 and self.block_size > 0, name, f"block size {self.block_size}", "a multiple of 8")
         if self.scales is not None:
             checks.tensor(scale_name, self.scales)
-            _need(self.scales.dtype == torch.float32, scale_name, self.scales.dtype, "torch.float32")
+            need(self.scales.dtype == torch.float32, scale_name, self.scales.dtype, "torch.float32")
         if not backend.reads_scales:
             return
         if self.scales is None:
             raise ArgumentError(scale_name, "None", f"the scale cache that mode {backend.mode} stores its scales in")
         if backend.needs_scale_caches:
-            _need_tensor(self.scales, scale_name, 3, (torch.float32,), device)
-            _need(
+            need_tensor(self.scales, scale_name, 3, (torch.float32,), device)
+            need(
                 self.scales.shape == self.codes.shape[:3],
                 scale_name,
-                _shape(self.scales),
+                shape_of(self.scales),
                 f"{tuple(self.codes.shape[:3])} = [num_blocks, block_size, num_kv_heads]",
             )
         else:
-            _need(self.scales.numel() == 1, scale_name, _shape(self.scales), "a single element: the scale of the whole tensor")
-            _need(self.scales.device == device, scale_name, f"a tensor on {self.scales.device}", f"one on {device}")
+            need(self.scales.numel() == 1, scale_name, shape_of(self.scales), "a single element: the scale of the whole tensor")
+            need(self.scales.device == device, scale_name, f"a tensor on {self.scales.device}", f"one on {device}")
 
 
 @dataclass(frozen=True)
@@ -125,8 +101,8 @@ class Smoothing:
         for tensor in (self.mean, self.factor):
             if tensor is None:
                 continue
-            _need_tensor(tensor, "smoothing", 2, (torch.float32,), device)
-            _need(
+            need_tensor(tensor, "smoothing", 2, (torch.float32,), device)
+            need(
                 tensor.shape == (num_kv_heads, head_size) and tensor.is_contiguous(),
                 "smoothing",
                 f"one for {tensor.shape[0]} heads of {tensor.shape[1]}, strides {tensor.stride()}",
@@ -177,22 +153,22 @@ class NewRows:
         smoothing: Smoothing | None = None,
     ) -> NewRows:
         """Bundle the arguments of ``reshape_and_cache``; raise :class:`ArgumentError` naming the first one that does not fit."""
-        _need_tensor(key, "key", 3, FLOATS, checks.tensor("key", key).device)
-        _need_tensor(value, "value", 3, FLOATS, key.device)
-        _need(value.dtype == key.dtype, "value", value.dtype, f"{key.dtype}, the dtype of key")
-        _need(value.shape[:2] == key.shape[:2], "value", _shape(value), f"the {tuple(key.shape[:2])} tokens and heads of key")
-        _need_rows(key, "key")
-        _need_rows(value, "value")
+        need_tensor(key, "key", 3, FLOATS, checks.tensor("key", key).device)
+        need_tensor(value, "value", 3, FLOATS, key.device)
+        need(value.dtype == key.dtype, "value", value.dtype, f"{key.dtype}, the dtype of key")
+        need(value.shape[:2] == key.shape[:2], "value", shape_of(value), f"the {tuple(key.shape[:2])} tokens and heads of key")
+        need_rows(key, "key")
+        need_rows(value, "value")
         backend.check_head_size(key.shape[2], "key")
         backend.check_head_size(value.shape[2], "value")
-        _need_tensor(slot_mapping, "slot_mapping", 1, (torch.int64,), key.device)
+        need_tensor(slot_mapping, "slot_mapping", 1, (torch.int64,), key.device)
         count = slot_mapping.shape[0]
-        _need(count <= key.shape[0], "slot_mapping", _shape(slot_mapping), f"at most one slot for each of {key.shape[0]} tokens")
+        need(count <= key.shape[0], "slot_mapping", shape_of(slot_mapping), f"at most one slot for each of {key.shape[0]} tokens")
         key, value = key[:count], value[:count]
         keys = Plane(key_cache, k_scale_cache, key.shape[2])
         values = Plane(value_cache, v_scale_cache, value.shape[2])
         _check_planes(backend, {"key_cache": keys, "value_cache": values}, key.device, key.dtype)
-        _need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
+        need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
         if smoothing is not None:
             smoothing.validate(key.shape[1], key.shape[2], key.device)
         return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing)
@@ -216,32 +192,32 @@ class Batch:
         return self.seqused_k.shape[0]
 
     def validate(self, device: torch.device) -> None:
-        _need_tensor(self.seqused_k, "seqused_k", 1, (torch.int32,), device)
-        _need_tensor(self.cu_seqlens_q, "cu_seqlens_q", 1, (torch.int32,), device)
-        _need(
+        need_tensor(self.seqused_k, "seqused_k", 1, (torch.int32,), device)
+        need_tensor(self.cu_seqlens_q, "cu_seqlens_q", 1, (torch.int32,), device)
+        need(
             self.cu_seqlens_q.shape[0] == self.num_seqs + 1,
             "cu_seqlens_q",
-            _shape(self.cu_seqlens_q),
+            shape_of(self.cu_seqlens_q),
             f"{self.num_seqs + 1} entries, one more than seqused_k",
         )
-        _need_tensor(self.block_table, "block_table", 2, (torch.int32,), device)
-        _need(
+        need_tensor(self.block_table, "block_table", 2, (torch.int32,), device)
+        need(
             self.block_table.shape[0] >= self.num_seqs,
             "block_table",
-            _shape(self.block_table),
+            shape_of(self.block_table),
             f"a row for each of {self.num_seqs} sequences",
         )
-        _need(
+        need(
             self.block_table.shape[1] > 0 or self.num_seqs == 0,
             "block_table",
-            _shape(self.block_table),
+            shape_of(self.block_table),
             "at least one column: a sequence's newest tokens are in the pages",
         )
-        _need_rows(self.block_table, "block_table")
+        need_rows(self.block_table, "block_table")
         for name, tensor in (("seqused_k", self.seqused_k), ("cu_seqlens_q", self.cu_seqlens_q)):
-            _need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
-        _need(self.max_seqlen_q >= 0, "max_seqlen_q", self.max_seqlen_q, "a length of at least 0")
-        _need(self.max_seqlen_k >= 0, "max_seqlen_k", self.max_seqlen_k, "a length of at least 0")
+            need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
+        need(self.max_seqlen_q >= 0, "max_seqlen_q", self.max_seqlen_q, "a length of at least 0")
+        need(self.max_seqlen_k >= 0, "max_seqlen_k", self.max_seqlen_k, "a length of at least 0")
 
 
 @dataclass(frozen=True)
@@ -262,24 +238,24 @@ class Scoring:
     mm_prefix_range: torch.Tensor | None = None
 
     def validate(self, num_query_heads: int, num_seqs: int, device: torch.device) -> None:
-        _need(math.isfinite(self.softmax_scale) and self.softmax_scale > 0, "softmax_scale", self.softmax_scale, "a positive number")
-        _need(math.isfinite(self.softcap) and self.softcap >= 0, "softcap", self.softcap, "0 (off) or a positive number")
+        need(math.isfinite(self.softmax_scale) and self.softmax_scale > 0, "softmax_scale", self.softmax_scale, "a positive number")
+        need(math.isfinite(self.softcap) and self.softcap >= 0, "softcap", self.softcap, "0 (off) or a positive number")
         for name, tensor in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if tensor is not None:
-                _need_tensor(tensor, name, 1, FLOATS, device)
-                _need(
+                need_tensor(tensor, name, 1, FLOATS, device)
+                need(
                     tensor.shape[0] == num_query_heads, name, f"length {tensor.shape[0]}", f"one for each of {num_query_heads} query heads"
                 )
-                _need_rows(tensor, name)
+                need_rows(tensor, name)
         if self.qq_bias is not None:
-            _need_tensor(self.qq_bias, "qq_bias", 2, FLOATS, device)
-            _need(self.qq_bias.shape[0] == self.qq_bias.shape[1], "qq_bias", _shape(self.qq_bias), "a square matrix")
-            _need_rows(self.qq_bias, "qq_bias")
+            need_tensor(self.qq_bias, "qq_bias", 2, FLOATS, device)
+            need(self.qq_bias.shape[0] == self.qq_bias.shape[1], "qq_bias", shape_of(self.qq_bias), "a square matrix")
+            need_rows(self.qq_bias, "qq_bias")
         if (ranges := self.mm_prefix_range) is not None:
-            _need_tensor(ranges, "mm_prefix_range", 3, (torch.int32,), device)
+            need_tensor(ranges, "mm_prefix_range", 3, (torch.int32,), device)
             fits = ranges.shape[0] == num_seqs and ranges.shape[2] == 2
-            _need(fits, "mm_prefix_range", _shape(ranges), f"[{num_seqs}, num_ranges, 2]")
-            _need(ranges.is_contiguous(), "mm_prefix_range", f"strides {ranges.stride()}", "a contiguous tensor")
+            need(fits, "mm_prefix_range", shape_of(ranges), f"[{num_seqs}, num_ranges, 2]")
+            need(ranges.is_contiguous(), "mm_prefix_range", f"strides {ranges.stride()}", "a contiguous tensor")
 
 
 @dataclass(frozen=True)
@@ -308,26 +284,26 @@ class Scratch:
         return cls(num_segments, output, max, expsum)
 
     def validate(self, num_query_heads: int, head_size_v: int, device: torch.device) -> None:
-        _need(self.num_segments >= 1, "num_par_softmax_segments", self.num_segments, "at least 1")
+        need(self.num_segments >= 1, "num_par_softmax_segments", self.num_segments, "at least 1")
         for name, tensor, rank in (
             ("softmax_segm_output", self.output, 4),
             ("softmax_segm_max", self.max, 3),
             ("softmax_segm_expsum", self.expsum, 3),
         ):
-            _need_tensor(tensor, name, rank, (torch.float32,), device)
-            _need(
+            need_tensor(tensor, name, rank, (torch.float32,), device)
+            need(
                 tensor.shape[1] == num_query_heads and tensor.shape[2] >= self.num_segments and tensor.is_contiguous(),
                 name,
-                f"{_shape(tensor)}, strides {tensor.stride()}",
+                f"{shape_of(tensor)}, strides {tensor.stride()}",
                 f"a contiguous [tokens, {num_query_heads}, at least {self.num_segments}, ...]",
             )
-        _need(
-            self.output.shape[3] >= head_size_v, "softmax_segm_output", _shape(self.output), f"a last dimension of at least {head_size_v}"
+        need(
+            self.output.shape[3] >= head_size_v, "softmax_segm_output", shape_of(self.output), f"a last dimension of at least {head_size_v}"
         )
-        _need(
+        need(
             self.output.shape[:3] == self.max.shape == self.expsum.shape,
             "softmax_segm_max",
-            f"{_shape(self.max)} and expsum {_shape(self.expsum)}",
+            f"{shape_of(self.max)} and expsum {shape_of(self.expsum)}",
             f"{tuple(self.output.shape[:3])}, as softmax_segm_output has",
         )
 
@@ -364,20 +340,20 @@ class Attention:
     def validate(self, backend: QuantKVBackend) -> None:
         """Raise :class:`ArgumentError` naming the first argument of ``unified_attention`` that does not fit."""
         q, out, device = self.q, self.out, self.q.device
-        _need_tensor(q, "q", 3, FLOATS, device)
-        _need_rows(q, "q")
+        need_tensor(q, "q", 3, FLOATS, device)
+        need_rows(q, "q")
         backend.check_head_size(q.shape[2], "q")
-        _need_tensor(out, "out", 3, FLOATS if self.output_scale is None else FLOATS + FP8_OUT, device)
-        _need_rows(out, "out")
-        _need(out.shape[:2] == q.shape[:2], "out", _shape(out), f"the {tuple(q.shape[:2])} tokens and heads of q")
+        need_tensor(out, "out", 3, FLOATS if self.output_scale is None else FLOATS + FP8_OUT, device)
+        need_rows(out, "out")
+        need(out.shape[:2] == q.shape[:2], "out", shape_of(out), f"the {tuple(q.shape[:2])} tokens and heads of q")
         backend.check_head_size(out.shape[2], "out")
         if self.output_scale is not None:
             checks.tensor("output_scale", self.output_scale)
-            _need(self.output_scale.numel() == 1, "output_scale", _shape(self.output_scale), "a single element")
-            _need(self.output_scale.dtype == torch.float32, "output_scale", self.output_scale.dtype, "torch.float32")
-            _need(self.output_scale.device == device, "output_scale", f"a tensor on {self.output_scale.device}", f"one on {device}")
+            need(self.output_scale.numel() == 1, "output_scale", shape_of(self.output_scale), "a single element")
+            need(self.output_scale.dtype == torch.float32, "output_scale", self.output_scale.dtype, "torch.float32")
+            need(self.output_scale.device == device, "output_scale", f"a tensor on {self.output_scale.device}", f"one on {device}")
         _check_planes(backend, {"k_cache": self.keys, "v_cache": self.values}, device, q.dtype)
-        _need(
+        need(
             self.keys.num_kv_heads > 0 and q.shape[1] % self.keys.num_kv_heads == 0,
             "q",
             f"{q.shape[1]} query heads",
@@ -390,9 +366,9 @@ class Attention:
         if self.smoothing is not None:
             self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device)
         if self.lse is not None:
-            _need_tensor(self.lse, "lse", 2, (torch.float32,), device)
-            _need(self.lse.shape == q.shape[:2], "lse", _shape(self.lse), f"the {tuple(q.shape[:2])} tokens and heads of q")
-            _need(self.lse.is_contiguous(), "lse", f"strides {self.lse.stride()}", "a contiguous tensor")
+            need_tensor(self.lse, "lse", 2, (torch.float32,), device)
+            need(self.lse.shape == q.shape[:2], "lse", shape_of(self.lse), f"the {tuple(q.shape[:2])} tokens and heads of q")
+            need(self.lse.is_contiguous(), "lse", f"strides {self.lse.stride()}", "a contiguous tensor")
 
 
 def _check_planes(backend: QuantKVBackend, named: dict[str, Plane], device: torch.device, dtype: torch.dtype) -> None:
@@ -400,28 +376,9 @@ def _check_planes(backend: QuantKVBackend, named: dict[str, Plane], device: torc
     for name, plane in named.items():
         plane.validate(backend, name, device, dtype)
     (key_name, keys), (value_name, values) = named.items()
-    _need(
+    need(
         values.codes.shape[:3] == keys.codes.shape[:3] and values.codes.dtype == keys.codes.dtype,
         value_name,
-        f"{_shape(values.codes)}, {values.codes.dtype}",
+        f"{shape_of(values.codes)}, {values.codes.dtype}",
         f"the blocks, slots and heads {tuple(keys.codes.shape[:3])} and dtype {keys.codes.dtype} of {key_name}",
     )
-
-
-def window_left(window_size: tuple[int, int] | None) -> int:
-    """The left window of an engine's ``window_size`` pair; raise :class:`ArgumentError` for windows that look ahead.
-
-    ``(-1, -1)`` and ``None`` mean no window; the right half must be 0 or -1, since attention over a cache is causal.
-    """
-    if window_size is None:
-        return -1
-    need = "a pair of integers (left, right), left at least -1 and right 0 or -1"
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ArgumentError("window_size", described(window_size), need) from None
-    if not (type(left) is type(right) is int):
-        left, right = (checks.integer("window_size", half, -checks.INT64_MAX, checks.INT64_MAX) for half in (left, right))
-    if not -1 <= left <= checks.INT64_MAX or right not in (0, -1):
-        raise ArgumentError("window_size", described(window_size), need)
-    return left

@@ -246,7 +246,7 @@ def _checked(backend: object) -> QuantKVBackend:
 
     instance = backend() if isinstance(backend, type) and issubclass(backend, QuantKVBackend) else backend
     if not isinstance(instance, QuantKVBackend):
-        raise TypeError(f"{described(backend)} is no QuantKVBackend")
+        raise TypeError(f"{described(backend)} is not a QuantKVBackend")
     if not isinstance(getattr(instance, "mode", None), str):
         raise TypeError(f"{backend!r} has no mode attribute of type str")
     return instance

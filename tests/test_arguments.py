@@ -210,7 +210,7 @@ def test_methods_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("save", {}, {"path": lambda x: x in ("1", "caf\xe9")}),
     ):
         wrong += tried(on_fresh(name), valid, kinds)
-    loading = {"path": nothing, "mode": NONE, "smoothing": NONE, "device": lambda x: x == CPU}
+    loading = {"path": lambda x: isinstance(x, str), "mode": NONE, "smoothing": NONE, "device": lambda x: x == CPU}
     wrong += tried(PagedKVCache.load, {"path": file}, loading)
     assert not wrong, "\n".join(wrong)
 
@@ -230,7 +230,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries: tuple[tuple[Callable[..., Any], dict[str, Any], dict[str, Allowed]], ...] = (
         (kvq_core.get_backend, {}, {"mode": nothing}),
         (kvq_core.has_backend, {}, {"mode": lambda x: isinstance(x, str)}),
-        (kvq_core.register_backend, {"backend": type(get_backend("none"))}, {"backend": nothing, "replace": nothing}),
+        (kvq_core.register_backend, {"backend": type(get_backend("none"))}, {"backend": nothing, "replace": lambda x: x is True}),
         (kvq_core.unregister_backend, {}, {"mode": nothing}),
         (lambda on: kvq_core.batch_invariant(on).__enter__(), {}, {"on": flag}),
         (kvq_core.fast_hadamard_transform, {}, {"x": real}),
@@ -247,12 +247,12 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             cell_views,
             {
                 "backend": get_backend("int4"),
-                "cells": rows.new_zeros(2, 8, 1, 72),
+                "cells": torch.zeros(2, 8, 1, 72, dtype=torch.uint8),
                 "head_size": 64,
                 "head_size_v": 64,
                 "dtype": torch.float16,
             },
-            dict.fromkeys(("cells", "head_size", "head_size_v", "dtype"), nothing),
+            dict.fromkeys(("cells", "head_size", "head_size_v"), nothing) | {"dtype": lambda x: x is torch.float32},
         ),
         (KeySmoothing, {"mean": torch.ones(2, 8)}, {"mean": nothing, "balance": NONE}),
         (lambda **given: KeyStatistics().add(**given), {"keys": rows}, {"keys": real, "queries": NONE, "real": NONE}),
@@ -263,6 +263,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = kvq_core.schedule.is_batch_invariant()
     wrong = [f"{call}: {line}" for call, valid, kinds in entries for line in tried(call, valid, kinds)]
     kvq_core.set_batch_invariant(before)
+    kvq_core.unregister_backend("none")
     assert not wrong, "\n".join(wrong)
 
 

@@ -386,11 +386,11 @@ def test_a_backend_instance_serves_as_well_as_a_name(device):
         ("int4", {"head_size": 130}, "head_size: got head size 130, need a multiple of 4"),
         ("int2", {"head_size_v": 20}, "head_size_v: got head size 20, need a multiple of 8"),
         ("int4", {"dtype": torch.int8}, "dtype: got torch.int8"),
-        ("int4", {"dtype": "bfloat16"}, "dtype: got bfloat16"),
+        ("int4", {"dtype": "bfloat16"}, "dtype: got 'bfloat16'"),
         ("int4", {"layout": "NHD"}, "layout: got 'NHD', need one of head_major, token_major, interleaved"),
         ("int2", {"layout": "interleaved", "head_size": 24}, "layout: got interleaved, cells of 6 key_cache"),
         ("int4", {"device": "nonsense"}, "device: got 'nonsense'"),
-        ("int4", {"device": "meta"}, "device: got meta"),
+        ("int4", {"device": "meta"}, "device: got 'meta'"),
         ("int4", {"device": "cuda:99"}, "device: got cuda:99"),
         ("int4", {"k_scale": 1.0}, "k_scale: got a scale, need None: mode int4_per_token_head takes no scale"),
         ("fp8_per_tensor", {"k_scale": 0.0}, "k_scale: got 0.0 for layer 0, need a positive"),
@@ -400,7 +400,7 @@ def test_a_backend_instance_serves_as_well_as_a_name(device):
         ("fp8_per_tensor", {"v_scale": "ab"}, "v_scale: got 'a' for layer 0"),
         ("fp8_per_tensor", {"v_scale": object()}, "v_scale: got 1 scales"),
         ("fp8_per_tensor", {"v_scale": torch.ones(2, 2)}, "v_scale: got .* for layer 0"),
-        (3, {}, "mode: got 3"),
+        (3, {}, "mode_or_backend: got 3"),
     ],
 )
 def test_bad_construction(mode, options, message):

@@ -142,7 +142,7 @@ def test_ids_are_never_used_again():
         ({0: -3}, r"new_tokens\[0\]: got -3"),
         ({0: 1.5}, r"new_tokens\[0\]: got 1.5, need an integer"),
         ({0: 1, 7: 1}, "new_tokens: got sequence 7"),
-        ({"a": 1}, "new_tokens: got sequence 'a'"),
+        ({"a": 1}, "new_tokens: got 'a'"),
     ],
 )
 def test_bad_appends(counts, message):

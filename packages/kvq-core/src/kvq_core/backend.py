@@ -32,7 +32,7 @@ import torch
 
 from kvq_core import checks, eager, ops
 from kvq_core.calibration import KeySmoothing
-from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.errors import ArgumentError, KVQError, described
 from kvq_core.gradients import refuse_gradients
 from kvq_core.spec import Attention, NewRows
 
@@ -101,7 +101,7 @@ class QuantKVBackend(ABC):
             head_size = checks.integer(argument, head_size, 1)
         if not 0 < head_size <= self.max_head_size or head_size % self.head_size_multiple:
             need = f"a multiple of {self.head_size_multiple} up to {self.max_head_size} for mode {self.mode}"
-            raise ArgumentError(argument, f"head size {head_size}", need)
+            raise ArgumentError(argument, f"head size {described(head_size)}", need)
 
     def allocate_scale_caches(
         self, num_blocks: int, block_size: int, num_kv_heads: int, device: torch.device | str

@@ -49,10 +49,11 @@ class KeySmoothing:
     inverse: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, tensor in (("mean", self.mean), ("balance", self.balance)):
-            if tensor is None:
+        for name, given in (("mean", self.mean), ("balance", self.balance)):
+            if given is None and name == "balance":
                 continue
-            if checks.tensor(name, tensor).dim() != 2 or tensor.dtype != torch.float32:
+            tensor = checks.tensor(name, given)
+            if tensor.dim() != 2 or tensor.dtype != torch.float32:
                 raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype}", "[num_kv_heads, head_size] float32")
             if tensor.shape != self.mean.shape or tensor.device != self.mean.device:
                 raise ArgumentError(name, f"{tuple(tensor.shape)} on {tensor.device}", f"{tuple(self.mean.shape)} on {self.mean.device}")
@@ -189,7 +190,7 @@ class LayerSmoothings:
                 one.check(num_kv_heads, head_size, f"{argument} (layer {layer})")
                 self._found[layer] = one.to(device)
         elif given is not None and not self._estimates:
-            raise ArgumentError(argument, repr(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
+            raise ArgumentError(argument, described(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
 
     def get(self, layer: int) -> KeySmoothing | None:
         return self._found.get(layer)

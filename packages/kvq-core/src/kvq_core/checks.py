@@ -23,7 +23,8 @@ def integer(argument: str, value: object, least: int = 0, most: int = INT32_MAX)
     """An integer of ``least .. most``."""
     found = value if type(value) is int else _converted_integer(argument, value)
     if not least <= found <= most:
-        raise ArgumentError(argument, described(value), f"at least {least}" if found < least else f"at most {most}")
+        need = f"{least} .. {most}" if most < INT32_MAX else "a positive integer" if least == 1 else f"at least {least}"
+        raise ArgumentError(argument, described(value), need if found < least or most < INT32_MAX else f"at most {most}")
     return found
 
 

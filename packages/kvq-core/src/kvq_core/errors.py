@@ -10,7 +10,9 @@ def described(value: object) -> str:
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins" or name in ("torch.dtype", "torch.device"):
+        return reprlib.repr(value)
     try:
         shape = getattr(value, "shape", None)
     except RuntimeError:  # of a nested tensor

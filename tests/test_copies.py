@@ -32,6 +32,11 @@ def third_party():
     unregister_backend("third_party")
 
 
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 def shared_cache(mode="int4", layout="head_major", smoothing=None):
     scales = {"k_scale": [0.02, 0.07], "v_scale": 0.03} if mode == "fp8_per_tensor" else {}
     cache = PagedKVCache(

@@ -23,6 +23,11 @@ CORE = str(Path(kvq_core.__file__).parent)
 BOOKKEEPING = ("sequences.py", "blocks.py", "contextlib.py")
 
 
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 class InterruptAt:
     """Raises KeyboardInterrupt at the nth line of kvq_core, or, with ``opcodes``, at the nth instruction of the bookkeeping."""
 

@@ -186,6 +186,8 @@ def test_saved_and_restored():
     [
         ("sequence_blocks", lambda x: [99, *x[1:]], r"sequence_blocks: got block 99, need 0 \.\. 7"),
         ("sequence_blocks", lambda x: [-1, *x[1:]], "sequence_blocks: got block -1"),
+        ("sequence_blocks", lambda x: [x[0], x[0], *x[2:]], "sequence_blocks: got block .* again, in sequence 1"),
+        ("sequence_blocks", lambda x: [*x[:-1], x[1]], "sequence_blocks: got block .* again, in sequence 2"),
         ("sequence_blocks", lambda x: x[1:], "sequence_blocks: got 3 blocks, need 4"),
         ("sequence_lengths", lambda x: x[1:], "got 1 lengths, need one of at least 0 for each of 2"),
         ("sequence_lengths", lambda x: [-1, *x[1:]], "sequence_lengths: got"),

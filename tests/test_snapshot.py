@@ -2,15 +2,24 @@
 
 import json
 import os
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvq_core import PagedKVCache, SnapshotError, get_backend, register_backend, unregister_backend
+from kvq_core import ArgumentError, PagedKVCache, SnapshotError, get_backend, register_backend, snapshot, unregister_backend
+from kvq_core.calibration import ModelSmoothing
 from kvq_core.layout import LAYOUTS
 from kvq_core.none import NoneBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cache_checks import assert_consistent
 
 pytestmark = pytest.mark.quick
 
@@ -259,3 +268,160 @@ def test_other_safetensors_files(metadata, device, tmp_path):
     save_file({"weight": torch.zeros(2)}, tmp_path / "kv", metadata=metadata)
     with pytest.raises(SnapshotError, match=r"not a saved PagedKVCache|header is damaged"):
         PagedKVCache.load(tmp_path / "kv")
+
+
+def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
+    """Bytes flipped and swapped, cuts, and pieces left out or put in, half of them in the headers."""
+    path, drawn = tmp_path / "kv", random.Random(5)
+    caches = [filled(mode, device="cpu")[0] for mode in ("int4", "fp8_per_tensor")]
+    refused = 0
+    for number in range(240):
+        cache = caches[number % 2]
+        cache.save(path)
+        data = bytearray(path.read_bytes())
+        last = 8 + int.from_bytes(data[:8], "little") if number % 4 < 2 else len(data)
+        first, length = drawn.randrange(last), drawn.randrange(1, 9)
+        match number % 5:
+            case 0 | 1:
+                data[first] ^= 1 << drawn.randrange(8)
+            case 2:
+                data[first : first + length] = drawn.randbytes(length)
+            case 3:
+                del data[first : first + length]
+            case 4:
+                data[first:first] = drawn.choice([b"9", b"[[", b'"', b"\0", b" ", drawn.randbytes(length)])
+        path.write_bytes(data)
+        try:
+            loaded = PagedKVCache.load(path)
+        except SnapshotError:
+            refused += 1
+            continue
+        assert_consistent(loaded)
+        assert (loaded.geometry, loaded.mode, loaded._table.next_id) == (cache.geometry, cache.mode, cache._table.next_id)
+        assert loaded._table.saved() == cache._table.saved()
+        for name, tensor in cache._pages.tensors.items():
+            assert torch.equal(tensor, loaded._pages.tensors[name])
+    assert refused > 200
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lambda text, old=old, new=new: text.replace(old, new, 1) for old in ('"next_id": 3', '"block_size": 8', '"format_version": 1')
+          for new in (f"{old.split(':')[0]}: {value}" for value in ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP))),
+        lambda text: DEEP,
+        lambda text: "[]",
+        lambda text: "3",
+        lambda text: "null",
+        lambda text: text[:-1],
+        lambda text: text[:-1] + ', "mode": "int4_per_token_head"}',
+        lambda text: text.replace('"packages": {', '"packages": {"x": NaN, ', 1),
+        lambda text: text.replace('"packages": {', '"packages": {"x": 3, ', 1),
+        lambda text: text.replace('"head_major"', '["head_major"]', 1),
+        lambda text: text.replace('"bfloat16"', "{}", 1),
+        lambda text: text.replace('"bfloat16"', '"float16"', 1),
+        lambda text: text.replace('"checksums": {', '"checksums": {"value_cache": "x", ', 1),
+    ],
+)  # fmt: skip
+def test_hostile_headers(change, tmp_path):
+    path = tmp_path / "kv"
+    filled("none", device="cpu")[0].save(path)
+    with safe_open(path, "pt") as file:
+        text = file.metadata()["kvq"]
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    changed = change(text)
+    assert changed != text
+    save_file(tensors, path, metadata={"kvq": changed})
+    with pytest.raises(SnapshotError):
+        PagedKVCache.load(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        DEEP,
+        "[]",
+        "",
+        '{"x": 1}',
+        '{"x": {"dtype": "U8", "shape": [Infinity], "data_offsets": [0, 8]}}',
+        '{"x": {"dtype": "U8", "shape": [-8, -1], "data_offsets": [0, 8]}}',
+        '{"x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 9]}}',
+        '{"x": {"dtype": "U8", "shape": [8], "data_offsets": [0]}}',
+        '{"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "y": {"dtype": "U8", "shape": [6], "data_offsets": [2, 8]}}',
+        '{"x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}, "x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}',
+        '{"__metadata__": {"kvq": 3}, "x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}',
+        '{"__metadata__": 3, "x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}',
+        '{"x": {"dtype": "U8", "shape": [1, 1, 1, 1, 1, 1, 1, 1, 8], "data_offsets": [0, 8]}}',
+    ],
+)
+@pytest.mark.parametrize("size", [None, 0, 2**63])
+def test_hostile_files(header, size, tmp_path):
+    path = tmp_path / "kv"
+    path.write_bytes((len(header) if size is None else size).to_bytes(8, "little") + header.encode() + bytes(8))
+    for load in (PagedKVCache.load, ModelSmoothing.load):
+        with pytest.raises(SnapshotError, match="damaged, or no safetensors file"):
+            load(path)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 0.5, 0.999])
+def test_a_file_that_is_cut_while_it_is_read(kept, tmp_path, monkeypatch):
+    path = tmp_path / "kv"
+    filled(device="cpu")[0].save(path)
+    expect, size = snapshot.Snapshot.expect, path.stat().st_size
+
+    def cut(self, name, dtype, shape=None):
+        os.truncate(path, int(kept * size) if isinstance(kept, float) else kept)
+        expect(self, name, dtype, shape)
+
+    monkeypatch.setattr(snapshot.Snapshot, "expect", cut)
+    with pytest.raises(SnapshotError, match="it ended within tensor"):
+        PagedKVCache.load(path)
+
+
+def test_other_packages_versions_and_headers_without_a_checksum_load(tmp_path):
+    path = tmp_path / "kv"
+    for change in (lambda tensors, header: header["packages"].update(kvq_core="99.0"), lambda tensors, header: header.pop("checksum")):
+        rewritten(path, change, "cpu")
+        assert_consistent(PagedKVCache.load(path))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such modes and links")
+def test_modes_links_and_what_is_no_file(tmp_path):
+    cache, path = filled(device="cpu")[0], tmp_path / "kv"
+    for umask in (0o022, 0o077, 0o002):
+        old = os.umask(umask)
+        try:
+            cache.save(path)
+        finally:
+            os.umask(old)
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    link, dangling, loop = tmp_path / "link", tmp_path / "dangling", tmp_path / "loop"
+    for name, target in ((link, "kv"), (dangling, "later"), (loop, "loop")):
+        name.symlink_to(target)
+    path.write_bytes(b"old")
+    for name in (link, dangling):
+        cache.save(name)
+        assert name.is_symlink() and PagedKVCache.load(name).sequences == cache.sequences
+    os.mkfifo(tmp_path / "pipe")
+    there = sorted(os.listdir(tmp_path))
+    for name in (loop, tmp_path, tmp_path / "pipe", tmp_path / "kv" / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(OSError):
+            cache.save(name)
+        with pytest.raises((OSError, SnapshotError)):
+            PagedKVCache.load(name)
+    assert sorted(os.listdir(tmp_path)) == there
+    for name in (3, None, "\0", "\ud800", [path]):
+        for use in (cache.save, PagedKVCache.load):
+            with pytest.raises(ArgumentError, match="path: got"):
+                use(name)
+
+
+def test_saves_at_once(tmp_path):
+    caches = [filled(mode, device="cpu")[0] for mode in ("none", "int4")]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: caches[number % 2].save(tmp_path / "kv"), range(16)))
+    assert os.listdir(tmp_path) == ["kv"]
+    assert PagedKVCache.load(tmp_path / "kv").mode in ("none", "int4_per_token_head")

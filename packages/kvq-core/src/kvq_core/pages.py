@@ -48,13 +48,15 @@ class Pages:
         device = checks.device("device", device)
         given = {"k_scale": k_scale, "v_scale": v_scale}
         scales = {name: _per_layer(name, given[name], geometry.num_layers, backend) for name in _PLANES}
-        # Zeros rather than whatever was in that memory, since a snapshot holds every byte. No inference tensors, which could be written to
-        # in inference mode alone.
+        # Zeros rather than whatever was in that memory, since a snapshot holds every byte. Never inference tensors, which only inference
+        # mode may write to.
         with torch.inference_mode(False):
-            self._take(backend, geometry, {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in stored.items()})
+            tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in stored.items()}
+        self._take(backend, geometry, tensors)
         for name in self.tensors.keys() & _PLANES:
             self.tensors[name].copy_(scales[name])
 
+    @torch.inference_mode(False)
     def _take(self, backend: QuantKVBackend, geometry: Geometry, tensors: dict[str, torch.Tensor]) -> None:
         """Make ``tensors`` the memory, and all else views of it."""
         cells = layout.buffers_of(backend, geometry)
@@ -75,22 +77,22 @@ class Pages:
                 checked_scale(name, layer, scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Clones, since torch.multiprocessing shares a tensor's memory with the process it sends it to.
-        return {"backend": self.backend, "geometry": self.geometry, "tensors": self._clones()}
+        # Arrays, since torch.multiprocessing would share a tensor's memory with the process it is sent to.
+        arrays = {name: tensor.cpu().numpy() for name, tensor in self.tensors.items()}
+        return {"backend": self.backend, "geometry": self.geometry, "device": self.device, "arrays": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        with torch.inference_mode(False):  # in which loaded tensors are inference tensors
-            tensors = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in state["tensors"].items()}
-            self._take(state["backend"], state["geometry"], tensors)
+        device = usable_device(state["device"])
+        with torch.inference_mode(False):
+            tensors = {name: torch.from_numpy(array).to(device, copy=True) for name, array in state["arrays"].items()}
+        self._take(state["backend"], state["geometry"], tensors)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
-        twin._take(self.backend, self.geometry, self._clones())
-        return twin
-
-    def _clones(self) -> dict[str, torch.Tensor]:
         with torch.inference_mode(False):
-            return {name: tensor.clone() for name, tensor in self.tensors.items()}
+            tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        twin._take(self.backend, self.geometry, tensors)
+        return twin
 
     @property
     def nbytes(self) -> int:

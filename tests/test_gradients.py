@@ -1,0 +1,171 @@
+"""kvq has no backward pass: in grad mode both doors refuse what requires grad, and a cache never holds a graph."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvq_core import ArgumentError, PagedKVCache, get_backend, register_backend, unregister_backend
+from kvq_core.none import NoneBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cache_checks import assert_consistent, forward
+
+MODES = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2")
+
+
+def write_arguments(backend, device):
+    scales = [torch.ones(1, device=device)] * 2 if backend.takes_scales else backend.allocate_scale_caches(2, 8, 2, device)
+    caches = [torch.zeros(2, 8, 2, backend.packed_head_size(32), device=device, dtype=backend.cache_dtype(torch.float32)) for _ in range(2)]
+    return {
+        **{name: torch.ones(3, 2, 32, device=device) for name in ("key", "value")},
+        **dict(zip(("key_cache", "value_cache"), caches, strict=True)),
+        "slot_mapping": torch.arange(3, device=device),
+        **dict(zip(("k_scale_cache", "v_scale_cache"), scales, strict=True)),
+    }
+
+
+def read_arguments(backend, device):
+    written = write_arguments(backend, device)
+    lengths = {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in (("starts", [0, 1]), ("used", [3]))}
+    return {
+        "q": torch.ones(1, 4, 32, device=device),
+        "k_cache": written["key_cache"],
+        "v_cache": written["value_cache"],
+        "out": torch.empty(1, 4, 32, device=device),
+        "cu_seqlens_q": lengths["starts"],
+        "max_seqlen_q": 1,
+        "seqused_k": lengths["used"],
+        "max_seqlen_k": 3,
+        "softmax_scale": 1.0,
+        "window_size": (-1, -1),
+        "block_table": torch.zeros(1, 1, dtype=torch.int32, device=device),
+        "softcap": 0.0,
+        "sinks": torch.zeros(4, device=device),
+        "alibi_slopes": torch.zeros(4, device=device),
+        "use_alibi_sqrt": False,
+        "qq_bias": torch.zeros(1, 1, device=device),
+        "output_scale": torch.ones(1, device=device),
+        "mm_prefix_range": None,
+        "k_scale_cache": written["k_scale_cache"],
+        "v_scale_cache": written["v_scale_cache"],
+        "num_par_softmax_segments": 2,
+        "softmax_segm_output": torch.zeros(1, 4, 2, 32, device=device),
+        "softmax_segm_max": torch.zeros(1, 4, 2, device=device),
+        "softmax_segm_expsum": torch.zeros(1, 4, 2, device=device),
+    }
+
+
+def calls(mode, device):
+    """Both doors with each float argument requiring grad in turn: door, arguments, and the name of that one."""
+    backend = get_backend(mode)
+    for door, made in ((backend.reshape_and_cache, write_arguments), (backend.unified_attention, read_arguments)):
+        for name, given in made(backend, device).items():
+            if isinstance(given, torch.Tensor) and given.is_floating_point() and given.dtype.itemsize > 1:
+                arguments = made(backend, device)
+                yield door, arguments | {name: arguments[name].clone().requires_grad_()}, name
+
+
+def bits(arguments):
+    return [x.detach().reshape(-1).view(torch.uint8).clone() for x in arguments.values() if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_requires_grad_is_refused_in_grad_mode(mode, device):
+    drawn = 0
+    for door, arguments, name in calls(mode, device):
+        before = bits(arguments)
+        with pytest.raises(ArgumentError, match=rf"^{name}: got a tensor that requires grad.*need torch.no_grad\(\)"):
+            door(**arguments)
+        assert all(torch.equal(x, y) for x, y in zip(before, bits(arguments), strict=True))
+        for mode_off in (torch.no_grad(), torch.inference_mode()):
+            with mode_off:
+                door(**arguments)
+        drawn += 1
+    assert drawn >= 10
+
+
+@pytest.mark.parametrize("argument", ["key", "value", "q"])
+def test_a_cache_refuses_them_too_and_takes_no_mean_from_them(argument, device):
+    cache = PagedKVCache("int4", num_blocks=2, num_kv_heads=2, head_size=32, device=device, smoothing="first_prefill")
+    step = cache.append({cache.allocate_sequence(): 3})
+    rows = {name: torch.ones(3, 2, 32, dtype=torch.bfloat16, device=device) for name in ("key", "value", "q")}
+    rows[argument].requires_grad_()
+    with pytest.raises(ArgumentError, match=f"{argument}: got a tensor that requires grad"):
+        if argument == "q":
+            cache.attend(0, rows["q"], step)
+        else:
+            cache.write(0, rows["key"], rows["value"], step)
+    assert cache.smoothing is None
+    with torch.no_grad():
+        cache.write(0, rows["key"], rows["value"], step)
+        cache.attend(0, rows["q"], step)
+    assert_consistent(cache)
+
+
+class Learned(NoneBackend):
+    """A mode with a parameter of its own."""
+
+    mode = "learned"
+    gain = torch.nn.Parameter(torch.ones(()))
+
+    def encode(self, x, scale=None):
+        codes, _ = super().encode(x, scale=scale)
+        return codes * self.gain.to(codes), None
+
+
+def graph_size(tensors):
+    seen, left = set(), [tensor.grad_fn for tensor in tensors]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return len(seen)
+
+
+@pytest.mark.parametrize("mode", ["none", "int8", "fp8_per_tensor", "int2", "learned"])
+def test_a_cache_never_holds_a_graph(mode, device):
+    """Over 200 tokens in grad mode, and nothing grows."""
+    register_backend(Learned)
+    try:
+        scales = {"k_scale": torch.nn.Parameter(torch.ones(1))} if mode == "fp8_per_tensor" else {}
+        cache = PagedKVCache(mode, num_blocks=32, block_size=8, num_kv_heads=1, head_size=32, device=device, **scales)
+        seq, size = cache.allocate_sequence(), cache.nbytes
+        for token in range(200):
+            (out,) = forward(cache, {seq: 1}, token)
+            assert not out.requires_grad
+        assert cache.nbytes == size and graph_size(cache._pages.tensors.values()) == 0
+        assert_consistent(cache)
+    finally:
+        unregister_backend("learned")
+
+
+def test_prefill_in_inference_mode_and_decode_outside(device):
+    with torch.inference_mode():
+        cache = PagedKVCache("int4", num_blocks=4, num_kv_heads=2, head_size=32, device=device, smoothing="first_prefill")
+        seq = cache.allocate_sequence()
+        forward(cache, {seq: 5})
+        cache.fork(seq)
+    forward(cache, {seq: 1})
+    with torch.no_grad():
+        forward(cache, {seq: 1})
+    assert_consistent(cache)
+
+
+def test_compiled_code_refuses_them_too(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cache = PagedKVCache("int4", num_blocks=2, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    backend, caches, slots = cache.backend, cache.layer(0), torch.arange(3)
+
+    @torch.compile(backend="eager")
+    def write(key):
+        backend.reshape_and_cache(
+            key, key, caches.key_cache, caches.value_cache, slots, k_scale_cache=caches.k_scale_cache, v_scale_cache=caches.v_scale_cache
+        )
+
+    write(torch.ones(3, 2, 32))
+    with pytest.raises(ArgumentError, match="key: got a tensor that requires grad"):
+        write(torch.ones(3, 2, 32, requires_grad=True))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 
 from kvq_core import PagedKVCache, get_backend, list_backends
 from kvq_core.cli.app import app
+from kvq_core.cli.doctor import _families
 from kvq_core.cli.list import FIRST_PARTY_BITS
 from kvq_core.registry import FIRST_PARTY
 
@@ -322,6 +324,7 @@ def test_doctor_tells_the_path_of_every_mode() -> None:
     for name in ("GPU", "driver", "torch", "triton", "transformers", "vllm", "KVQ_DEBUG", "KVQ_BATCH_INVARIANT", "KVQ_BACKENDS"):
         assert f"\n{name} " in f"\n{ran.out}"
     assert "none that torch can use: " in ran.out
+    assert "\nwarp groups, many rows (prefill): off: needs a GPU of architecture sm_90" in ran.out
 
 
 @pytest.mark.gpu
@@ -329,6 +332,47 @@ def test_doctor_runs_the_kernels_on_a_gpu() -> None:
     content = json.loads(kvq("doctor", "--json").out)
     assert torch.cuda.get_device_name() in content["machine"]["GPU"] and content["machine"]["driver"] != "none"
     assert {(mode["status"], mode["path"]) for mode in content["modes"]} == {("ok", "Triton kernels, compiled")}
+
+
+@pytest.mark.parametrize(
+    ("machine", "off", "reason"),
+    [
+        (("sm_90", True, False, True), 0, ""),
+        (("sm_90", True, False, False), 4, "needs Triton 3.6 or 3.7 (here: sm_90, Triton "),
+        (("sm_80", True, False, True), 3, "needs a GPU of architecture sm_90 (here: sm_80"),
+        (("gfx942", False, False, True), 4, "NVIDIA's PTX"),
+        (("", False, False, True), 5, "a GPU that torch can use"),
+        (("", False, True, True), 4, "compiled kernels, not TRITON_INTERPRET"),
+    ],
+)
+def test_doctor_tells_which_kernels_are_off_from_what_dispatch_asks(
+    machine: tuple[str, bool, bool, bool], off: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvq_core import families, launch
+
+    monkeypatch.setattr(launch, "machine_of", lambda device: families.Machine(*machine))
+    told = {family["family"]: family["why"] for family in _families(torch.device("cpu")) if not family["on"]}
+    assert len(told) == off and any(reason in why for why in told.values()) == bool(off)
+    rows = SimpleNamespace(key=torch.zeros(1, 1, 64, dtype=torch.half), value=torch.zeros(1, 1, 64, dtype=torch.half))
+    assert launch.fragments_fit(rows) == (families.FRAGMENTS.name not in told)
+
+
+def test_calc_on_several_gpus(tmp_path: Path) -> None:
+    for gpus, heads in (("1", 8), ("2", 4), ("8", 1), ("16", 1), ("32", 1)):
+        content = json.loads(calc("llama-3.1-8b", "--gpus", gpus, "--mode", "none", "--json", "--gpu-gib", "80").out)
+        assert content["layers"][0]["num_kv_heads"] == heads and content["modes"][0]["bytes_per_token"] == 32 * heads * 2 * 128 * 2
+        assert content["weight_bytes"] == -(-2 * 8_029_995_008 // int(gpus))
+    for gpus in ("3", "5", "12", "64"):
+        assert f"gpus: got {gpus} for layers of " in refused("calc", str(CONFIGS / "llama-3.1-8b.json"), "--gpus", gpus)
+
+
+def test_calc_tells_bytes_without_a_gpu_and_beside_weights_that_do_not_fit() -> None:
+    plain = calc("gpt-oss-20b", "--mode", "int4")  # whose weights are not counted
+    assert plain.status == 0 and row(plain.out, "int4_per_token_head")[1] == "13,824" and "weights" not in plain.out
+    content = json.loads(calc("llama-3.1-8b", "--json").out)
+    assert content["cache_bytes"] is None and "sequences" not in content["modes"][0]
+    tight = calc("llama-3.1-8b", "--gpu-gib", "16", "--mode", "int4")
+    assert tight.status == 0 and row(tight.out, "int4_per_token_head")[1] == "34,816" and "more than 16.6 do" in tight.out
 
 
 def test_doctor_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

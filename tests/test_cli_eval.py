@@ -130,6 +130,15 @@ def test_modes_devices_and_folders_that_are_not_there_are_refused(weights: str, 
     assert "/dev/null" in refused("--model", weights, "--text", text, *QUICK, "--out", "/dev/null/below")
 
 
+def test_what_would_fail_last_is_tried_first(weights: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(TinyModel, "hidden", None)  # nothing is computed
+    (tmp_path / "eval.png").mkdir()
+    assert "eval.png" in refused("--model", weights, "--text", text, *QUICK, "--out", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in refused("--model", weights, "--text", text, *QUICK, "--out", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.fixture
 def wide() -> Iterator[str]:
     class Wide(NoneBackend):

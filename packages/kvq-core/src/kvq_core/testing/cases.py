@@ -140,7 +140,7 @@ SHAPES = (
     Case(head_size=576, head_size_v=512, num_kv_heads=1, queries_per_kv=3, seq_lens=(19, 9)),
     Case(head_size=128, head_size_v=64),
     Case(head_size=96, head_size_v=112, num_kv_heads=1),
-    *(Case(block_size=p) for p in (8, 24, 32, 64, 128)),
+    *(Case(block_size=p, seq_lens=(65, 49)) for p in (8, 24, 32, 64, 128)),
     *(Case(num_kv_heads=h, queries_per_kv=g) for h, g in ((3, 1), (1, 3), (2, 4), (1, 7), (1, 8), (1, 16))),
     *(Case(layout=layout, head_size=d) for layout, d in (("token_major", 64), ("paired", 64), ("interleaved", 64), ("interleaved", 80))),
     *(Case(layout=layout, padding=0, spare_columns=i) for i, layout in enumerate(LAYOUTS)),

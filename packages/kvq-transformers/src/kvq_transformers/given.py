@@ -37,8 +37,9 @@ def whole(argument: str, value: object, *, least: int | None = 1, most: int | No
     Raises:
         ArgumentError: it is none, or not a multiple of ``step`` from ``least`` to ``most``.
     """
+    is_number = not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool and not getattr(value, "ndim", 0)
     try:
-        found = None if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool else operator.index(value)  # type: ignore[arg-type]
+        found = operator.index(value) if is_number else None  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
         found = None
     if found is None or (least is not None and found < least) or (most is not None and found > most) or found % step:

@@ -12,12 +12,12 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs")]
 
-import model_table
-import tiny_models
 from transformers import DynamicCache, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers_families import eager_twin, make_model, prompts
 
+import model_table
+import tiny_models
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate, disable, enable

@@ -65,7 +65,9 @@ class KVQCache(Cache):
     ) -> None:
         text = decoder_config(config)
         for name, value, step in (("max_cache_len", max_cache_len, 1), ("block_size", block_size, 8)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % step):
+            if (value is not None or name == "block_size") and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % step
+            ):
                 raise ArgumentError(name, repr(value), "a positive integer" if step == 1 else f"a positive multiple of {step}")
         try:
             layers = DynamicCache(config=text).layers

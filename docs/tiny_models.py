@@ -51,9 +51,6 @@ _LAYER_LISTS: Final = ("layer_types", "layers_block_type", "block_types", "mlp_l
 
 HINTS: Final[dict[str, dict[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "blt": {"encoder_hash_byte_group_vocab": 64},
-    "dots3_note": {"num_key_value_heads": 4, "swa_num_key_value_heads": 4},
-    "dots3_note_text": {"num_key_value_heads": 4, "swa_num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 
 from transformers import DynamicCache, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -141,7 +142,8 @@ def test_attention_may_be_called_by_position_as_kvpress_does() -> None:
 @torch.no_grad()
 def test_autocast(dtype: torch.dtype, family: str, capacity: dict[str, Any]) -> None:
     """Inside autocast and after it, a cache is as good as transformers' own."""
-    model = make_model(family)
+    # All experts at once: which of them a router takes may hang on the last bit.
+    model = make_model(family, **({"num_experts_per_tok": 2} if family == "GptOss" else {}))
     ids = prompts(1, 21)["input_ids"]
     exact = eager_twin(model)(ids).logits
     errors = []

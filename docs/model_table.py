@@ -184,10 +184,10 @@ def page(findings: Iterable[Finding]) -> str:
     lines = [
         "# Model types",
         "",
-        f"All {total} types of causal language models that transformers {transformers.__version__} knows (torch "
-        f"{torch.__version__.split('+')[0]}), each with a tiny configuration and random weights: eager attention over a `DynamicCache` against "
-        "kvq's over a `KVQCache` in mode `none`, with growing and with fixed pages: a prompt of 19 tokens, a chunk of 9, two single tokens "
-        "and 3 drafts, one of two rows padded on the left. Made by `python docs/model_table.py`.",
+        f"All {total} types of causal language models that transformers {transformers.__version__} knows, under torch "
+        f"{torch.__version__.split('+')[0]}: each with a tiny configuration and random weights, eager attention over a `DynamicCache` "
+        "against kvq's over a `KVQCache` in mode `none`, with growing and with fixed pages. A prompt of 19 tokens, a chunk of 9, two single "
+        "tokens and 3 drafts, one of two rows padded on the left. Made by `python docs/model_table.py`.",
         "",
         "## Same as eager attention",
         "",
@@ -199,7 +199,7 @@ def page(findings: Iterable[Finding]) -> str:
         REFUSED: ("Refused", "By `KVQCache(model.config)` and `enable(model)`, before anything runs."),
         UNBUILT: (
             "Not built in tiny",
-            "Transformers' own eager attention over its own cache fails here, so that there is nothing to compare.",
+            "Eager attention over transformers' own cache fails here: there is nothing to compare.",
         ),
         DIFFERENT: ("Different", "Do not use these."),
     }

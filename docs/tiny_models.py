@@ -40,7 +40,7 @@ _SIZES: Final[dict[int | float | None, str]] = {
     0.3: "initializer_range init_std initializer_factor",
     None: "eos_token_id forced_eos_token_id quantization_config max_length",
 }
-SMALL: Final = {name: size for size, names in _SIZES.items() for name in names.split()} | {
+SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names.split()} | {
     "bos_token_id": 1,
     "decoder_start_token_id": 1,
     "is_decoder": True,

@@ -82,7 +82,7 @@ class Pages:
         return {"backend": self.backend, "geometry": self.geometry, "device": self.device, "arrays": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        device = usable_device(state["device"])
+        device = checks.device("device", state["device"])
         with torch.inference_mode(False):
             tensors = {name: torch.from_numpy(array).to(device, copy=True) for name, array in state["arrays"].items()}
         self._take(state["backend"], state["geometry"], tensors)

@@ -10,6 +10,7 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 
 _BY_NAME: Final = {
+    "bigbird_pegasus": "decoder layers that call themselves not causal",
     "diffllama": "differential attention, which reads a layer's keys twice",
     "doge": "a mask that depends on the values",
     "git": "image tokens that see later ones",

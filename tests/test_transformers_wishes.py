@@ -1,0 +1,200 @@
+"""Who decides about the cache of an enabled model, how transformers calls kvq's attention, and which models are refused before they run."""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+
+from transformers import DynamicCache, GenerationConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers_families import eager_twin, make_model, prompts
+
+import model_table
+import tiny_models
+from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.testing import places
+from kvq_transformers import KVQCache, calibrate, disable, enable
+from kvq_transformers.naming import GENERATE
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+CAPACITIES = [{}, {"max_cache_len": 64}]
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.enter("eager", monkeypatch)
+
+
+def say(model: Any, place: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of ``generate`` that say use_cache=False in ``place``, or that fact noted in the model."""
+    config = GenerationConfig(**GREEDY, use_cache=False)
+    if place == "model":
+        model.generation_config.use_cache = False
+    if place == "config":
+        model.generation_config.use_cache, model.config.use_cache = None, False
+    return {"positional": ((config,), {}), "keyword": ((), {"generation_config": config}), "call": ((), GREEDY | {"use_cache": False})}.get(
+        place, ((), GREEDY)
+    )
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES, ids=["growing", "fixed"])
+@pytest.mark.parametrize("place", ["positional", "keyword", "call", "model", "config"])
+def test_no_cache_is_no_cache_wherever_it_is_said(place: str, capacity: dict[str, Any]) -> None:
+    model = make_model("Llama")
+    inputs = prompts(1, 20)
+    expected = eager_twin(model).generate(inputs["input_ids"], **GREEDY, use_cache=False)
+    enable(model, "int2", **capacity)
+    args, kwargs = say(model, place)
+    assert torch.equal(model.generate(inputs["input_ids"], *args, **kwargs), expected)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_that_is_given_is_the_one_that_is_used(name: str) -> None:
+    model = enable(make_model("Llama"), "int2")
+    ids = prompts(1, 20)["input_ids"]
+    expected = eager_twin(disable(copy.deepcopy(model))).generate(ids, **GREEDY)
+    for cache in (DynamicCache(config=model.config), KVQCache(model.config, "none")):
+        assert torch.equal(model.generate(ids, **GREEDY, **{name: cache}), expected)
+        assert int(cache.get_seq_length()) == 25
+    out = model.generate(ids, **GREEDY, return_dict_in_generate=True, use_cache=None, **{name: None})
+    assert isinstance(out[GENERATE], KVQCache)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "argument"),
+    [
+        (lambda config: {"use_cache": 0}, "use_cache"),
+        (lambda config: {"use_cache": False, "cache": DynamicCache(config=config)}, "use_cache"),
+        (lambda config: {"cache": DynamicCache(config=config), "past_key_values": DynamicCache(config=config)}, GENERATE),
+    ],
+)
+def test_wishes_that_contradict_each_other_are_refused(kwargs: Callable[[Any], dict[str, Any]], argument: str) -> None:
+    model = enable(make_model("Llama"), "int8")
+    with pytest.raises(ArgumentError) as caught:
+        model.generate(prompts(1, 9)["input_ids"], **GREEDY, **kwargs(model.config))
+    assert caught.value.argument == argument
+
+
+def test_settings_are_those_of_when_it_was_enabled() -> None:
+    modes: dict[Any, Any] = {"default": "int8", 0: "none"}
+    model = enable(make_model("Llama"), modes)
+    modes[0] = "int2"
+    out = model.generate(**prompts(1, 9), **GREEDY, return_dict_in_generate=True)
+    assert out[GENERATE].modes == {0: "none", 1: "int8_per_token_head"}
+
+
+def test_the_models_default_implementation_comes_back() -> None:
+    model = make_model("Llama")
+    model.generation_config.cache_implementation = "static"
+    out = enable(model, "int8").generate(**prompts(1, 9), **GREEDY, return_dict_in_generate=True)
+    assert isinstance(out[GENERATE], KVQCache)
+    model.generation_config.cache_implementation = "static"  # a later wish
+    with pytest.raises(ArgumentError, match="static cache"):
+        model.generate(**prompts(1, 9), **GREEDY)
+    model.generation_config.cache_implementation = None
+    assert disable(model).generation_config.cache_implementation == "static"
+
+
+def test_an_enabled_model_may_draft_for_another() -> None:
+    model, drafter = make_model("Gemma2"), enable(make_model("Gemma2"), "none")
+    ids = prompts(1, 23)["input_ids"]
+    expected = eager_twin(model).generate(ids, **GREEDY)
+    assert torch.equal(enable(model, "none").generate(ids, **GREEDY, assistant_model=drafter), expected)
+
+
+def test_kvq_itself_uses_no_deprecated_name() -> None:
+    model = make_model("Llama")
+    ids = prompts(1, 9)["input_ids"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", DeprecationWarning)
+        calibrate(model, ids)
+        enable(model, "int8").generate(ids, **GREEDY)
+
+
+def test_attention_may_be_called_by_position_as_kvpress_does() -> None:
+    own = ALL_ATTENTION_FUNCTIONS["kvq"]
+
+    def wrapper(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0, **kwargs: Any) -> Any:
+        return own(module, query, key, value, attention_mask, dropout, **kwargs)
+
+    model = make_model("Llama")
+    ids = prompts(1, 20)["input_ids"]
+    expected = eager_twin(model).generate(ids, **GREEDY)
+    ALL_ATTENTION_FUNCTIONS["kvq"] = wrapper
+    try:
+        assert torch.equal(enable(model, "none").generate(ids, **GREEDY), expected)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["kvq"] = own
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES, ids=["growing", "fixed"])
+@pytest.mark.parametrize("family", ["Llama", "GptOss", "Qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_autocast(dtype: torch.dtype, family: str, capacity: dict[str, Any]) -> None:
+    """Inside autocast and after it, a cache is as good as transformers' own."""
+    # All experts at once: which of them a router takes may hang on the last bit.
+    model = make_model(family, **({"num_experts_per_tok": 2} if family == "GptOss" else {}))
+    ids = prompts(1, 21)["input_ids"]
+    exact = eager_twin(model)(ids).logits
+    errors = []
+    for one, cache in (
+        (eager_twin(model), DynamicCache(config=model.config)),
+        (model, KVQCache(model.config, "none", **capacity)),
+    ):
+        with torch.autocast("cpu", dtype):
+            found = [one(ids[:, :18], **{GENERATE: cache}).logits, one(ids[:, 18:19], **{GENERATE: cache}).logits]
+        found.append(one(ids[:, 19:], **{GENERATE: cache}).logits)
+        errors.append((torch.cat(found, 1).float() - exact).square().mean().sqrt())
+    assert errors[1] <= 1.5 * errors[0]
+
+
+QUICK = ["bloom", "cohere2", "diffllama", "gemma2", "gpt2", "hrm_text", "jamba", "jetmoe", "llama", "mllama", "moshi", "mpt", "nemotron_h"]
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_no_model_type_is_silently_different(model_type: str) -> None:
+    finding = model_table.examine(model_type)
+    assert finding.outcome in (model_table.SAME, model_table.REFUSED), finding
+
+
+def test_the_page_lists_every_type() -> None:
+    import transformers
+
+    page = model_table.PAGE.read_text()
+    if f"transformers {transformers.__version__} " in page:
+        assert all(f"`{name}`" in page for name in tiny_models.causal_types())
+    assert "## Different" not in page
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"mode": x} for x in (None, 3, "", "int5", [], ("int4",), ("int4", 3), {}, {0: None}, {"x": "int4"}, {True: "int4"}, {0: []}, b"int4")]
+    + [{"smoothing": x} for x in (3, "mean", [], torch.ones(2), {})]
+    + [{"k_scale": x, "mode": "fp8_per_tensor"} for x in ("x", 0, -1.0, float("nan"), [], {}, {9: 1.0}, {0: None, 1: 1.0}, torch.ones(3))]
+    + [{"max_cache_len": x} for x in (0, -1, True, 2.5, "8")]
+    + [{"block_size": x} for x in (None, 0, 7, 8.0, "16")],
+    ids=str,
+)
+def test_wrong_arguments_leave_the_model_as_it_was(arguments: dict[str, Any]) -> None:
+    model = make_model("Llama")
+    before = model.config._attn_implementation
+    for call in (lambda: enable(model, **arguments), lambda: KVQCache(model.config, **arguments)):
+        with pytest.raises(KVQError) as caught:
+            call()
+        assert any(name in str(caught.value) for name in arguments)
+    assert model.config._attn_implementation == before and "generate" not in model.__dict__
+
+
+def test_a_mode_that_is_nearly_there_is_named() -> None:
+    with pytest.raises(KVQError, match=r"int5.*did you mean 'int"):
+        enable(make_model("Llama"), "int5")

@@ -210,10 +210,10 @@ def _calls(demands: Sequence[Demand]) -> Iterator[Call]:
             yield Call(demand, num_tokens)
         lengths = _powers(demand.max_seqlen_k)
         for num_seqs, longest in itertools.product(_densely(demand.max_num_seqs), lengths):
-            few = [(rows, num_seqs * rows) for rows in demand.query_rows]
+            bounds = sorted({*demand.query_rows, *_powers(DECODE_QUERY_LEN)})
+            few = [(rows, num_seqs * rows) for rows in bounds]
             # Not all have as many rows, or one has fewer than the bound says.
-            few += [(rows, max(num_seqs, rows, num_seqs * rows - 1)) for rows in _powers(DECODE_QUERY_LEN) if rows > 1 and num_seqs > 1]
-            few += [(rows, rows - 1) for rows in _powers(DECODE_QUERY_LEN) if rows > 1 and num_seqs == 1]
+            few += [(rows, max(num_seqs, rows - (num_seqs == 1), num_seqs * rows - 1)) for rows in bounds if rows > 1]
             for rows, num_tokens in few:
                 yield Call(demand, num_tokens, num_seqs, rows, longest)
         for num_seqs, rows in itertools.product((1, 2, power_of_two(demand.max_num_seqs)), _powers(demand.max_num_tokens)):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvq_core import debug, ops, schedule
+from kvq_core.workspace import workspace_size
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -98,12 +99,45 @@ def compiling_for(device: Device) -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def planning_for(device: Device) -> Iterator[None]:
-    """Within the block, a door plans what it would launch on ``device``, and that is all."""
+def loading_for(device: Device) -> Iterator[None]:
+    """Within the block, a door compiles the kernels that it would launch on ``device``, this process's own GPU, or finds them in Triton's
+    cache on disk, and runs nothing: this process has them from then on."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def load_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with _on(device), _replaced(JITFunction, "run", load_only):
+        yield
+
+
+@dataclass
+class Planned:
+    """What doors would have done: kernels with their arguments and options, and elements of the workspaces they asked for."""
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    spaces: list[int] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def planning_for(device: Device) -> Iterator[Planned]:
+    """Within the block, a door plans what it would launch on ``device``, and that is all. Yields what was planned."""
+    from kvq_core import launched
     from kvq_core.launched import Launched
 
-    with _on(device), _replaced(Launched, "start", lambda *arguments, **options: None):
-        yield
+    planned, make = Planned(), launched.workspace
+
+    def start(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        planned.launches.append((kernel, arguments, options))
+
+    def workspace(place: torch.device, row_blocks: int, rows: int, head_size_v: int) -> tuple[torch.Tensor, ...]:
+        planned.spaces.append(workspace_size(row_blocks, rows, head_size_v))
+        return make(place, row_blocks, rows, head_size_v)
+
+    with _on(device), _replaced(Launched, "start", start), _replaced(launched, "workspace", workspace):
+        yield planned
 
 
 @contextlib.contextmanager

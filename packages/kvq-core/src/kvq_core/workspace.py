@@ -9,6 +9,9 @@ Memory made during a capture belongs to the graph's pool: the graph rewrites it 
 along when it dies. So what is kept never comes from there. A capture on a stream whose buffer is large enough (it was warmed up) bakes
 that one in and allocates nothing. Any other capture gets a buffer for the one call, which no later call sees: the pool holds its memory
 for as long as the graph lives, and hands it out again only to what the same stream captures afterwards, as with every temporary tensor.
+
+An engine that attends on one stream at a time can :func:`reserve` one buffer for all streams of a device, before it measures what memory
+is left: graphs it captures on another stream then bake that one in, too.
 """
 
 from __future__ import annotations
@@ -43,9 +46,19 @@ class _Workspaces:
         self._lock = threading.Lock()
         self._kept: dict[_Place, list[torch.Tensor]] = {}
         self._uses: dict[_Place, AbstractContextManager[object]] = {}
+        self._reserved: dict[torch.device, torch.Tensor] = {}
+
+    def reserve(self, device: torch.device, size: int) -> int:
+        with self._lock:
+            held = self._reserved.get(device)
+            if held is None or held.numel() < size:
+                # The outgrown one stays: a graph may use it.
+                self._kept.setdefault((device, -1), []).append(_buffer(size, device))
+                held = self._reserved[device] = self._kept[device, -1][-1]
+            return held.nbytes
 
     def use(self, device: torch.device, stream: int | None = None) -> AbstractContextManager[object]:
-        place = _place(device, stream)
+        place = (device, -1) if device in self._reserved else _place(device, stream)
         found = self._uses.get(place)
         # Reentrant, since a hook of Triton's that sees a launch may attend, too.
         return self._uses.setdefault(place, threading.RLock()) if found is None else found
@@ -57,6 +70,9 @@ class _Workspaces:
     def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
         """A float32 buffer of at least ``size`` elements for the current stream of ``device`` (``stream``, if the caller knows it)."""
         with self._lock:
+            reserved = self._reserved.get(device)
+            if reserved is not None and reserved.numel() >= size:
+                return reserved
             kept = self._kept.setdefault(_place(device, stream), [])
             if kept and kept[-1].numel() >= size:
                 return kept[-1]
@@ -93,6 +109,18 @@ _WORKSPACES = _Workspaces()
 def kept_buffer(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
     """A float32 buffer of at least ``size`` elements for the current stream: what :func:`workspace` cuts up."""
     return _WORKSPACES.get(device, size, stream)
+
+
+def reserve(device: torch.device, size: int) -> int:
+    """Keep one buffer of ``size`` float32 elements for all streams of ``device``; returns its bytes. Only one of them may attend at a time.
+
+    Calls that need more get buffers of their own, as without it.
+    """
+    return _WORKSPACES.reserve(_indexed(device), size)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def kept_bytes(device: torch.device) -> int:

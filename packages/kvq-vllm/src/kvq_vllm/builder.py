@@ -9,7 +9,8 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from kvq_core.errors import ArgumentError
-from kvq_core.schedule import DECODE_QUERY_LEN, power_of_two
+from kvq_core.warmup import rounded_query_len
+from kvq_vllm.demands import query_rows, warm_up_group
 from kvq_vllm.refusals import WITHOUT_KVQ, check_group
 
 
@@ -35,6 +36,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         check_group(kv_cache_spec, vllm_config)
+        self._query_rows = query_rows(vllm_config)
+        warm_up_group(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
         batch = common_attn_metadata
@@ -42,7 +45,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
             raise ArgumentError("causal", batch.causal, f"True: kvq attends causally; {WITHOUT_KVQ}")
         return KVQMetadata(
             num_actual_tokens=batch.num_actual_tokens,
-            max_query_len=_rounded(batch.max_query_len, batch.num_actual_tokens, batch.num_reqs),
+            max_query_len=rounded_query_len(batch.max_query_len, batch.num_actual_tokens, batch.num_reqs, self._query_rows),
             query_start_loc=batch.query_start_loc,
             max_seq_len=batch.max_seq_len,
             seq_lens=batch.seq_lens,
@@ -55,10 +58,3 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         metadata = self.build(0, common_attn_metadata)
         metadata.seq_lens.fill_(1)
         return metadata
-
-
-def _rounded(longest: int, num_tokens: int, num_reqs: int) -> int:
-    """A bound of the query lengths of which there are few, since each up to :data:`DECODE_QUERY_LEN` has kernels of its own."""
-    if longest * num_reqs == num_tokens or longest > DECODE_QUERY_LEN:
-        return longest
-    return power_of_two(longest)

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionImpl
 
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import LayerCaches
 from kvq_core.schedule import set_batch_invariant
 from kvq_vllm.builder import KVQMetadata
-from kvq_vllm.pages import layer_views
+from kvq_vllm.demands import reserve_for
+from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, head_size_reason
 from kvq_vllm.settings import current
 
@@ -50,10 +52,20 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.softcap, self.sinks = float(logits_soft_cap or 0), sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.use_alibi_sqrt = use_alibi_sqrt
-        self._in_cells = settings.has_vllm_cells(kv_cache_dtype)
+        self.in_cells = settings.has_vllm_cells(kv_cache_dtype)
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
         if envs.VLLM_BATCH_INVARIANT:
             set_batch_invariant(True)
+
+    def content_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token of one head, K and V, for rows of ``dtype``."""
+        return content_bytes(self.kvq, self.head_size, self.head_size, dtype)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls this before it measures how much memory is left for pages."""
+        config = get_current_vllm_config_or_none()
+        if config is not None:
+            reserve_for(self, config, act_dtype, config.device_config.device)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -119,7 +131,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         if self._views is None or self._views[0] != key:
             if self.alibi_slopes is not None:
                 self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
-            caches = layer_views(self.kvq, kv_cache, self.head_size, head_size_v, dtype, self._in_cells)
+            caches = layer_views(self.kvq, kv_cache, self.head_size, head_size_v, dtype, self.in_cells)
             if self.kvq.takes_scales:
                 caches = LayerCaches(caches.key_cache, caches.value_cache, layer._k_scale, layer._v_scale)
             self._views = key, caches

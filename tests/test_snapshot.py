@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -304,14 +305,20 @@ def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
     assert refused > 200
 
 
+def _with(field: str, value: str) -> Callable[[str], str]:
+    """A header whose ``field`` has ``value``."""
+    return lambda text: text.replace(field, f"{field.partition(':')[0]}: {value}", 1)
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
+FIELDS = ('"next_id": 3', '"block_size": 8', '"format_version": 1')
+WRONG = ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        *(lambda text, old=old, new=new: text.replace(old, new, 1) for old in ('"next_id": 3', '"block_size": 8', '"format_version": 1')
-          for new in (f"{old.split(':')[0]}: {value}" for value in ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP))),
+        *(_with(field, value) for field in FIELDS for value in WRONG),
         lambda text: DEEP,
         lambda text: "[]",
         lambda text: "3",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvq_core import ops, spec
+from kvq_core import checks, ops
 from kvq_core.environment import kernels_of
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
@@ -29,7 +29,7 @@ def _opcheck(op: Any, *inputs: Any) -> None:
 def _read_inputs(a: dict[str, Any], out: torch.Tensor) -> tuple[Any, ...]:
     names = "cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale window_size block_table softcap sinks alibi_slopes"
     names += " use_alibi_sqrt qq_bias output_scale mm_prefix_range k_scale_cache v_scale_cache"
-    a = a | {"window_size": spec.window_left(a["window_size"])}
+    a = a | {"window_size": checks.window_left(a["window_size"])}
     return (a["q"], a["k_cache"], a["v_cache"], out, *(a[name] for name in names.split()), *[None] * 5)
 
 

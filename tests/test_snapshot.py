@@ -305,13 +305,14 @@ def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
+HOSTILE = ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP)
+STATED = ('"next_id": 3', '"block_size": 8', '"format_version": 1')
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        *(lambda text, old=old, new=new: text.replace(old, new, 1) for old in ('"next_id": 3', '"block_size": 8', '"format_version": 1')
-          for new in (f"{old.split(':')[0]}: {value}" for value in ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP))),
+        *(lambda text, old=old, value=value: text.replace(old, f"{old.split(':')[0]}: {value}", 1) for old in STATED for value in HOSTILE),
         lambda text: DEEP,
         lambda text: "[]",
         lambda text: "3",
@@ -325,7 +326,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         lambda text: text.replace('"bfloat16"', '"float16"', 1),
         lambda text: text.replace('"checksums": {', '"checksums": {"value_cache": "x", ', 1),
     ],
-)  # fmt: skip
+)
 def test_hostile_headers(change, tmp_path):
     path = tmp_path / "kv"
     filled("none", device="cpu")[0].save(path)

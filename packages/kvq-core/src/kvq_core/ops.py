@@ -197,24 +197,34 @@ class _Ops:
     """The ops defined so far. A mode registered anew (a test's, say) takes over its name's ops."""
 
     def __init__(self) -> None:
-        self._library = torch.library.Library("kvq", "FRAGMENT")
+        self._libraries: list[torch.library.Library] = []
         self._lock = threading.Lock()
         self._bound: dict[str, _Bound] = {}
 
     def bind(self, backend: QuantKVBackend) -> None:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
         with self._lock:
-            if backend.mode not in self._bound:
-                given = backend.takes_scales
-                schemas = {"write": _WRITE_SCHEMA_GIVEN_SCALES if given else _WRITE_SCHEMA, "read": _READ_SCHEMA}
+            if backend.mode in self._bound:
+                self._bound[backend.mode] = _Bound(backend)
+                return
+            given = backend.takes_scales
+            schemas = {"write": _WRITE_SCHEMA_GIVEN_SCALES if given else _WRITE_SCHEMA, "read": _READ_SCHEMA}
+            library = torch.library.Library("kvq", "FRAGMENT")
+            try:
                 for verb in _VERBS:
-                    self._define(backend.mode, verb, schemas[verb.name])
-            # Last: another thread that finds the mode bound takes its ops without asking for the lock.
-            self._bound[backend.mode] = _Bound(backend)
+                    self._define(library, backend.mode, verb, schemas[verb.name])
+                self._libraries.append(library)
+                # Last: another thread that finds the mode bound takes its ops without asking for the lock.
+                self._bound[backend.mode] = _Bound(backend)
+            except BaseException:
+                # Ctrl-C, say. An op that is there in part could not be defined again.
+                self._bound.pop(backend.mode, None)
+                library._destroy()
+                raise
 
-    def _define(self, mode: str, verb: _Verb, schema: str) -> None:
+    def _define(self, library: torch.library.Library, mode: str, verb: _Verb, schema: str) -> None:
         name = f"{mode}_{verb.name}"
-        self._library.define(name + schema)
+        library.define(name + schema)
 
         def run(*arguments: Any) -> None:
             device = arguments[0].device
@@ -226,8 +236,8 @@ class _Ops:
                 self._bound[mode].call(verb, arguments)
 
         for key in ("CPU", "CUDA"):
-            self._library.impl(name, run, key)
-        torch.library.register_fake(f"kvq::{name}", _no_result, lib=self._library)
+            library.impl(name, run, key)
+        torch.library.register_fake(f"kvq::{name}", _no_result, lib=library)
 
     def forget(self) -> None:
         with self._lock:

@@ -198,7 +198,8 @@ class _Ops:
 
     def __init__(self) -> None:
         self._libraries: list[torch.library.Library] = []
-        self._lock = threading.Lock()
+        # Reentrant: a Ctrl-C at the end of a with statement leaves the lock with its thread.
+        self._lock = threading.RLock()
         self._bound: dict[str, _Bound] = {}
 
     def bind(self, backend: QuantKVBackend) -> None:

@@ -1,6 +1,7 @@
 """An exception at any point of an operation, Ctrl-C included, leaves the cache as before the operation or as after it."""
 
 import copy
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import kvq_core
 from kvq_core import PagedKVCache
 from kvq_core.blocks import BlockPool
+from kvq_core.none import NoneBackend
 from kvq_core.sequences import SequenceTable
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -126,6 +128,22 @@ def test_interrupted_at_any_line(name, tmp_path):
             meet(cache, twin)
             assert_goes_on_alike(cache, twin)
     assert points >= 5
+
+
+def test_the_first_write_of_a_mode_interrupted_at_any_line():
+    """It defines the mode's ops, which are the process's."""
+    for point in itertools.count():
+        backend = type("Fresh", (NoneBackend,), {"mode": f"fresh_{point}"})()
+        cache = PagedKVCache(backend, num_blocks=1, num_kv_heads=1, head_size=16, dtype=torch.float32)
+        step, rows = cache.append({cache.allocate_sequence(): 2}), torch.ones(2, 1, 16)
+        try:
+            with InterruptAt(point):
+                cache.write(0, rows, rows, step)
+            break
+        except KeyboardInterrupt:
+            cache.write(0, rows, rows, step)
+        assert torch.equal(cache.attend(0, rows, step), rows)
+    assert point > 50
 
 
 TABLE_OPERATIONS = {

@@ -332,7 +332,7 @@ WRONG = ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "
         lambda text: text.replace('"bfloat16"', '"float16"', 1),
         lambda text: text.replace('"checksums": {', '"checksums": {"value_cache": "x", ', 1),
     ],
-)  # fmt: skip
+)
 def test_hostile_headers(change, tmp_path):
     path = tmp_path / "kv"
     filled("none", device="cpu")[0].save(path)

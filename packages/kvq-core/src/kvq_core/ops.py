@@ -240,23 +240,34 @@ class _Ops:
     """The ops defined so far. A mode registered anew (a test's, say) takes over its name's ops."""
 
     def __init__(self) -> None:
-        self._library = torch.library.Library("kvq", "FRAGMENT")
-        self._lock = threading.Lock()
+        self._libraries: list[torch.library.Library] = []
+        # Reentrant: a Ctrl-C at the end of a with statement leaves the lock with its thread.
+        self._lock = threading.RLock()
         self._bound: dict[str, _Bound] = {}
 
     def bind(self, backend: QuantKVBackend) -> None:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
         with self._lock:
-            if backend.mode not in self._bound:
+            if backend.mode in self._bound:
+                self._bound[backend.mode] = _Bound(backend)
+                return
+            library = torch.library.Library("kvq", "FRAGMENT")
+            try:
                 for verb in _VERBS:
-                    self._define(verb, backend)
-            # Last: another thread that finds the mode bound takes its ops without asking for the lock.
-            self._bound[backend.mode] = _Bound(backend)
+                    self._define(library, verb, backend)
+                self._libraries.append(library)
+                # Last: another thread that finds the mode bound takes its ops without asking for the lock.
+                self._bound[backend.mode] = _Bound(backend)
+            except BaseException:
+                # Ctrl-C, say. An op that is there in part could not be defined again.
+                self._bound.pop(backend.mode, None)
+                library._destroy()
+                raise
 
-    def _define(self, verb: _Verb, backend: QuantKVBackend) -> None:
+    def _define(self, library: torch.library.Library, verb: _Verb, backend: QuantKVBackend) -> None:
         mode, schema = backend.mode, verb.schema(backend)
         name = f"{mode}_{verb.name}"
-        self._library.define(name + schema)
+        library.define(name + schema)
 
         def run(*arguments: Any) -> None:
             device = arguments[0].device
@@ -268,7 +279,7 @@ class _Ops:
                 self._bound[mode].call(verb, arguments)
 
         for key in ("CPU", "CUDA"):
-            self._library.impl(name, run, key)
+            library.impl(name, run, key)
 
         def no_result(*arguments: object) -> None:
             """Both ops only change their arguments: there is no result to describe. Meta tensors of no tracer come here, too."""
@@ -276,7 +287,7 @@ class _Ops:
                 if isinstance(x, torch.Tensor) and x.device.type == "meta" and not isinstance(x, FakeTensor):
                     raise ArgumentError(argument, "a tensor on meta", "one on a CPU or CUDA device")
 
-        torch.library.register_fake(f"kvq::{name}", no_result, lib=self._library)
+        torch.library.register_fake(f"kvq::{name}", no_result, lib=library)
 
     def forget(self) -> None:
         with self._lock:

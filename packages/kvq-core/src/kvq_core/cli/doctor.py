@@ -88,7 +88,21 @@ def _machine() -> dict[str, str]:
         "driver": nvidia_driver() or "none",
         "CPU": f"{cpu_name()}, {os.cpu_count()} cores",
         "system": platform.platform(),
+        **_in_engines(),
     }
+
+
+def _in_engines() -> dict[str, str]:
+    """What packages that put kvq into engines say of them: entry points in the group ``kvq.doctor``."""
+    from importlib.metadata import entry_points
+
+    found: dict[str, str] = {}
+    for point in entry_points(group="kvq.doctor"):
+        try:
+            found |= point.load()()
+        except Exception as problem:
+            found[point.name] = f"cannot be asked: {type(problem).__name__}: {problem}"
+    return found
 
 
 def _plans() -> tuple[list[dict[str, Any]], str]:

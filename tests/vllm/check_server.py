@@ -1,0 +1,111 @@
+"""``vllm serve`` with kvq's pages, asked over HTTP as an OpenAI client asks: ``python tests/vllm/check_server.py FOLDER``.
+
+The server's engine is a spawned process. Its greedy text is held against transformers with a ``KVQCache`` in the same mode.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvq_transformers import KVQCache
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "KVQ_VLLM_CPU": "1",
+}
+PROMPT = [7 + 11 * i % 300 for i in range(60)]
+TOKENS = 8
+STARTS_WITHIN = 300
+LOGPROB_ERROR = 2e-3
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def wait_until_up(server: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + STARTS_WITHIN
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            ask(f"{url}/health")
+        except OSError:
+            time.sleep(1)
+        else:
+            return
+    raise SystemExit(f"the server is not up (exit status {server.poll()})")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    model = tiny.make("llama", folder)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    # What `vllm serve` runs: that script looks for a distribution of the name vllm, which vllm-cpu is not.
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4"]
+    command += ["--kv-cache-dtype", "int4_per_token_head", "--attention-backend", "CUSTOM"]
+    log = folder / "server.log"
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | SETTINGS) as server:
+        try:
+            wait_until_up(server, url)
+            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+            choice = ask(f"{url}/v1/completions", body | {"return_token_ids": True})["choices"][0]
+        except BaseException:
+            print(log.read_text(errors="replace")[-6000:])
+            raise
+        finally:
+            server.terminate()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    done = reference.generate(
+        torch.tensor([PROMPT]),
+        past_key_values=KVQCache(reference.config, "int4"),
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    tokens = done.sequences[0, len(PROMPT) :].tolist()
+    logprobs = [float(x[0].log_softmax(-1)[token]) for x, token in zip(done.logits, tokens, strict=True)]
+    worst = max(abs(a - b) for a, b in zip(choice["logprobs"]["token_logprobs"], logprobs, strict=True))
+    if choice["token_ids"] != tokens or worst > LOGPROB_ERROR:
+        raise SystemExit(f"the server goes on {choice['token_ids']}, need {tokens}; log-probabilities are {worst:.1e} off")
+    print(f"served {TOKENS} tokens over HTTP, log-probabilities within {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()

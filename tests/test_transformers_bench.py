@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_transformers  # noqa: E402
 from kvq_core.testing import places  # noqa: E402
-from kvq_transformers.naming import GENERATE
+from kvq_transformers.naming import GENERATE  # noqa: E402
 
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--contexts", "40", "70", "--tokens", "12", "--no-compile"]
 

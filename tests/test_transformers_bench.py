@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_transformers  # noqa: E402
 from kvq_core.testing import places  # noqa: E402
+from kvq_transformers.naming import GENERATE  # noqa: E402
 
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--contexts", "40", "70", "--tokens", "12", "--no-compile"]
 
@@ -56,7 +57,7 @@ def test_filled_caches_are_as_a_model_fills_them(name: str) -> None:
     filled, read = (bench_transformers.build_cache(name, bench.model.config, 40 + bench.spare) for _ in range(2))
     with torch.no_grad():
         bench._fill(filled, row)
-        bench.model(torch.randint(3, 99, (2, 40)), past_key_values=read)
+        bench.model(torch.randint(3, 99, (2, 40)), **{GENERATE: read})
     assert int(filled.get_seq_length()) == int(read.get_seq_length()) == 40
     stored = []
     for one, other in zip(filled.layers, read.layers, strict=True):

@@ -21,6 +21,7 @@ from kvq_core.scales import LARGEST_CODE
 from kvq_core.testing import places
 from kvq_transformers import Calibration, KVQCache, calibrate, disable, enable
 from kvq_transformers.attention import register
+from kvq_transformers.naming import GENERATE
 
 MODES = ["none", "int8", "fp8", "fp8_per_tensor", "int4", "int2"]
 STEPS = [19, 9, 1, 1, 3]
@@ -213,7 +214,7 @@ def test_scales_stay_when_pages_grow_and_are_copied() -> None:
     modes = {"default": "fp8_per_tensor", 1: "int8"}
     cache = KVQCache(model.config, modes, k_scale=found.k_scale, v_scale=found.v_scale, block_size=8)
     for part in inputs["input_ids"].split(20, 1):
-        model(part, past_key_values=cache)
+        model(part, **{GENERATE: cache})
     import copy
 
     for one in (cache, copy.deepcopy(cache)):
@@ -228,8 +229,8 @@ def test_enable_takes_scales() -> None:
     found = calibrate(model, **inputs)
     enable(model, mode="fp8_per_tensor", **given(found))
     out = model.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-    assert float(out.past_key_values.layers[1].pages.caches.v_scale_cache) == found.v_scale[1]
-    assert out.past_key_values.smoothing.fingerprint == found.smoothing.fingerprint
+    assert float(out[GENERATE].layers[1].pages.caches.v_scale_cache) == found.v_scale[1]
+    assert out[GENERATE].smoothing.fingerprint == found.smoothing.fingerprint
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------------------

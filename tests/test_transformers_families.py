@@ -17,6 +17,7 @@ from transformers_watch import Encode, Watch, through_mode
 from kvq_core import ArgumentError, QuantKVBackend
 from kvq_core.testing import places
 from kvq_transformers import KVQCache
+from kvq_transformers.naming import GENERATE
 
 QUANTIZED = ["int8", "fp8", "fp8_per_tensor", "int4", "int2"]
 # A prompt, a chunk of one, drafts: as generate, chunked prefill and speculative decoding feed a model. Row 1 has 5 columns of padding.
@@ -82,7 +83,7 @@ def test_greedy_tokens_are_those_of_eager_attention(family: str, capacity: str) 
     model, inputs = make_model(family), prompts(2, 21, PADDING)
     options = {"max_new_tokens": 10, "do_sample": False}
     expected = eager_twin(model).generate(**inputs, **options)
-    found = model.generate(**inputs, **options, past_key_values=KVQCache(model.config, "none", **CAPACITIES[capacity]))
+    found = model.generate(**inputs, **options, **{GENERATE: KVQCache(model.config, "none", **CAPACITIES[capacity])})
     assert torch.equal(found, expected)
 
 

@@ -18,6 +18,7 @@ from transformers_families import eager_twin, fake_quantized_cache, make_model, 
 
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, disable, enable
+from kvq_transformers.naming import GENERATE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 # Gemma 2: a sliding window of 11, much shorter than the texts, and a full layer.
@@ -61,9 +62,9 @@ def test_padded_batches(model: PreTrainedModel, mode: str, capacity: dict[str, A
     cache, twin, expected_cache = both(model, mode, capacity)
     inputs = prompts(3, 23, (0, 9, 22))
     torch.manual_seed(1)
-    expected = twin.generate(**inputs, **(GREEDY | options), past_key_values=expected_cache)
+    expected = twin.generate(**inputs, **(GREEDY | options), **{GENERATE: expected_cache})
     torch.manual_seed(1)
-    assert torch.equal(model.generate(**inputs, **(GREEDY | options), past_key_values=cache), expected)
+    assert torch.equal(model.generate(**inputs, **(GREEDY | options), **{GENERATE: cache}), expected)
 
 
 @pytest.mark.parametrize("mode", ["none", "int4"])
@@ -80,8 +81,8 @@ def test_assisted_decoding(model: PreTrainedModel, mode: str, capacity: dict[str
         options = {"assistant_model": assistant}
     # Which drafts come does not change what the model makes of the accepted ones: plain decoding is what to expect.
     plain = fake_quantized_cache(twin.config, cache.modes)
-    expected = twin.generate(**inputs, **GREEDY, past_key_values=plain)
-    assert torch.equal(model.generate(**inputs, **GREEDY, **options, past_key_values=cache), expected)
+    expected = twin.generate(**inputs, **GREEDY, **{GENERATE: plain})
+    assert torch.equal(model.generate(**inputs, **GREEDY, **options, **{GENERATE: cache}), expected)
 
 
 @pytest.mark.parametrize("mode", ["none", "int4"])
@@ -89,8 +90,8 @@ def test_a_conversation_goes_on_in_its_cache(model: PreTrainedModel, mode: str, 
     cache, twin, expected_cache = both(model, mode, capacity)
     text, mask = prompts(2, 15, (0, 4)).values()
     for turn in range(3):
-        found = model.generate(input_ids=text, attention_mask=mask, **GREEDY, past_key_values=cache)
-        assert torch.equal(found, twin.generate(input_ids=text, attention_mask=mask, **GREEDY, past_key_values=expected_cache))
+        found = model.generate(input_ids=text, attention_mask=mask, **GREEDY, **{GENERATE: cache})
+        assert torch.equal(found, twin.generate(input_ids=text, attention_mask=mask, **GREEDY, **{GENERATE: expected_cache}))
         more = prompts(2, 6 + turn)["input_ids"]
         text = torch.cat([found, more], 1)
         mask = torch.cat([mask, mask.new_ones(2, text.shape[1] - mask.shape[1])], 1)
@@ -102,11 +103,11 @@ def test_a_prefix_serves_several_prompts(model: PreTrainedModel, capacity: dict[
     prefix, ends = prompts(1, 20)["input_ids"], [prompts(1, 4)["input_ids"], prompts(1, 5)["input_ids"]]
     cache, twin, _ = both(model, "int4", capacity)
     with torch.no_grad():
-        model(prefix, past_key_values=cache)
+        model(prefix, **{GENERATE: cache})
     for end in ends:
         text = torch.cat([prefix, end], 1)
-        found = model.generate(text, **GREEDY, past_key_values=copy.deepcopy(cache))
-        expected = twin.generate(text, **GREEDY, past_key_values=fake_quantized_cache(twin.config, cache.modes), prefill_chunk_size=20)
+        found = model.generate(text, **GREEDY, **{GENERATE: copy.deepcopy(cache)})
+        expected = twin.generate(text, **GREEDY, **{GENERATE: fake_quantized_cache(twin.config, cache.modes)}, prefill_chunk_size=20)
         assert torch.equal(found, expected)
     assert int(cache.get_seq_length()) == 20
 
@@ -120,13 +121,13 @@ def test_enable_makes_plain_generate_use_the_cache() -> None:
     assert enable(model, mode="int2") is model
     for _ in range(2):  # a new cache each time
         out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-        assert isinstance(out.past_key_values, KVQCache)
-        expected = twin.generate(**inputs, **GREEDY, past_key_values=fake_quantized_cache(twin.config, out.past_key_values.modes))
+        assert isinstance(out[GENERATE], KVQCache)
+        expected = twin.generate(**inputs, **GREEDY, **{GENERATE: fake_quantized_cache(twin.config, out[GENERATE].modes)})
         assert torch.equal(out.sequences, expected)
     assert not torch.equal(out.sequences, plain)
     enable(model, mode={"default": "int8", 0: "none"}, max_cache_len=64)
     out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    assert out.past_key_values.modes == {0: "none", 1: "int8_per_token_head"} and out.past_key_values.get_max_length() == 64
+    assert out[GENERATE].modes == {0: "none", 1: "int8_per_token_head"} and out[GENERATE].get_max_length() == 64
     assert disable(model) is model
     assert torch.equal(model.generate(**inputs, **GREEDY), plain)
     assert model.config._attn_implementation == before and "generate" not in model.__dict__
@@ -138,11 +139,11 @@ def test_enabled_models_leave_a_callers_own_choice_alone() -> None:
     disable(twin)
     inputs = prompts(2, 23, (0, 9))
     expected = twin.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=DynamicCache(config=model.config)), expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **{GENERATE: DynamicCache(config=model.config)}), expected)
     assert torch.equal(model.generate(**inputs, **GREEDY, use_cache=False), expected)
     assert torch.equal(model.generate(**inputs, generation_config=GenerationConfig(**GREEDY, use_cache=False)), expected)
     own = KVQCache(model.config, "none")
-    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=own), expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **{GENERATE: own}), expected)
     assert own.get_seq_length() == expected.shape[1] - 1
 
 
@@ -151,7 +152,7 @@ def test_a_models_default_cache_gives_way() -> None:
     model.generation_config.cache_implementation = "static"
     enable(model, mode="int8")
     out = model.generate(**prompts(1, 9), **GREEDY, return_dict_in_generate=True)
-    assert isinstance(out.past_key_values, KVQCache)
+    assert isinstance(out[GENERATE], KVQCache)
 
 
 def test_a_copy_of_an_enabled_model_is_a_model_of_its_own() -> None:
@@ -171,11 +172,11 @@ def test_a_decode_step_compiles_once_and_as_one_graph(model: PreTrainedModel, mo
     inputs = prompts(2, 23, (0, 9))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found = model.generate(**inputs, **GREEDY, past_key_values=cache, compile_config=compiled)
+    found = model.generate(**inputs, **GREEDY, **{GENERATE: cache}, compile_config=compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(found, twin.generate(**inputs, **GREEDY, past_key_values=expected_cache))
+    assert torch.equal(found, twin.generate(**inputs, **GREEDY, **{GENERATE: expected_cache}))
     cache.reset()
-    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache, compile_config=compiled), found)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **{GENERATE: cache}, compile_config=compiled), found)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -190,5 +191,5 @@ def test_chunked_prefill_compiles(early: bool) -> None:
         cache.early_initialization(2, num_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
     inputs = prompts(2, 24, (0, 9))
     torch._dynamo.reset()
-    found = model.generate(**inputs, **GREEDY, past_key_values=cache, compile_config=compiled, prefill_chunk_size=8)
-    assert torch.equal(found, twin.generate(**inputs, **GREEDY, past_key_values=expected_cache))
+    found = model.generate(**inputs, **GREEDY, **{GENERATE: cache}, compile_config=compiled, prefill_chunk_size=8)
+    assert torch.equal(found, twin.generate(**inputs, **GREEDY, **{GENERATE: expected_cache}))

@@ -14,6 +14,7 @@ from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_st
 
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate
+from kvq_transformers.naming import GENERATE
 
 pytestmark = pytest.mark.gpu
 STEPS = [19, 9, 1, 1, 3]
@@ -61,17 +62,17 @@ def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) ->
     def make() -> KVQCache:
         return KVQCache(model.config, mode, max_cache_len=128, **given)
 
-    plain = model.generate(**inputs, **GREEDY, past_key_values=make(), disable_compile=True)
+    plain = model.generate(**inputs, **GREEDY, **{GENERATE: make()}, disable_compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     cache = make()
     compiled = {"compile_config": CompileConfig(fullgraph=True)}
-    first = model.generate(**inputs, **GREEDY, **compiled, past_key_values=cache)
+    first = model.generate(**inputs, **GREEDY, **compiled, **{GENERATE: cache})
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
     cache.reset()
-    again = model.generate(**inputs, **GREEDY, **compiled, past_key_values=cache)
+    again = model.generate(**inputs, **GREEDY, **compiled, **{GENERATE: cache})
     assert torch.equal(first, again)
     # Inductor rounds elsewhere, so that near-ties may fall otherwise: most tokens agree, the first ones all.
     assert torch.equal(first[:, :25], plain[:, :25])
@@ -93,11 +94,11 @@ def test_no_copy_of_the_cache_is_ever_made() -> None:
     cache = KVQCache(model.config, "int4", max_cache_len=131_072 + 64)
     with torch.no_grad():
         for part in ids.split(16_384, 1):
-            model(part, past_key_values=cache, logits_to_keep=1)
-        model(ids[:, :1], past_key_values=cache)
+            model(part, **{GENERATE: cache}, logits_to_keep=1)
+        model(ids[:, :1], **{GENERATE: cache})
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         for _ in range(4):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **{GENERATE: cache})
     assert torch.cuda.max_memory_allocated() - before < cache.nbytes / 4

@@ -16,6 +16,7 @@ from kvq_core import ArgumentError
 from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, enable
+from kvq_transformers.naming import GENERATE
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +34,9 @@ def test_unquantized_logits_are_those_without(family: str, capacity: dict[str, A
         cache = KVQCache(model.config, "none", smoothing=smoothing, **capacity)
         steps = [inputs, {"input_ids": torch.full((2, 3), 7)}]
         mask = inputs["attention_mask"]
-        logits = [model(**steps[0], past_key_values=cache).logits[:, -1]]
+        logits = [model(**steps[0], **{GENERATE: cache}).logits[:, -1]]
         mask = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
-        logits.append(model(**steps[1], attention_mask=mask, past_key_values=cache).logits[:, -1])
+        logits.append(model(**steps[1], attention_mask=mask, **{GENERATE: cache}).logits[:, -1])
         found.append(torch.stack(logits))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
@@ -49,7 +50,7 @@ def test_padding_is_no_key(capacity: dict[str, Any]) -> None:
         cache = KVQCache(model.config, "int4", smoothing=FIRST_PREFILL, **capacity)
         assert cache.smoothing is None
         positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        model(**inputs, position_ids=positions, past_key_values=cache)
+        model(**inputs, position_ids=positions, **{GENERATE: cache})
         assert cache.smoothing is not None
         means.append(cache.smoothing)
     for layer in means[0]:
@@ -62,10 +63,10 @@ def test_what_one_cache_found_serves_the_next(capacity: dict[str, Any]) -> None:
     inputs = prompts(2, 15, (0, 4))
     first = KVQCache(model.config, "int4", smoothing=FIRST_PREFILL, **capacity)
     waiting = copy.deepcopy(first)
-    wanted = model.generate(**inputs, past_key_values=first, max_new_tokens=5, do_sample=False)
+    wanted = model.generate(**inputs, **{GENERATE: first}, max_new_tokens=5, do_sample=False)
     assert waiting.smoothing is None and first.smoothing is not None
     given = KVQCache(model.config, "int4", smoothing=first.smoothing, **capacity)
-    assert torch.equal(model.generate(**inputs, past_key_values=given, max_new_tokens=5, do_sample=False), wanted)
+    assert torch.equal(model.generate(**inputs, **{GENERATE: given}, max_new_tokens=5, do_sample=False), wanted)
     assert given.smoothing is not None and given.smoothing.fingerprint == first.smoothing.fingerprint
     fingerprint = first.smoothing.fingerprint
     copied = copy.deepcopy(first)

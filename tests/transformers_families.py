@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 
 from kvq_core import get_backend
+from kvq_transformers.naming import GENERATE
 
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 """Both kinds of pages, as KVQCache is asked for them."""
@@ -175,7 +176,7 @@ def logits_in_steps(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cac
     for count in steps:
         part = slice(seen, seen + count)
         seen += count
-        out = model(ids[:, part], attention_mask=mask[:, :seen], position_ids=positions[:, part], past_key_values=cache, use_cache=True)
+        out = model(ids[:, part], attention_mask=mask[:, :seen], position_ids=positions[:, part], **{GENERATE: cache}, use_cache=True)
         found.append(out.logits)
     return torch.cat(found, 1)
 

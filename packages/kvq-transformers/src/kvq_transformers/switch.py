@@ -34,8 +34,8 @@ def enable(
 ) -> M:
     """From now on ``model.generate(...)`` keeps K and V in a new :class:`KVQCache` each time. Returns ``model``.
 
-    Calls that bring a cache or ask for a ``cache_implementation`` are left alone, and so are those without a cache. ``use_cache=False``
-    is looked for in the call, its ``generation_config``, ``model.generation_config`` and ``model.config``; the first that says anything counts.
+    Calls that bring a cache or ask for a ``cache_implementation`` are left alone, and so are those that do without: ``use_cache=False`` is
+    looked for in the call, its ``generation_config``, ``model.generation_config`` and ``model.config``; the first to say anything counts.
     ``model.generation_config.cache_implementation``, the default that kvq replaces, is cleared. Enabling again changes the settings;
     :func:`disable` takes them back.
 

@@ -185,6 +185,12 @@ class KVQCache(Cache):
         _own(self.layers[layer_idx], "recurrent_states", state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a recurrent layer goes on from a state: what it asks first in transformers 5.17, before it may write to it."""
+        if layer_idx is not None:
+            self._forward.touch(layer_idx, f"previous {state_idx}")
+        return super().has_previous_state(layer_idx, state_idx)
+
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Take a recurrent layer's new inputs of its convolution."""
         found = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)

@@ -198,7 +198,11 @@ MUTANTS = (
     ),
     Mutant("int8 written towards zero", f"{INT8}/write.py", "floor_bits(tl.abs(x) + 0.5, ASM)", "floor_bits(tl.abs(x), ASM)"),
     Mutant(
-        "zero rows divide by zero", f"{INT8}/write.py", "scale = tl.maximum(peak * PER_INT8_MAX, MIN_SCALE)", "scale = peak * PER_INT8_MAX"
+        "zero rows divide by zero",
+        f"{INT8}/write.py",
+        "scale = tl.maximum(peak * PER_INT8_MAX, MIN_SCALE)",
+        "scale = peak * PER_INT8_MAX",
+        ("test_random_rows", "interpret"),
     ),
     Mutant("int4's codes clamped at 16", f"{INT4}/write.py", "0.0), 15.5)", "0.0), 16.5)", suite=INT4_SUITE),
     Mutant(
@@ -249,6 +253,7 @@ MUTANTS = (
         f"{CORE}/schedule.py",
         '"shares", programs, programs + blocks,',
         '"shares", programs, programs,',
+        SPLITS,
     ),
     Mutant("batch not validated", f"{CORE}/spec.py", "        self.batch.validate(device)\n", ""),
     Mutant(

@@ -28,7 +28,7 @@ SOME_MUTANTS = (
     "last of many shares lost",
     "slot after the last one",
     "int8 encoded towards zero",
-    "workspace without room for sums",
+    "planes need not match",
     "batch not validated",
 )
 

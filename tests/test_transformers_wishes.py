@@ -56,6 +56,7 @@ def test_no_cache_is_no_cache_wherever_it_is_said(place: str, capacity: dict[str
     assert torch.equal(model.generate(inputs["input_ids"], *args, **kwargs), expected)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the old name is the caller's own
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_cache_that_is_given_is_the_one_that_is_used(name: str) -> None:
     model = enable(make_model("Llama"), "int2")

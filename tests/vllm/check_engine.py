@@ -37,7 +37,7 @@ from kvq_transformers import KVQCache
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES
 
-SUMS, CODES = 5e-5, 2e-3
+SUMS, CODES = 5e-5, 5e-3
 TOKENS = 12
 LENGTHS = (5, 37, 150, 64, 129)
 """Of the prompts. Those beyond :data:`CHUNK` tokens are prefilled in chunks, beside others that decode."""
@@ -167,7 +167,8 @@ def check(name: str, case: Case, folder: Path) -> None:
 
 
 def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(CASES)
+    # Drafts of n-grams import numba, after which vLLM's CPU platform cannot make another engine: they are asked for by name.
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or [name for name in CASES if name != "drafts"]
     if AttentionBackendEnum.CUSTOM.is_overridden():
         raise SystemExit("CUSTOM is taken before any engine was made")
     for name in names:

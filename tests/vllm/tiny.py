@@ -30,12 +30,6 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 64,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-    **SHAPE,
-    "tie_word_embeddings": True,
-    "sliding_window": 32,
-    "query_pre_attn_scalar": 64,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
 KINDS = ("sliding_attention", "full_attention", "sliding_attention")
 
 

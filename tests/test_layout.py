@@ -5,7 +5,7 @@ import torch
 
 from kvq_core import get_backend
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import LAYOUTS, Geometry, cell_size, cell_views, fields
+from kvq_core.layout import LAYOUTS, Geometry, cell_size, cell_views, fields, page_views
 from kvq_core.pages import Pages
 
 pytestmark = pytest.mark.quick
@@ -106,12 +106,51 @@ def test_misaligned_interleaving_is_refused(device):
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        (torch.zeros(1, 8, 1, 35, dtype=torch.uint8), r"shape \(1, 8, 1, 35\), need \[num_blocks, block_size, num_kv_heads, 36\]"),
+        (torch.zeros(1, 8, 1, 35, dtype=torch.uint8), r"shape \(1, 8, 1, 35\), torch.uint8, need .* cells of 36 bytes"),
         (torch.zeros(8, 1, 36, dtype=torch.uint8), "shape"),
-        (torch.zeros(1, 8, 1, 36), "torch.float32, need torch.uint8"),
+        (torch.zeros(1, 8, 1, 36), r"shape .*, torch.float32, need .* cells of 36 bytes"),
         (torch.zeros(1, 8, 1, 72, dtype=torch.uint8)[..., ::2], "strides .*, need a contiguous last dimension"),
     ],
 )
 def test_cells_of_another_form_are_refused(cells, message):
     with pytest.raises(ArgumentError, match="cells: got " + message):
         cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp8_per_tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("padding", [0, 64])
+def test_pages_of_an_engine(mode, dtype, padding, device):
+    """Planes of pages, padded or not: every byte of a page but the padding once, heads before slots, and a row comes back."""
+    backend = get_backend(mode)
+    size = P * H * cell_size(fields(backend, D, DV, dtype))
+    memory = torch.zeros(B, size + padding, dtype=torch.uint8, device=device)
+    caches = page_views(backend, memory, P, H, D, DV, dtype)
+    for view in named(caches).values():
+        assert view.shape[:3] == (B, P, H) and view.stride(2) == P * view.stride(1)
+        raw = view.unsqueeze(-1).view(torch.uint8) if view.dim() == 3 else view.view(torch.uint8)
+        raw += 1
+    assert bool((memory[:, :size] == 1).all()) and not bool(memory[:, size:].any())
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (torch.zeros(2, 8 * 2 * 36 - 1, dtype=torch.uint8), r"shape \(2, 575\), torch.uint8, need \[num_blocks, at least 576\]"),
+        (torch.zeros(2, 8 * 2 * 36, dtype=torch.int8), "shape"),
+        (torch.zeros(8 * 2 * 36, 2, dtype=torch.uint8).T, "strides"),
+        (torch.zeros(2, 8 * 2 * 36 + 2, dtype=torch.uint8), "block stride 578 from byte 0"),
+        (torch.zeros(2, 600, dtype=torch.uint8)[:, 2:], "block stride 600 from byte 2"),
+    ],
+)
+def test_pages_of_another_form_are_refused(memory, message):
+    with pytest.raises(ArgumentError, match=f"pages: got {message}"):
+        page_views(get_backend("int4"), memory, 8, 2, 32, 24, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cells_of_an_engine_in_the_models_own_dtype(dtype, device):
+    cells = torch.arange(B * P * H * (D + DV), device=device).to(dtype).view(B, H, P, D + DV).transpose(1, 2)
+    caches = cell_views(get_backend("none"), cells, D, DV, dtype)
+    assert torch.equal(caches.key_cache, cells[..., :D]) and torch.equal(caches.value_cache, cells[..., D:])
+    assert caches.key_cache.data_ptr() == cells.data_ptr()

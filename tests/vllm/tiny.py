@@ -23,16 +23,22 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.08,
     "tie_word_embeddings": False,
 }
-WINDOWED: dict[str, Any] = {"sliding_window": 32, "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA: dict[str, Any] = {
+    **SHAPE,
+    "tie_word_embeddings": True,
+    "sliding_window": 32,
+    "query_pre_attn_scalar": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 KINDS = ("sliding_attention", "full_attention", "sliding_attention")
 
 
 def configuration(model: str) -> PreTrainedConfig:
     """Of a Llama; of a Gemma 2, with windows and soft caps; of a Gemma 3, with windows."""
     if model == "gemma2":
-        return Gemma2Config(**SHAPE, **WINDOWED, layer_types=list(KINDS), attn_logit_softcapping=5.0, final_logit_softcapping=30.0)
+        return Gemma2Config(**GEMMA, layer_types=list(KINDS), attn_logit_softcapping=5.0, final_logit_softcapping=30.0)
     if model == "gemma3":
-        return Gemma3TextConfig(**SHAPE, **WINDOWED, layer_types=list(KINDS))
+        return Gemma3TextConfig(**GEMMA, layer_types=list(KINDS))
     return LlamaConfig(**SHAPE)
 
 

@@ -165,8 +165,7 @@ def problem_of(attention: Attention, form: facts.Format, has_groups: bool = Fals
     """The facts that the plan depends on. ``has_groups``, ``has_drafts``: the mode has a kernel of warp groups for many rows, for few."""
     batch, q, device = attention.batch, attention.q, _device_facts(attention.q.device)
     head = facts.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
-    # Rounded as bounds are that a caller rounds: kernels are compiled for it.
-    max_seqlen_q = min(batch.max_seqlen_q, schedule.power_of_two(q.shape[0]))
+    max_seqlen_q = min(batch.max_seqlen_q, schedule.power_of_two(q.shape[0]))  # rounded: kernels are compiled for it
     max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
     if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
         # What a window leaves of a long sequence is read as a short one is.

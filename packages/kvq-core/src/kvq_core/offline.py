@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvq_core import debug, ops, schedule
-from kvq_core.workspace import workspace_size
+from kvq_core.workspace import workspace, workspace_size
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -127,16 +127,16 @@ def planning_for(device: Device) -> Iterator[Planned]:
     from kvq_core import launched
     from kvq_core.launched import Launched
 
-    planned, make = Planned(), launched.workspace
+    planned = Planned()
 
     def start(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         planned.launches.append((kernel, arguments, options))
 
-    def workspace(place: torch.device, row_blocks: int, rows: int, head_size_v: int) -> tuple[torch.Tensor, ...]:
+    def counted(place: torch.device, row_blocks: int, rows: int, head_size_v: int) -> tuple[torch.Tensor, ...]:
         planned.spaces.append(workspace_size(row_blocks, rows, head_size_v))
-        return make(place, row_blocks, rows, head_size_v)
+        return workspace(place, row_blocks, rows, head_size_v)
 
-    with _on(device), _replaced(Launched, "start", start), _replaced(launched, "workspace", workspace):
+    with _on(device), _replaced(Launched, "start", start), _replaced(launched, "workspace", counted):
         yield planned
 
 

@@ -117,7 +117,7 @@ class Call:
         def indices(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=_META)
 
-        scales = {"k_scale_cache": k_scale, "v_scale_cache": v_scale}
+        scales: dict[str, Any] = {"k_scale_cache": k_scale, "v_scale_cache": v_scale}
         if not self.num_seqs:
             slots = torch.empty(self.num_tokens, dtype=torch.int64, device=_META)
             key, value = rows(key_cache.shape[2], wanted.head_size), rows(key_cache.shape[2], wanted.head_size_v)

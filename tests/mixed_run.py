@@ -1,0 +1,59 @@
+"""Random batches, as an engine makes them, planned on an H100 that is not there: the warm-up must know every kernel that they launch.
+
+A program of its own, without ``TRITON_INTERPRET``: kernels that are interpreted have no warp groups.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from kvq_core import get_backend
+from kvq_core.layout import page_views
+from kvq_core.offline import Device, planning_for
+from kvq_core.warmup import Call, Demand, _identity, distinct_calls, places_of, rounded_query_len, workspace_elements
+
+H100 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
+HEADS, SIZE, BLOCKS, BLOCK_SIZE = 2, 64, 512, 16
+
+
+def demand(mode: str, **further: object) -> Demand:
+    backend = get_backend(mode)
+    pages = torch.empty(BLOCKS, BLOCK_SIZE * HEADS * 4 * SIZE, dtype=torch.uint8, device="meta")
+    caches = page_views(backend, pages, BLOCK_SIZE, HEADS, SIZE, SIZE, torch.bfloat16)
+    limits: dict[str, object] = {"max_num_seqs": 32, "max_num_tokens": 2048, "max_seqlen_k": 8192}
+    return Demand(mode, 8, SIZE, SIZE, torch.bfloat16, places_of(caches), **(limits | further))  # type: ignore[arg-type]
+
+
+def leftover(wanted: Demand) -> list[object]:
+    """Launches of random batches that the warm-up of ``wanted`` does not know."""
+    rng = random.Random(0)
+    with planning_for(H100) as planned:
+        for call in distinct_calls([wanted], H100):
+            call()
+    known, reserved = set(map(_identity, planned.launches)), workspace_elements([wanted], H100)
+    with planning_for(H100) as planned:
+        for _ in range(150):
+            num_seqs = rng.choice((1, 1, 2, 3, 7, 20, 32))
+            rows = [rng.choice((1, 1, rng.randrange(1, 17), rng.randrange(1, 2048 // num_seqs + 1))) for _ in range(num_seqs)]
+            if rng.random() < 0.3:
+                rows = [rng.choice(wanted.query_rows)] * num_seqs
+            bound = rounded_query_len(max(rows), sum(rows), num_seqs, wanted.query_rows)
+            Call(wanted, sum(rows))()
+            Call(wanted, sum(rows), num_seqs, bound, rng.randrange(max(rows), 8193))()
+    if max(planned.spaces) > reserved:
+        raise SystemExit(f"a workspace of {max(planned.spaces)} elements, {reserved} are reserved")
+    return [launch[1:] for launch in planned.launches if _identity(launch) not in known]
+
+
+def main() -> None:
+    for mode in ("none", "int8", "int4", "int2"):
+        for further in ({}, {"window": 127, "softcap": 30.0}, {"query_rows": (1, 5), "sinks": torch.bfloat16}):
+            left = leftover(demand(mode, **further))
+            if left:
+                raise SystemExit(f"{mode}, {further}: {len(left)} launches that the warm-up does not know, the first: {left[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -108,12 +108,12 @@ def get_backend(mode: str) -> QuantKVBackend:
         ArgumentError: an environment variable of kvq's is misspelled, or has a value that it does not take.
     """
     distribution, full = _parse(mode)
+    variables.check()
     question = (mode, os.environ.get(OVERRIDE, ""))
     with _REGISTRY.lock:
         answers = _REGISTRY.answers
         if question in answers:
             return answers[question]
-        variables.check()
         entry = _choose(full, distribution, question[1])
         backend = _REGISTRY.backends.get(entry)
     if backend is None:

@@ -157,8 +157,8 @@ def check(name: str, case: Case, folder: Path) -> None:
     crowd = generate(engine, asked * 2)
     errors += compare(crowd, wanted * 2, f"{name}, preempted")
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
-    # With windows vLLM admits fewer requests instead.
-    if (case.model == "llama" and not preempted) or ("speculative_config" in case.options and not drafted):
+    # With windows vLLM admits fewer requests instead; of large blocks few texts come to need another.
+    if (case.model == "llama" and case.block_size <= 32 and not preempted) or ("speculative_config" in case.options and not drafted):
         raise SystemExit(f"{name}: {preempted} preemptions and {drafted} accepted drafts, need some")
     print(
         f"{name}: {judge(errors, name, case.modes)}; {again[0].num_cached_tokens} tokens from the prefix cache, {preempted} preemptions, "

@@ -65,7 +65,6 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 CASES = {
     "none": Case("none", "auto"),
     "int8": Case("int8", "int8_per_token_head", block_size=32),
-    "fp8": Case("fp8", "fp8_per_token_head", block_size=64),
     "int4": Case("int4", "int4_per_token_head"),
     "int2": Case("int2", CARRIER, block_size=128, options=carried("int2")),
     "int3, a third party's": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head")),

@@ -65,7 +65,6 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 CASES = {
     "none": Case("none", "auto"),
     "int8": Case("int8", "int8_per_token_head", block_size=32),
-    "fp8": Case("fp8", "fp8_per_token_head", block_size=64),
     "int4": Case("int4", "int4_per_token_head"),
     "int2": Case("int2", CARRIER, block_size=128, options=carried("int2")),
     "int3, a third party's": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head")),
@@ -157,8 +156,8 @@ def check(name: str, case: Case, folder: Path) -> None:
     crowd = generate(engine, asked * 2)
     errors += compare(crowd, wanted * 2, f"{name}, preempted")
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
-    # With windows vLLM admits fewer requests instead.
-    if (case.model == "llama" and not preempted) or ("speculative_config" in case.options and not drafted):
+    # With windows vLLM admits fewer requests instead; of large blocks few texts come to need another.
+    if (case.model == "llama" and case.block_size <= 32 and not preempted) or ("speculative_config" in case.options and not drafted):
         raise SystemExit(f"{name}: {preempted} preemptions and {drafted} accepted drafts, need some")
     print(
         f"{name}: {judge(errors, name, case.modes)}; {again[0].num_cached_tokens} tokens from the prefix cache, {preempted} preemptions, "

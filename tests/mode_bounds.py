@@ -24,7 +24,8 @@ class Int4Bounds(Subject):
         y = self.space(x)
         grid = budgets.affine_levels(y, 16, int4.MIN_SCALE, lost_bits=4, clip=int4.CLIP)
         length = single_rht(x.float()).square().sum(-1, keepdim=True)
-        return torch.where((length >= 0.99 * int4.SMALLEST_LENGTH) & ~length.isinf(), budgets.unbiased(y, grid), grid)
+        is_fitted = (length >= 0.99 * int4.SMALLEST_LENGTH) & (length <= 1.01 * int4.LARGEST_LENGTH)
+        return torch.where(is_fitted, budgets.unbiased(y, grid), grid)
 
     def encoded(self, built: Scene, half: str, x: torch.Tensor, scales: torch.Tensor | None) -> Encoded:
         """On the grid whose zero point was stored, if that is as near as the other one: an end of the range may then be clipped more."""

@@ -7,7 +7,7 @@
     t    = max(0.95 r / 15, 1e-6)                     the step that codes are chosen in: the range's ends are clipped
     zp   = clamp(round(-(min(min y, 0) + 0.025 r) / t), 0, 15)
     code = clamp(round(y / t + zp), 0, 15)
-    s    = <y, y> / <y, code - zp>                    stored; t where <y, y> is below 1e-10 or above 2^100; at most 2^107
+    s    = <y, y> / <y, code - zp>                    stored; t where <y, y> is below 4e-10 or above 2^100; at most 2^107
     y'   = (code - zp) * s',                          x' = D H y' / b
 
     byte i of a head:     7 6 5 4   3 2 1 0           scale word:   31 .. 4            3 2 1 0
@@ -20,10 +20,13 @@ A range that ends short of the extremes makes all steps finer; few values pay fo
 leaves a row's product with itself as it is, <y, y'> = <y, y>: what attention sums over many keys and values then has no bias. Both are
 the writer's business: whoever reads vLLM's format reads these bytes.
 
-No finite row comes back further from itself than zero is. A code is off by half a step at most, and by no more than y / t, but for the
-clipped ends, so that with the step as its scale the error is below ||y||. The fitted scale leaves ||y||^2 (1 / f^2 - 1), f the cosine of y
-and code - zp: at most ||y||^2 while f^2 >= 1/2, and 16 levels over a row of up to 256 values have f^2 > 0.6 (the largest alone is 15 steps
-of the range, beside which 255 halves of a step are not enough). A scale held at 2^107 is one between 0 and that of least squares.
+No finite row comes back further from itself than zero is. With the step as its scale no value's error is above the value, nor above half a
+step but for the clipped ends. The fitted scale leaves ||y||^2 (1 / f^2 - 1), f the cosine of y and code - zp, at most ||y||^2 while
+f^2 >= 1/2, and 1 - f^2 is at most the sum of the squared errors over that of the squares. In steps, the range is 15.79 long and an end is
+clipped by 0.79, or by 0.9 where the zero point is rounded away from it. Worst is a zero point of 0 (or 15) with one value at the far end and
+all others at l < 0.9 on the near one, where their code is the zero point: f^2 >= 1/2 while (d - 1) l^2 <= (15.79 - l)^2, up to d = 256.
+Where ``MIN_SCALE`` is the step, a range of h steps leaves l < 0.5 + 0.025 h, and rows below ``SMALLEST_LENGTH`` may break that. A scale
+held at 2^107 is one between 0 and that of least squares.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from kvq_core.hadamard import LARGEST_SCALE, block_of, headroom, single_rht
 
 MIN_SCALE = 1e-6
 LEVELS = 16
-SMALLEST_LENGTH = 1e-10
-"""Shorter rows, squared, may lie between the levels next to 0 as a whole, since the step does not go below ``MIN_SCALE``."""
+SMALLEST_LENGTH = 4e-10
+"""Shorter rows, squared, may lie between the levels next to 0 as a whole, or most of them, since the step does not go below ``MIN_SCALE``.
+256 values lose more than half of their squares to a step of 1e-6 only below 3.9e-10."""
 LARGEST_LENGTH = 2.0**100
 """Longer rows, squared, may be more than float32 holds. No row of fp16 is."""
 CLIP = 0.025

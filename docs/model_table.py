@@ -142,7 +142,8 @@ def apart(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> fl
 def examine_all(types: Iterable[str], workers: int) -> list[Finding]:
     """Each in a process of its own, which may take SECONDS, crash or eat memory."""
     context = multiprocessing.get_context("fork")
-    waiting, running, findings = list(types), {}, []
+    waiting, findings = list(types), []
+    running: dict[Any, Any] = {}
     while waiting or running:
         while waiting and len(running) < workers:
             model_type = waiting.pop(0)

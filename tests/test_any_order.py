@@ -19,7 +19,9 @@ from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention
 from kvq_core.layout import LAYOUTS
 from kvq_core.testing import places
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+
+from cache_checks import assert_consistent
 
 from nano_engine import Engine, Request
 
@@ -254,8 +256,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert len(tables[seq]) == len(set(tables[seq])) == -(-len(tokens) // BLOCK)
             assert torch.equal(self.stored(seq, tables[seq]), tokens), f"bytes of sequence {seq} were lost"
         held = [block for table in tables.values() for block in table]
-        assert [self.cache._pool.holders(block) for block in range(self.num_blocks)] == [held.count(b) for b in range(self.num_blocks)]
-        assert sorted({*held, *self.cache._pool._free}) == list(range(self.num_blocks)), "a block leaked"
+        assert_consistent(self.cache)
         assert self.cache.num_free_blocks == self.num_blocks - len(set(held)), "a block is free and held"
         assert set(self.cache.sequences) == set(self.model)
 

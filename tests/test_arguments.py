@@ -94,7 +94,9 @@ READ: dict[str, Allowed] = {
     "num_par_softmax_segments": NONE,
 }
 WRITE: dict[str, Allowed] = {
-    **dict.fromkeys(("key", "value", "key_cache", "value_cache", "slot_mapping"), nothing),
+    **dict.fromkeys(("key", "value", "key_cache", "value_cache"), nothing),
+    # Rows beyond it are padding.
+    "slot_mapping": lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 1 and len(x) < 29,
     "smoothing": NONE,
 }
 

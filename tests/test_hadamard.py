@@ -65,7 +65,7 @@ def test_butterfly_is_exact_on_integers() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [0, 3, 80])
 def test_only_powers_of_two(size: int) -> None:
-    with pytest.raises(ArgumentError, match="power of two"):
+    with pytest.raises(ArgumentError, match="power of two" if size else r"x: got shape \(2, 0\)"):
         fast_hadamard_transform(torch.zeros(2, size))
     with pytest.raises(ArgumentError, match="power of two"):
         hadamard_matrix(size)

@@ -138,7 +138,7 @@ def test_ids_are_never_used_again():
     ("counts", "message"),
     [
         ({}, "new_tokens: got no sequence"),
-        ({0: 0}, r"new_tokens\[0\]: got 0, need at least 1"),
+        ({0: 0}, r"new_tokens\[0\]: got 0, need a positive integer"),
         ({0: -3}, r"new_tokens\[0\]: got -3"),
         ({0: 1.5}, r"new_tokens\[0\]: got 1.5, need an integer"),
         ({0: 1, 7: 1}, "new_tokens: got sequence 7"),

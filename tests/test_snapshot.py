@@ -200,7 +200,7 @@ def replace(name, make):
         (replace("key_cache", lambda x: x ^ 1), "'key_cache' is damaged"),
         (replace("v_scale", lambda x: x * 2), "'v_scale' is damaged"),
         (replace("sequence_lengths", lambda x: x + 1), "'sequence_lengths' is damaged"),
-        (geometry(num_blocks=10**12), "'key_cache' is U8"),
+        (geometry(num_blocks=10**12), "num_blocks: got 1000000000000, need at most"),
         (geometry(num_blocks="9"), "num_blocks: got '9'"),
         (geometry(block_size=12), "block_size: got 12"),
         (geometry(layout="interleaved"), "tensor 'cells' is missing"),

@@ -482,6 +482,6 @@ def test_bloom_does_not_use_the_interface() -> None:
 
     model = BloomForCausalLM(BloomConfig(vocab_size=COMMON["vocab_size"], hidden_size=64, n_layer=1, n_head=2))
     before = model.config._attn_implementation
-    with pytest.raises(ArgumentError, match="use transformers' AttentionInterface"):
+    with pytest.raises(ArgumentError, match="need one that goes through transformers' AttentionInterface"):
         enable(model)
     assert model.config._attn_implementation == before

@@ -96,7 +96,7 @@ def disable(model: M) -> M:
 def _take_default(model: Any) -> None:
     """Clear the model's default ``cache_implementation``, which :func:`disable` brings back; a later one is a wish of its own."""
     config = getattr(model, "generation_config", None)
-    if getattr(config, "cache_implementation", None) is not None:
+    if config is not None and getattr(config, "cache_implementation", None) is not None:
         model.__dict__[_DEFAULT] = config.cache_implementation
         config.cache_implementation = None
 

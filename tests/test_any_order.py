@@ -19,7 +19,8 @@ from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention
 from kvq_core.layout import LAYOUTS
 from kvq_core.testing import places
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from cache_checks import assert_consistent
 

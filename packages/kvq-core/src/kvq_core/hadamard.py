@@ -87,8 +87,8 @@ def _tensor_core_kernel() -> Callable[[torch.Tensor], torch.Tensor] | None:
 
 
 LARGEST_SCALE: Final = 2.0**107
-"""What a stored scale is at most. A level times it, summed over a head and over many keys, stays in float32: rows of values beyond 1e30 or
-so may come back shorter than they were, but finite."""
+"""What a stored scale is at most. A level times it, summed over a head and over many keys, stays in float32. Rows of values beyond 1e30
+or so may come back shorter than they were, but finite."""
 
 
 def headroom(x: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Geometry:
     layout: str
 
     def checked(self) -> Self:
-        """The same with Python's own integers; :class:`ArgumentError` naming the first field that no cache can have."""
+        """The same with Python's own integers; :class:`kvq_core.ArgumentError` naming the first field that no cache can have."""
         counts = ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v", "num_layers")
         integers: dict[str, Any] = {name: checks.integer(name, getattr(self, name), 1) for name in counts}
         found = replace(self, **integers)

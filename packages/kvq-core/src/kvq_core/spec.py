@@ -334,7 +334,7 @@ class Attention:
 
     @property
     def sees_shift(self) -> bool:
-        """Whether a number added to all scores of a row changes what it gives: smoothed keys' scores lack one."""
+        """Whether a number added to all scores of a row changes what it gives. The scores of smoothed keys lack one."""
         return self.scoring.softcap > 0 or self.scoring.sinks is not None or self.lse is not None
 
     def validate(self, backend: QuantKVBackend) -> None:

@@ -13,10 +13,11 @@ Importing this package registers the attention implementation ``kvq`` with trans
 from kvq_transformers.attention import register
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.calibration import Calibration, calibrate
+from kvq_transformers.forward import CacheStateError
 from kvq_transformers.switch import disable, enable
 
 register()
 
 __version__ = "0.1.0"
 
-__all__ = ["Calibration", "KVQCache", "calibrate", "disable", "enable"]
+__all__ = ["CacheStateError", "Calibration", "KVQCache", "calibrate", "disable", "enable"]

@@ -48,10 +48,10 @@ class Forward(ABC):
         self._pending = layer
 
     def touch(self, layer: int, state: str) -> None:
-        """``layer`` is about to change its ``state``. Begins a forward if the last one has changed it already."""
+        """``layer`` is about to change its ``state``. Begins a forward if the last one has changed it already, or is over."""
         if self._pending is not None and layer > self._pending:
             self.is_unread = True
-        elif self._pending is not None or (layer, state) in self._touched:
+        elif self._pending is not None or (layer, state) in self._touched or (self.is_torn and not self._touched):
             self.settle()
         self._touched.add((layer, state))
 

@@ -225,6 +225,12 @@ def test_a_cache_s_making() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("num_blocks", [2**31 - 1, 2**30])
+def test_more_pages_than_memory(num_blocks: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"num_blocks: got {num_blocks}, \d+ bytes of pages, need as many as memory holds"):
+        PagedKVCache("none", **GEOMETRY | {"num_blocks": num_blocks, "num_kv_heads": 2**14})
+
+
 def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = torch.zeros(3, 2, 8)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from kvq_core import ArgumentError, KVQError, UnknownModeError, get_backend
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, enable
 from kvq_transformers.attention import kvq_attention
+from kvq_transformers.naming import GENERATE, cache_argument
 from kvq_transformers.rows import RowTable, piece_length
 
 Logits = list[torch.Tensor]
@@ -36,7 +38,7 @@ def held_to_eager(story: Callable[[Any, Any], Logits], family: str = "Llama", **
     def told(model: Any, cache: Any) -> torch.Tensor:
         @torch.no_grad()
         def forward(ids: torch.Tensor, mask: torch.Tensor | None = None, cache: Any = cache) -> torch.Tensor:
-            return model(ids, attention_mask=mask, past_key_values=cache).logits
+            return model(ids, attention_mask=mask, **{GENERATE: cache}).logits
 
         return torch.cat([logits.flatten(0, -2) for logits in story(forward, cache)])
 
@@ -146,7 +148,7 @@ def test_a_copy_shares_the_mode_and_nothing_else() -> None:
     model = make_model("Llama")
     cache = KVQCache(model.config, "int4")
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{GENERATE: cache})
     twin = copy.deepcopy(cache)
     assert twin.layers[0].backend is cache.layers[0].backend is get_backend("int4")
     assert twin.layers[0].table is twin.layers[1].table is not cache.layers[0].table
@@ -160,11 +162,11 @@ def test_reset_leaves_no_trace(family: str, capacity: dict[str, Any]) -> None:
     model = make_model(family)
     cache, fresh = (KVQCache(model.config, "int8", **capacity) for _ in range(2))
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{GENERATE: cache})
         cache.reset()
         assert int(cache.get_seq_length()) == 0
-        again = model(IDS[:, :30].flip(0), past_key_values=cache).logits
-        assert torch.equal(again, model(IDS[:, :30].flip(0), past_key_values=fresh).logits)
+        again = model(IDS[:, :30].flip(0), **{GENERATE: cache}).logits
+        assert torch.equal(again, model(IDS[:, :30].flip(0), **{GENERATE: fresh}).logits)
 
 
 def test_padding_may_stand_anywhere(capacity: dict[str, Any]) -> None:
@@ -177,10 +179,10 @@ def test_padding_may_stand_anywhere(capacity: dict[str, Any]) -> None:
     with torch.no_grad():
         for part in (slice(0, 11), slice(11, 12), slice(12, 18)):
             inputs = {"attention_mask": real[:, : part.stop].long(), "position_ids": positions[:, part]}
-            found.append(model(ids[:, part], **inputs, past_key_values=cache).logits)
+            found.append(model(ids[:, part], **inputs, **{GENERATE: cache}).logits)
         whole = torch.cat(found, 1)
         for row in range(3):
-            alone = model(ids[row : row + 1, real[row]], past_key_values=KVQCache(model.config, "int4")).logits
+            alone = model(ids[row : row + 1, real[row]], **{GENERATE: KVQCache(model.config, "int4")}).logits
             torch.testing.assert_close(whole[row : row + 1, real[row]], alone, rtol=1e-4, atol=1e-4)
     assert torch.as_tensor(cache.layers[0].lengths if capacity else cache.layers[0].table.lengths).tolist() == real.sum(1).tolist()
 
@@ -195,10 +197,10 @@ def test_each_turn_may_be_padded_on_the_left(capacity: dict[str, Any]) -> None:
     with torch.no_grad():
         for part in (slice(0, 20), slice(20, 32), slice(32, 33)):
             inputs = {"attention_mask": real[:, : part.stop].long(), "position_ids": positions[:, part]}
-            found.append(model(ids[:, part], **inputs, past_key_values=cache).logits)
+            found.append(model(ids[:, part], **inputs, **{GENERATE: cache}).logits)
         whole = torch.cat(found, 1)
         for row in range(2):
-            alone = model(ids[row : row + 1, real[row]], past_key_values=KVQCache(model.config, "int8")).logits
+            alone = model(ids[row : row + 1, real[row]], **{GENERATE: KVQCache(model.config, "int8")}).logits
             torch.testing.assert_close(whole[row : row + 1, real[row]], alone, rtol=1e-4, atol=1e-4)
 
 
@@ -214,8 +216,8 @@ def test_a_forward_without_a_kvq_cache_is_plain_attention() -> None:
         own, theirs = DynamicCache(config=model.config), DynamicCache(config=model.config)
         for part in (slice(0, 20), slice(20, 29), slice(29, 30)):
             step = {"attention_mask": inputs["attention_mask"][:, : part.stop]}
-            found = model(inputs["input_ids"][:, part], **step, past_key_values=own).logits
-            expected = twin(inputs["input_ids"][:, part], **step, past_key_values=theirs).logits
+            found = model(inputs["input_ids"][:, part], **step, **{GENERATE: own}).logits
+            expected = twin(inputs["input_ids"][:, part], **step, **{GENERATE: theirs}).logits
             torch.testing.assert_close(found[real[:, part]], expected[real[:, part]], rtol=1e-4, atol=1e-4)
 
 
@@ -228,7 +230,7 @@ def test_padding_takes_no_blocks_and_growth_wastes_little() -> None:
     mask = torch.ones(3, 60, dtype=torch.long)
     mask[:2, :50] = 0
     with torch.no_grad():
-        model(IDS, attention_mask=mask, past_key_values=cache)
+        model(IDS, attention_mask=mask, **{GENERATE: cache})
     assert cache.layers[0].table.lengths == [10, 10, 60]
     tokens = 10 + 10 + 60
     assert cache.bytes_per_token == 2 * 2 * 2 * 64 * 4
@@ -263,11 +265,11 @@ def test_tokens_behind_a_window_take_no_space(capacity: dict[str, Any]) -> None:
     cache = KVQCache(model.config, "int4", **capacity)
     ids = torch.randint(3, 97, (1, 3000), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = model(ids, past_key_values=cache).logits[:, -1]
+        found = model(ids, **{GENERATE: cache}).logits[:, -1]
         expected = eager_twin(model)(ids[:, -2 * window :], position_ids=torch.arange(3000 - 2 * window, 3000)[None]).logits[:, -1]
         assert found.shape == expected.shape
         for step in range(100):
-            model(ids[:, step : step + 1], past_key_values=cache)
+            model(ids[:, step : step + 1], **{GENERATE: cache})
     assert int(cache.get_seq_length()) == 3100
     tokens = cache.nbytes / cache.bytes_per_token
     assert tokens <= (window + piece_length(window) + 3 * 16) * 1.25
@@ -285,7 +287,7 @@ def test_long_prompts_behind_a_window_are_exact(capacity: dict[str, Any]) -> Non
     def run(model: Any, cache: Any) -> torch.Tensor:
         parts = (slice(0, count), slice(count, count + 1), slice(count + 1, count + 4))
         steps = [(inputs["input_ids"][:, part], mask[:, : part.stop]) for part in parts]
-        return torch.cat([model(ids, attention_mask=seen, past_key_values=cache).logits for ids, seen in steps], 1)
+        return torch.cat([model(ids, attention_mask=seen, **{GENERATE: cache}).logits for ids, seen in steps], 1)
 
     found = run(model, KVQCache(model.config, "none", **capacity))
     expected = run(eager_twin(model), DynamicCache(config=model.config))
@@ -296,7 +298,7 @@ def test_cropping_what_a_window_has_dropped_is_an_error() -> None:
     model = make_model("Mistral")
     cache = KVQCache(model.config, "none")
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{GENERATE: cache})
     with pytest.raises(RuntimeError, match=r"removing 20 tokens .* activate_past_recording"):
         cache.crop(-20)
 
@@ -333,6 +335,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(model_type: st
         ({"mode": {0: "int4"}}, ArgumentError, r"no mode for layers \[1\]"),
         ({"mode": {"default": "int4", 2: "none"}}, ArgumentError, "layer 2, need .* from -2 to 1"),
         ({"mode": {"default": "int4", "first": "none"}}, ArgumentError, "layer 'first'"),
+        ({"mode": {"default": "int4", True: "none"}}, ArgumentError, "layer True"),
         ({"mode": {"default": "int4", 1: "none", -1: "int8"}}, ArgumentError, "two modes for layer 1"),
         ({"max_cache_len": 0}, ArgumentError, "max_cache_len: got 0"),
         ({"block_size": 12}, ArgumentError, "block_size: got 12, need a positive multiple of 8"),
@@ -343,6 +346,7 @@ def test_arguments(arguments: dict[str, Any], error: type[Exception], message: s
     with pytest.raises(error, match=message):
         KVQCache(config, **arguments)
     assert KVQCache(config, ("int4", "int4_per_token_head")).modes == dict.fromkeys(range(2), "int4_per_token_head")
+    assert KVQCache(config, {np.int64(-1): "none", "default": "int4"}).modes == {0: "int4_per_token_head", 1: "none"}
 
 
 def test_a_hybrids_other_layers_have_no_mode() -> None:
@@ -354,7 +358,7 @@ def test_what_a_hybrids_other_layers_cannot_do_is_refused_before_anything_change
     model = make_model("Lfm2")
     cache = KVQCache(model.config, "none")
     with torch.no_grad():
-        model(IDS[:, :9], past_key_values=cache)
+        model(IDS[:, :9], **{GENERATE: cache})
     with pytest.raises(KVQError, match="batch_repeat_interleave: layers of type LinearAttentionLayer"):
         cache.batch_repeat_interleave(2)
     assert cache.batch_size == 3
@@ -409,22 +413,22 @@ def test_what_a_forward_cannot_do() -> None:
         ({"output_attentions": True}, "output_attentions: got True, need False"),
         ({"attention_mask": square}, "kvq takes no custom mask"),
         ({"attention_mask": torch.ones(3, 4)}, "attention_mask: got 4 columns, need 6"),
-        ({"past_key_values": StaticCache(model.config, max_cache_len=10)}, "in place of a static cache"),
+        ({GENERATE: StaticCache(model.config, max_cache_len=10)}, "in place of a static cache"),
     ):
-        cache = {"past_key_values": KVQCache(model.config)}
+        cache = {GENERATE: KVQCache(model.config)}
         with pytest.raises(ArgumentError, match=message), torch.no_grad():
             model(ids, **(cache | options))
     model.train()
     model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ArgumentError, match=r"dropout: got 0\.1"):
-        model(ids, past_key_values=KVQCache(model.config))
+        model(ids, **{GENERATE: KVQCache(model.config)})
 
 
 def test_overlaid_masks_are_refused() -> None:
     from transformers.masking_utils import create_causal_mask
 
     config = make_config("Llama", attn_implementation="kvq")
-    inputs = {"config": config, "inputs_embeds": torch.zeros(2, 5, 8), "attention_mask": None, "past_key_values": None}
+    inputs = {"config": config, "inputs_embeds": torch.zeros(2, 5, 8), "attention_mask": None, cache_argument(create_causal_mask): None}
     assert create_causal_mask(**inputs) is None
     everything = {"or_mask_function": lambda *args: torch.tensor(True)}
     for overlay in (everything, {"allow_is_causal_skip": False}, {"block_sequence_ids": torch.zeros(2, 5, dtype=torch.long)}):
@@ -437,20 +441,20 @@ def test_more_tokens_than_a_fixed_cache_holds() -> None:
     for mask in (None, torch.ones(3, 17, dtype=torch.long)):
         cache = KVQCache(model.config, "none", max_cache_len=16)
         with pytest.raises(ArgumentError, match="17 tokens, need at most the max_cache_len of 16"), torch.no_grad():
-            model(IDS[:, :17], attention_mask=mask, past_key_values=cache)
+            model(IDS[:, :17], attention_mask=mask, **{GENERATE: cache})
         with torch.no_grad():
-            model(IDS[:, :16], past_key_values=cache)
+            model(IDS[:, :16], **{GENERATE: cache})
             with pytest.raises(ArgumentError, match="17 tokens, need at most the max_cache_len of 16"):
-                model(IDS[:, 16:17], attention_mask=mask, past_key_values=cache)
+                model(IDS[:, 16:17], attention_mask=mask, **{GENERATE: cache})
 
 
 def test_another_number_of_rows() -> None:
     model = make_model("Llama")
     cache = KVQCache(model.config, max_cache_len=20)
     with torch.no_grad():
-        model(IDS[:, :9], past_key_values=cache)
+        model(IDS[:, :9], **{GENERATE: cache})
         with pytest.raises(ArgumentError, match="a batch of 2, need the 3 rows"):
-            model(IDS[:2, :1], past_key_values=cache)
+            model(IDS[:2, :1], **{GENERATE: cache})
     for call in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(torch.tensor([0]))):
         with pytest.raises(ArgumentError, match="keeps its number of rows"):
             call()
@@ -465,14 +469,14 @@ def test_a_model_that_keeps_its_own_attention_is_found_out() -> None:
     cache = KVQCache(model.config)
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
-        model(IDS[:, :9], past_key_values=cache)
+        model(IDS[:, :9], **{GENERATE: cache})
         with pytest.raises(KVQError, match='must run with attn_implementation="kvq"'):
-            model(IDS[:, 9:10], past_key_values=cache)
+            model(IDS[:, 9:10], **{GENERATE: cache})
 
 
 def test_gradients_are_refused_when_asked_for() -> None:
     model = make_model("Llama")
-    logits = model(IDS[:, :9], past_key_values=KVQCache(model.config)).logits
+    logits = model(IDS[:, :9], **{GENERATE: KVQCache(model.config)}).logits
     with pytest.raises(KVQError, match="no backward pass"):
         logits.sum().backward()
 

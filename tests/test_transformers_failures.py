@@ -29,6 +29,7 @@ from kvq_transformers import KVQCache
 from kvq_transformers.attention import kvq_attention, register
 from kvq_transformers.forward import CacheStateError
 from kvq_transformers.layers import HANDLE, KVQLayer
+from kvq_transformers.naming import GENERATE
 from kvq_transformers.storage import LayerPages
 
 CAPACITY = 64
@@ -143,7 +144,7 @@ class Story(RuleBasedStateMachine):
         part = ids[:, self.ids.shape[1] :]
         switch = data.draw(st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]))
         with switch():
-            found = self.model(part, **options, past_key_values=self.cache).logits
+            found = self.model(part, **options, **{GENERATE: self.cache}).logits
         with torch.no_grad():
             expected = self.twin(ids, attention_mask=mask).logits[:, self.ids.shape[1] :]
         real = mask[:, self.ids.shape[1] :].bool()
@@ -158,7 +159,7 @@ class Story(RuleBasedStateMachine):
         ids, mask, options = self.new(data)
         part = ids[:, self.ids.shape[1] :]
         with failing(self.model, self.cache, layer, stage, error), torch.no_grad(), pytest.raises(type(error)):
-            self.model(part, **options, past_key_values=self.cache)
+            self.model(part, **options, **{GENERATE: self.cache})
         if (layer, stage) == (1, "after"):  # all layers have stored
             self.ids, self.mask = ids, mask
         self.check()
@@ -169,7 +170,7 @@ class Story(RuleBasedStateMachine):
             return
         options = {"attention_mask": torch.zeros(len(self.ids), 1, 1, 1)} if square else {"output_attentions": True}
         with torch.no_grad(), pytest.raises(KVQError, match="attention"):
-            self.model(self.ids.new_full((len(self.ids), 1), 5), **options, past_key_values=self.cache)
+            self.model(self.ids.new_full((len(self.ids), 1), 5), **options, **{GENERATE: self.cache})
         assert not any(layer.is_pending for layer in self.cache.layers)
         self.check()
 
@@ -207,10 +208,10 @@ class Story(RuleBasedStateMachine):
         old, self.cache = self.cache, way(self.cache)
         if self.room and self.ids.numel():
             with torch.no_grad():
-                self.model(self.ids.new_full((len(self.ids), 1), 7), past_key_values=old)
+                self.model(self.ids.new_full((len(self.ids), 1), 7), **{GENERATE: old})
             old.reset()
             with torch.no_grad():
-                self.model(self.ids.new_full((len(self.ids), self.ids.shape[1] + 1), 9), past_key_values=old)
+                self.model(self.ids.new_full((len(self.ids), self.ids.shape[1] + 1), 9), **{GENERATE: old})
         self.check()
 
     def check(self) -> None:
@@ -247,7 +248,7 @@ def begun(family: str, pages: dict[str, Any], mode: str = "none", count: int = 2
     model = models(family)[0]
     cache = KVQCache(model.config, mode, **pages)
     with torch.no_grad():
-        model(IDS[:, :count], past_key_values=cache)
+        model(IDS[:, :count], **{GENERATE: cache})
     return model, cache
 
 
@@ -264,29 +265,29 @@ def test_a_static_caches_mask(pages: dict[str, Any]) -> None:
         for part in (slice(0, 20), slice(20, 21)):
             mask = torch.zeros(2, CAPACITY, dtype=torch.long)
             mask[:, : part.stop] = 1
-            found = model(IDS[:, part], attention_mask=mask, past_key_values=cache).logits[:, -1]
+            found = model(IDS[:, part], attention_mask=mask, **{GENERATE: cache}).logits[:, -1]
             torch.testing.assert_close(found, eager_logits("Llama", IDS[:, : part.stop]), rtol=1e-4, atol=1e-4)
         assert int(cache.get_seq_length()) == 21
         with pytest.raises(KVQError, match="attention_mask: got 21 columns, need 22"):
-            model(IDS[:, 21:22], attention_mask=mask[:, :21], past_key_values=cache)
+            model(IDS[:, 21:22], attention_mask=mask[:, :21], **{GENERATE: cache})
 
 
 @pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
 def test_a_recurrent_state_cannot_be_rolled_back(family: str, pages: dict[str, Any]) -> None:
     model, cache = begun(family, pages)
     with failing(model, cache, 1, "before", RuntimeError("injected")), torch.no_grad(), pytest.raises(RuntimeError, match="injected"):
-        model(IDS[:, 20:21], past_key_values=cache)
-    for ask in (lambda: model(IDS[:, 20:21], past_key_values=cache), lambda: cache.crop(0), lambda: copy.copy(cache)):
+        model(IDS[:, 20:21], **{GENERATE: cache})
+    for ask in (lambda: model(IDS[:, 20:21], **{GENERATE: cache}), lambda: cache.crop(0), lambda: copy.copy(cache)):
         with pytest.raises(CacheStateError, match="need reset"), torch.no_grad():
             ask()
     cache.reset()
     with torch.no_grad():
-        found = model(IDS, past_key_values=cache).logits[:, -1]
+        found = model(IDS, **{GENERATE: cache}).logits[:, -1]
     torch.testing.assert_close(found, eager_logits(family, IDS), rtol=1e-4, atol=1e-4)
 
 
 CHANGES: dict[str, tuple[Callable[[Any, KVQCache], object], torch.Tensor]] = {
-    "forward": (lambda model, cache: model(IDS[:, 20:29], past_key_values=cache), IDS[:, :29]),
+    "forward": (lambda model, cache: model(IDS[:, 20:29], **{GENERATE: cache}), IDS[:, :29]),
     "crop": (lambda model, cache: cache.crop(-3), IDS[:, :17]),
     "reorder": (lambda model, cache: cache.reorder_cache(torch.tensor([1, 1])), IDS[[1, 1], :20]),
     "reset": (lambda model, cache: cache.reset(), IDS[:, :0]),
@@ -305,7 +306,7 @@ def test_interrupted_at_any_line(operation: str, pages: dict[str, Any]) -> None:
         assert interrupted(lambda one: change(model, one), one, line) == line + 1
         try:
             length = int(one.get_seq_length())
-            found = model(IDS.new_full((2, 1), 5), past_key_values=one).logits[:, -1]
+            found = model(IDS.new_full((2, 1), 5), **{GENERATE: one}).logits[:, -1]
         except CacheStateError:
             one.reset()
             continue
@@ -344,8 +345,8 @@ def test_training_any_part_is_refused(trained: str, pages: dict[str, Any]) -> No
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     cache = KVQCache(model.config, "int4", **pages)
-    model(IDS[:, :9], past_key_values=cache)
-    logits = model(IDS[:, 9:10], past_key_values=cache).logits
+    model(IDS[:, :9], **{GENERATE: cache})
+    logits = model(IDS[:, 9:10], **{GENERATE: cache}).logits
     with pytest.raises(KVQError, match="no backward pass"):
         logits.sum().backward()
     owned = [tensor for layer in cache.layers for tensor in vars(layer.pages.caches).values()]
@@ -377,8 +378,8 @@ def test_a_cache_that_is_never_read_says_so(family: str, pages: dict[str, Any]) 
     model = make_model(family)
     cache = KVQCache(copy.deepcopy(model.config), "int2", **pages)
     with torch.no_grad():
-        model(IDS[:, :9], past_key_values=cache)
-    for ask in [*ASKED.values(), lambda cache: model(IDS[:, 9:10], past_key_values=cache)]:
+        model(IDS[:, :9], **{GENERATE: cache})
+    for ask in [*ASKED.values(), lambda cache: model(IDS[:, 9:10], **{GENERATE: cache})]:
         with pytest.raises(KVQError, match=r"model's own config object \(model.config\)"):
             ask(cache)
 
@@ -412,7 +413,7 @@ def test_wrong_arguments_of_methods(argument: str, pages: dict[str, Any]) -> Non
     assert int(cache.get_seq_length()) == 20 and cache.batch_size == 2
     fresh = begun("Llama", pages, "int4")[1]
     with torch.no_grad():
-        found, expected = (model(IDS[:, 20:22], past_key_values=one).logits for one in (cache, fresh))
+        found, expected = (model(IDS[:, 20:22], **{GENERATE: one}).logits for one in (cache, fresh))
     assert torch.equal(found, expected)
 
 

@@ -57,6 +57,16 @@ def test_padding_is_no_key(capacity: dict[str, Any]) -> None:
         torch.testing.assert_close(means[0][layer].mean, means[1][layer].mean, rtol=1e-3, atol=1e-4)
 
 
+def test_a_first_text_with_nan_spoils_no_later_one(capacity: dict[str, Any]) -> None:
+    model = make_model("Llama")
+    cache = KVQCache(model.config, "int4", smoothing=FIRST_PREFILL, **capacity)
+    embeddings = model.get_input_embeddings()(torch.arange(3, 15)[None])
+    for bad in (float("nan"), float("inf")):
+        model(inputs_embeds=embeddings * bad, **{GENERATE: cache})
+        cache.reset()
+        assert model(inputs_embeds=embeddings, **{GENERATE: cache}).logits.isfinite().all()
+
+
 def test_what_one_cache_found_serves_the_next(capacity: dict[str, Any]) -> None:
     """And a copy has its own."""
     model = make_model("Llama")

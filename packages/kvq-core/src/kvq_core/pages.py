@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
@@ -50,8 +51,16 @@ class Pages:
         scales = {name: _per_layer(name, given[name], geometry.num_layers, backend) for name in _PLANES}
         # Zeros rather than whatever was in that memory, since a snapshot holds every byte. Never inference tensors, which only inference
         # mode may write to.
-        with torch.inference_mode(False):
-            tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in stored.items()}
+        try:
+            with torch.inference_mode(False):
+                tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in stored.items()}
+        except torch.OutOfMemoryError:
+            raise  # what engines catch, and it tells what the device has left
+        except RuntimeError as problem:
+            if device.type != "cpu":
+                raise
+            size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored.values())
+            raise ArgumentError("num_blocks", f"{geometry.num_blocks}, {size} bytes of pages", "as many as memory holds") from problem
         self._take(backend, geometry, tensors)
         for name in self.tensors.keys() & _PLANES:
             self.tensors[name].copy_(scales[name])

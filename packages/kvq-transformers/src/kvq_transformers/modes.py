@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
 from kvq_core.registry import get_backend
 
 Mode = str | QuantKVBackend | tuple[str | QuantKVBackend, str | QuantKVBackend]
@@ -27,12 +28,13 @@ def layer_modes(mode: Modes, layers: list[int], num_layers: int) -> dict[int, Qu
     for key, value in mode.items():
         if key == "default":
             continue
-        if not isinstance(key, int) or isinstance(key, bool) or not -num_layers <= key < num_layers:
-            raise ArgumentError("mode", f"layer {key!r}", f'"default" or a layer from {-num_layers} to {num_layers - 1}')
-        if key % num_layers not in layers:
-            raise ArgumentError("mode", f"layer {key}", f"a layer that keeps K and V: one of {layers}")
-        if chosen.setdefault(key % num_layers, value) != value:
-            raise ArgumentError("mode", f"two modes for layer {key % num_layers}", "one")
+        if not isinstance(key, Integral) or isinstance(key, bool) or not -num_layers <= key < num_layers:
+            raise ArgumentError("mode", f"layer {described(key)}", f'"default" or a layer from {-num_layers} to {num_layers - 1}')
+        layer = int(key) % num_layers
+        if layer not in layers:
+            raise ArgumentError("mode", f"layer {int(key)}", f"a layer that keeps K and V: one of {layers}")
+        if chosen.setdefault(layer, value) != value:
+            raise ArgumentError("mode", f"two modes for layer {layer}", "one")
     missing = [layer for layer in layers if layer not in chosen]
     if missing and "default" not in mode:
         raise ArgumentError("mode", f"no mode for layers {missing}", 'one for each, or a "default"')

@@ -156,7 +156,9 @@ class LayerPages:
         if is_first and self.estimates and self.smoothing is not None:
             statistics = KeyStatistics()
             statistics.add(key, real=slot_mapping >= 0)
-            self.smoothing.mean.copy_(statistics.smoothing().mean)
+            mean = statistics.smoothing().mean
+            # For good, so a first text that went wrong must not spoil those after a reset().
+            self.smoothing.mean.copy_(torch.where(mean.isfinite(), mean, 0.0))
         self.backend.reshape_and_cache(
             key,
             value,

@@ -188,7 +188,7 @@ def page(findings: Iterable[Finding]) -> str:
         f"All {total} types of causal language models that transformers {transformers.__version__} knows, under torch "
         f"{torch.__version__.split('+')[0]}: each with a tiny configuration and random weights, eager attention over a `DynamicCache` "
         "against kvq's over a `KVQCache` in mode `none`, with growing and with fixed pages. A prompt of 19 tokens, a chunk of 9, two "
-        "single tokens and 3 drafts, one of two rows padded on the left. Made by `python docs/model_table.py`.",
+        "single tokens and 3 drafts, one of two rows padded on the left. Made by `hatch run model-table`.",
         "",
         "## Same as eager attention",
         "",

@@ -25,7 +25,6 @@ _MANY_KEYS = 200
 """More than that are written by ``encode`` where kernels are interpreted: theirs takes longer than the read, row by row the same."""
 _SPLIT = (
     # A program takes 128 keys: sequences end where its share does, a key after that, and a key before it.
-    # A program takes 128 keys: sequences end where its share does, a key after that, and a key before it.
     Case(query_lens=(1, 1), seq_lens=(512, 385), num_kv_heads=1),
     Case(query_lens=(4,), seq_lens=(385,), num_kv_heads=1, queries_per_kv=3, sinks=True, window=300),
     Case(query_lens=(2, 20, 0), seq_lens=(255, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, head_size=96),

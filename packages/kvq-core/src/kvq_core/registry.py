@@ -110,10 +110,12 @@ def get_backend(mode: str) -> QuantKVBackend:
     distribution, full = _parse(mode)
     variables.check()
     question = (mode, os.environ.get(OVERRIDE, ""))
+    answers = _REGISTRY.answers
+    answer = answers.get(question)
+    if answer is not None:
+        return answer
     with _REGISTRY.lock:
         answers = _REGISTRY.answers
-        if question in answers:
-            return answers[question]
         entry = _choose(full, distribution, question[1])
         backend = _REGISTRY.backends.get(entry)
     if backend is None:

@@ -51,7 +51,8 @@ class Repeats:
     """The calls of one op that can be repeated, by their facts. The oldest is dropped when there are too many."""
 
     def __init__(self, most: int = MOST_KNOWN) -> None:
-        self._lock = threading.Lock()
+        # Reentrant, as all of kvq's locks: an interruption may come to a thread that holds it, and the thread go on.
+        self._lock = threading.RLock()
         self._most = most
         self._known: dict[Facts, Repeat] = {}
 

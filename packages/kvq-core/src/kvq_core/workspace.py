@@ -43,7 +43,7 @@ def _place(device: torch.device, stream: int | None) -> _Place:
 
 class _Workspaces:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._kept: dict[_Place, list[torch.Tensor]] = {}
         self._uses: dict[_Place, AbstractContextManager[object]] = {}
         self._reserved: dict[torch.device, torch.Tensor] = {}

@@ -209,7 +209,8 @@ class Subject:
         nearness = "distance of stored levels from the rows [row, head, channel]"
         assert_within((y - got).abs(), (y - wanted).abs(), tolerance, f"{what}: {half}: {nearness}")
         differ = (got - wanted).abs() > tolerance
-        if differ.numel() >= 4096 and what == str(built.case):
+        # Rows of bfloat16 have few values: what is a tie for one number is one for many.
+        if differ.numel() >= 4096 and what == str(built.case) and x.dtype != torch.bfloat16:
             share = float(differ.double().mean())
             assert share < 1e-3, f"{what}: {half}: {share:.2%} of the levels of random rows differ, though ties are rare"
 

@@ -8,9 +8,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mode_bounds import Int2Bounds, Int4Bounds
+from mode_bounds import Int2Bounds, Int4Bounds, not_worse_than_zero
 
+from kvq_core.backend import QuantKVBackend
 from kvq_core.testing import BackendTests, budgets
+from kvq_core.testing.cases import Case
+from kvq_core.testing.places import Place
 from kvq_int2 import codec as int2
 from kvq_int4 import codec as int4
 
@@ -31,12 +34,30 @@ class QuantizedTests(BackendTests):
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float16
 
+    @pytest.mark.quick
+    @pytest.mark.parametrize("size", [64, 80])
+    def test_rows_up_to_the_largest(self, backend: QuantKVBackend, place: Place, size: int) -> None:
+        """Scales are held at what attention can sum: bounds and fitted scales know of it."""
+        if not backend.needs_scale_caches:
+            pytest.skip("the caller gives the scale")
+        case = Case(query_lens=(1,), seq_lens=(12,), head_size=size, num_kv_heads=2, dtype=torch.float32)
+        built = self.build(backend, case, place)
+        peaks = torch.logspace(29, 38.5, 12, dtype=torch.float64)[:, None, None]
+        for x in (built.key, built.value):
+            x[:, 1] = x[:, 1].abs()
+            x.copy_(x.double() / x.double().abs().amax(-1, keepdim=True) * peaks.to(x.device))
+        built.write()
+        for half, x in (("key", built.key), ("value", built.value)):
+            self.assert_encoded(built, half, x, built.slots, f"rows up to the largest, {case}")
+        self.assert_round_trip(built.key, built.decoded("key", built.slots), None, str(case))
+
 
 class TestInt8PerTokenHead(QuantizedTests):
     mode = "int8_per_token_head"
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        return budgets.symmetric_levels(x.double(), 127, 1e-6)
+        bound = budgets.symmetric_levels(x.double(), 127, 1e-6)
+        return not_worse_than_zero(x.double(), bound, x.double().abs().amax(-1, keepdim=True) / 127)
 
 
 class TestFP8PerTokenHead(QuantizedTests):
@@ -44,7 +65,7 @@ class TestFP8PerTokenHead(QuantizedTests):
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         scale = (x.double().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-6)
-        return budgets.minifloat(x.double(), scale, torch.float8_e4m3fn)
+        return not_worse_than_zero(x.double(), budgets.minifloat(x.double(), scale, torch.float8_e4m3fn), scale)
 
 
 class TestFP8PerTensor(QuantizedTests):
@@ -80,6 +101,11 @@ class TestInt2PerTokenHead(Int2Bounds, QuantizedTests):
         x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
         x[2::4, 5] *= 100
         length = x.double().square().sum(-1)
+        # Of rows and the levels they take: what the bound leaves where levels fit a row badly, and 1 elsewhere.
+        level = int2.decode(int2.encode(x, unbiased=False)[0], torch.ones(64)).double()
+        cosine = (level * x).sum(-1) / level.norm(dim=-1) / length.sqrt()
+        assert float((int2.LARGEST_FACTOR * cosine.square() < 1).double().mean()) < 0.5
         key, value = (int2.decode(*int2.encode(x, unbiased=unbiased)).double() for unbiased in (False, True))
-        torch.testing.assert_close(key.square().sum(-1), length, rtol=1e-5, atol=0)
-        torch.testing.assert_close((value * x).sum(-1), length, rtol=1e-5, atol=0)
+        of_key, of_value = ((int2.LARGEST_FACTOR * share).clamp(max=1) for share in (cosine, cosine.square()))
+        torch.testing.assert_close(key.square().sum(-1), length * of_key.square(), rtol=1e-5, atol=0)
+        torch.testing.assert_close((value * x).sum(-1), length * of_value, rtol=1e-5, atol=0)

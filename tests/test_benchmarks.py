@@ -215,8 +215,10 @@ def test_a_windowed_read_is_planned_as_the_keys_that_its_window_leaves(mode: str
     def planned(name: str) -> tuple[Choice, ...]:
         return precompile.choices_of(get_backend(mode), by_name[name], tune.ASSUMED)
 
-    assert planned("B-window-1024") == planned("b1-1024") != planned("B")
+    assert planned("B-window-1024") == planned("b1-1024")
     assert planned("A-window") == planned("A")
+    # A mode of a third party's may have no kernels, and nothing to plan.
+    assert planned("b1-1024") != planned("B") or not planned("B")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -517,12 +519,12 @@ def test_none_is_always_measured() -> None:
 @pytest.mark.quick
 @pytest.mark.usefixtures("fresh_registry")
 def test_a_broken_mode_is_left_out_unless_it_is_asked_for(install: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    install("kvq-int3", "int3", "raise ImportError('no libkvq3.so here')")
+    install("kvq-int5", "int5", "raise ImportError('no libkvq5.so here')")
     assert sorted(b.mode for b in modes.backends_of(None, "none")) == MODES
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("broken, left out: mode 'int3' from kvq-int3 1.0") and "ImportError: no libkvq3.so here" in line
-    assert run.main(["--modes", "int3"]) == run.CANNOT_RUN
-    assert "no libkvq3.so here" in capsys.readouterr().err
+    assert line.startswith("broken, left out: mode 'int5' from kvq-int5 1.0") and "ImportError: no libkvq5.so here" in line
+    assert run.main(["--modes", "int5"]) == run.CANNOT_RUN
+    assert "no libkvq5.so here" in capsys.readouterr().err
 
 
 @pytest.mark.quick

@@ -87,7 +87,9 @@ class KVQCache(Cache):
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
         given = layers_given(smoothing, k_scale, v_scale, backends)
-        recurrent = [index for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
+        stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
+        recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]
         self._forward: GrowingForward | FixedForward
         if max_cache_len is None:
             self._forward = growing = GrowingForward(windows, recurrent, block_size)

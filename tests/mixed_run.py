@@ -49,7 +49,11 @@ def leftover(wanted: Demand) -> list[object]:
 
 def main() -> None:
     for mode in ("none", "int8", "int4", "int2"):
-        for further in ({}, {"window": 127, "softcap": 30.0}, {"query_rows": (1, 5), "sinks": torch.bfloat16}):
+        for further in (
+            {},
+            {"window": 127, "softcap": 30.0, "smoothed": True, "balanced": True},
+            {"query_rows": (1, 5), "sinks": torch.bfloat16},
+        ):
             left = leftover(demand(mode, **further))
             if left:
                 raise SystemExit(f"{mode}, {further}: {len(left)} launches that the warm-up does not know, the first: {left[0]}")

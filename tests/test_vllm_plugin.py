@@ -7,21 +7,25 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kvq_core import get_backend, list_backends
+from kvq_core.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import cell_size, fields
 from kvq_core.testing import places
 from kvq_vllm import plugin, probe
+from kvq_vllm.demands import demand_of
 from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
-from kvq_vllm.refusals import check_layer, explained, head_size_reason
+from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, explained, head_size_reason
 from kvq_vllm.settings import Settings
+from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
 
 pytestmark = pytest.mark.quick
 
@@ -168,6 +172,8 @@ def test_the_configuration_says_the_mode() -> None:
         ("int8_per_token_head", {"mod": "int2"}, "need a mapping"),
         ("int8_per_token_head", "int2", "need a mapping"),
         ("int8_per_token_head", {"mode": "int5"}, "no installed package provides mode"),
+        ("auto", {"smoothing": "f"}, r"kvq\.smoothing: got 'f' with --kv-cache-dtype auto, need a quantized --kv-cache-dtype: mode none"),
+        ("kvq_fp8_per_tensor", {"smoothing": "f"}, r"kvq\.smoothing: got 'f'.*need a mode that finds its own scales"),
     ],
 )
 def test_what_the_configuration_has_wrong(dtype: str, section: object, message: str) -> None:
@@ -178,23 +184,186 @@ def test_what_the_configuration_has_wrong(dtype: str, section: object, message: 
 @pytest.mark.parametrize(
     ("attn_type", "options", "message"),
     [
-        ("encoder_only", {}, "attention type: got encoder_only, need decoder"),
-        ("encoder_decoder", {}, "attention type: got encoder_decoder"),
-        ("decoder", {"chunk_lookback": 2}, "chunk_lookback: got 2"),
-        ("decoder", {"something_new": 3}, "something_new: got 3"),
+        ("encoder_only", {}, "attention type: got encoder_only, need decoder: kvq serves causal attention over a cache"),
+        ("encoder_decoder", {}, "attention type: got encoder_decoder, need decoder: kvq serves causal attention over a cache"),
+        ("decoder", {"chunk_lookback": 2}, "chunk_lookback: got 2, need no chunked attention with a look-back: its keys are no window"),
+        ("decoder", {"something_new": 3}, "something_new: got 3, need an attention layer without this option, which kvq does not know"),
     ],
 )
 def test_layers_that_are_refused(attn_type: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message + ".*use --kv-cache-dtype"):
+    with pytest.raises(ArgumentError, match=message + ".*; use --kv-cache-dtype auto or fp8 without"):
         check_layer(attn_type, options)
     check_layer("decoder", {"chunk_lookback": -1, "something_new": None})
 
 
-def test_reasons_say_what_would_work() -> None:
-    assert "--kv-cache-dtype auto" in explained("MLA not supported") and explained("something else") == "something else"
+def group(**further: object) -> Any:
+    """A vLLM config, as far as groups of layers look at it."""
+    space = types.SimpleNamespace
+    parallel = space(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    found = space(model_config=space(rswa_window=None), kv_transfer_config=None, parallel_config=parallel)
+    for name, value in further.items():
+        for part in (found.parallel_config, found.model_config, found):
+            if hasattr(part, name):
+                setattr(part, name, value)
+    return found
+
+
+def spec(kind: str) -> Any:
+    return type(kind, (), {})()
+
+
+@pytest.mark.parametrize(
+    ("kind", "further", "message"),
+    [
+        (
+            "ChunkedLocalAttentionSpec",
+            {},
+            "attention: got chunked local attention, need full attention or a sliding window: a chunk's keys",
+        ),
+        *(
+            (kind, {}, f"attention: got {kind}, need FullAttentionSpec or SlidingWindowSpec: kvq serves causal attention")
+            for kind in (
+                "CrossAttentionSpec",
+                "EncoderOnlyAttentionSpec",
+                "MLAAttentionSpec",
+                "SlidingWindowMLASpec",
+                "RSWASpec",
+                "LaterSpec",
+            )
+        ),
+        ("FullAttentionSpec", {"rswa_window": 64}, "rswa_window: got 64, need None: kvq's window has no prefix that stays visible"),
+        (
+            "FullAttentionSpec",
+            {"kv_transfer_config": types.SimpleNamespace(kv_connector="NixlConnector")},
+            "--kv-transfer-config: got NixlConnector, need no KV connector: a page also holds its scales",
+        ),
+        *(
+            (
+                "FullAttentionSpec",
+                {f"{kind}_context_parallel_size": 2},
+                f"--{kind}-context-parallel-size: got 2, need 1: each rank would hold",
+            )
+            for kind in ("decode", "prefill")
+        ),
+    ],
+)
+def test_groups_that_are_refused(kind: str, further: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message + ".*; use --kv-cache-dtype auto or fp8 without"):
+        check_group(spec(kind), group(**further))
+    for served in ("FullAttentionSpec", "SlidingWindowSpec"):
+        check_group(spec(served), group())
+
+
+@pytest.mark.parametrize("reason", sorted(EXPLANATIONS))
+def test_reasons_say_why_and_what_would_work(reason: str) -> None:
+    what, why, instead = explained(reason).replace(f"{reason}: ", "WHAT|").replace("; ", "|").split("|")
+    assert what == "WHAT" and why == EXPLANATIONS[reason] and "--kv-cache-dtype" in instead
+
+
+def test_reasons_name_what_fits() -> None:
+    assert explained("something else") == "something else"
+    assert "--kv-cache-dtype auto or float16 or" in explained("kv_cache_dtype not supported")
+    assert "kvq_int4" in explained("kv_cache_dtype not supported")
     reason = head_size_reason("int2_per_token_head", 66)
-    assert reason is not None and "kvq_none" in reason and "kvq_int2 " not in reason
+    assert reason is not None and "need a multiple of 8" in reason and "kvq_none" in reason and "kvq_int2 " not in reason
+    # No mode packs this one.
+    reason = head_size_reason("int8_per_token_head", 4096)
+    assert reason is not None and reason.endswith("use --kv-cache-dtype auto or fp8 without --attention-backend CUSTOM")
     assert all(head_size_reason(mode, 128) is None for mode in own_names().values())
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path) -> Path:
+    """Smoothing of layers 0 and 1, each of 4 heads of 16."""
+    generator = torch.Generator().manual_seed(0)
+    keys = {layer: torch.randn(64, 4, 16, generator=generator) + layer for layer in (0, 1)}
+    ModelSmoothing({layer: KeySmoothing.estimate(rows, rows) for layer, rows in keys.items()}).save(tmp_path / "keys.safetensors")
+    return tmp_path / "keys.safetensors"
+
+
+def layers(file: Path, heads: int = 4, head_size: int = 16, names: tuple[str, ...] = ("model.layers.0.attn", "model.layers.1.attn")) -> Any:
+    """A vLLM config with attention layers, the last of which reads the first one's pages."""
+    space = types.SimpleNamespace
+    found = config("int4_per_token_head", {"smoothing": str(file)})
+    built = {}
+    for name in (*names, "model.layers.2.attn"):
+        built[name] = torch.nn.Module()
+        built[name].impl = space(kvq=get_backend("int4"), smoothing=None, num_kv_heads=heads, head_size=head_size)
+        built[name].impl.kv_sharing_target_layer_name = None if name in names else names[0]
+    found.compilation_config = space(static_forward_context={**built, "model.layers.3.mlp": torch.nn.Module()})
+    found.device_config = space(device=torch.device("cpu"))
+    return found
+
+
+@pytest.fixture
+def layer_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = types.ModuleType("vllm.model_executor.models.utils")
+    utils.extract_layer_index = lambda name: int(name.split(".")[2])  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.models"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.utils", utils)
+
+
+@pytest.mark.usefixtures("layer_index")
+@pytest.mark.parametrize(("heads", "world_size", "rank", "first"), [(4, 1, 0, 0), (2, 2, 1, 2), (1, 8, 5, 2)])
+def test_layers_get_the_smoothing_of_their_heads(calibrated: Path, heads: int, world_size: int, rank: int, first: int) -> None:
+    found, saved = layers(calibrated, heads), ModelSmoothing.load(calibrated)
+    with pytest.raises(ArgumentError, match="layers without it, need a vLLM that calls process_weights_after_loading"):
+        check_smoothed(found, ["model.layers.0.attn"])
+    smooth_layers(found, world_size, rank)
+    check_smoothed(found, ["model.layers.0.attn"])
+    for name, of in (("model.layers.0.attn", 0), ("model.layers.1.attn", 1), ("model.layers.2.attn", 0)):
+        layer = found.compilation_config.static_forward_context[name]
+        assert torch.equal(layer.impl.smoothing.mean, saved[of].mean[first : first + heads])
+        assert torch.equal(layer.impl.smoothing.balance, saved[of].balance[first : first + heads])
+        # Buffers: what vLLM keeps when it sleeps. No part of the model's state, which comes from a checkpoint.
+        assert {id(buffer) for buffer in layer.buffers()} >= {id(layer.impl.smoothing.mean), id(layer.impl.smoothing.inverse)}
+        assert not layer.state_dict()
+
+
+@pytest.mark.usefixtures("layer_index")
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"heads": 2}, r"keys.safetensors', layer 0: got one for 4 heads of 16, need one for 2 kv heads of 16: a file of ModelSmoothing"),
+        (
+            {"head_size": 32},
+            r"keys.safetensors', layer 0: got one for 4 heads of 16, need one for 4 kv heads of 32: a file of ModelSmoothing",
+        ),
+        ({"names": ("model.layers.0.attn", "model.layers.7.attn")}, r"has layers \[0, 1\], need one with layer 7 \(model.layers.7.attn\)"),
+    ],
+)
+def test_a_file_of_another_model_is_refused(calibrated: Path, further: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=r"--additional-config kvq.smoothing.*" + message):
+        smooth_layers(layers(calibrated, **further), 1, 0)
+
+
+def test_a_file_that_holds_no_smoothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.safetensors").write_bytes(b"nothing")
+    for name in ("other.safetensors", "absent.safetensors"):
+        with pytest.raises(
+            ArgumentError, match=rf"--additional-config kvq.smoothing: got '.*{name}' \(.*\), need a file of ModelSmoothing.save"
+        ):
+            load(str(tmp_path / name))
+
+
+def test_what_the_warm_up_is_told(calibrated: Path) -> None:
+    """It compiles kernels for smoothed keys where keys are smoothed."""
+    space = types.SimpleNamespace
+    impl = space(
+        kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), softcap=0.0, sinks=None, alibi_slopes=None
+    )
+    impl.use_alibi_sqrt, impl.in_cells, impl.smoothing = False, False, None
+    impl.content_bytes = lambda dtype: content_bytes(impl.kvq, 16, 16, dtype)
+    limits = {"scheduler_config": space(max_num_seqs=8, max_num_batched_tokens=64), "model_config": space(max_model_len=128)}
+    asked = space(**limits, speculative_config=space(num_speculative_tokens=3))
+    plain = demand_of(impl, asked, 4, 16, torch.bfloat16)
+    assert (plain.smoothed, plain.balanced, plain.query_rows) == (False, False, (1, 4))
+    impl.smoothing = ModelSmoothing.load(calibrated)[0]
+    smoothed = demand_of(impl, asked, 4, 16, torch.bfloat16)
+    assert (smoothed.smoothed, smoothed.balanced) == (True, True)
+    impl.smoothing = KeySmoothing(impl.smoothing.mean)
+    assert not demand_of(impl, asked, 4, 16, torch.bfloat16).balanced
 
 
 def test_the_doctor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

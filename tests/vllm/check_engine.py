@@ -1,9 +1,10 @@
-"""Real vLLM engines on the CPU, each held against the same model in transformers with a ``KVQCache`` in the same mode.
+"""Real vLLM engines on the CPU, each held against the same model in transformers with a ``KVQCache`` in the same mode (``reference.py``).
 
-Greedy tokens must be the same. Both sides run the model in float32 and kvq's torch path, so their log-probabilities differ by the order
-of sums in matrix products (:data:`SUMS`). In long texts that moves some of the 100,000s of values of K and V over the edge between two
-codes, which is worth up to :data:`CODES`; the shortest text is too short for it. All engines share a process, whose imports take most of
-the time: ``python tests/vllm/check_engine.py FOLDER [NAME ...]``.
+Each engine serves a ragged batch, prefilled in chunks beside sequences that decode; the same prompts from its prefix cache; and more
+than its pages hold, so that it preempts and recomputes. Between them the cases have 1 to 8 query heads a kv head, heads of 64 to 256,
+blocks of 16 to 128 tokens, and decode steps of 1 to 8 rows.
+
+Engines share a process, whose imports take most of the time: ``python tests/vllm/check_engine.py FOLDER [NAME ...]``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -26,33 +29,39 @@ SETTINGS = {
 }
 os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
 
-import tiny
 import torch
+from reference import Reference, Text
+from tiny import Tiny
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvq_transformers import KVQCache
+from kvq_core.calibration import ModelSmoothing
+from kvq_transformers import calibrate
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES
 
-SUMS, CODES = 5e-5, 5e-3
 TOKENS = 12
-LENGTHS = (5, 37, 150, 64, 129)
+LENGTHS = (5, 37, 150, 64, 120, 129)
 """Of the prompts. Those beyond :data:`CHUNK` tokens are prefilled in chunks, beside others that decode."""
 CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``."""
+    """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``.
+
+    ``control``: modes that the comparison must tell from these. ``smoothed``: with a calibration file, which the control lacks.
+    """
 
     modes: str | Mapping[Any, str]
     kv_cache_dtype: str
-    model: str = "llama"
+    model: Tiny = field(default_factory=Tiny)
     block_size: int = 16
     options: dict[str, Any] = field(default_factory=dict)
+    control: str = "none"
+    smoothed: bool = False
 
 
 def carried(mode: str) -> dict[str, Any]:
@@ -60,18 +69,29 @@ def carried(mode: str) -> dict[str, Any]:
     return {"additional_config": {"kvq": {"mode": mode}}}
 
 
-CARRIER = VLLM_NAMES[0]
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+def drafts(count: int) -> dict[str, Any]:
+    """Speculative decoding: ``count`` tokens guessed from what came before, so that decode steps have up to ``count + 1`` rows."""
+    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 3, "prompt_lookup_min": 1}}
+
+
+CARRIER, INT4 = VLLM_NAMES[0], "int4_per_token_head"
 CASES = {
-    "none": Case("none", "auto"),
-    "int8": Case("int8", "int8_per_token_head", block_size=32),
-    "int4": Case("int4", "int4_per_token_head"),
-    "int2": Case("int2", CARRIER, block_size=128, options=carried("int2")),
-    "int3, a third party's": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head")),
-    "drafts": Case("int4", "int4_per_token_head", options={"speculative_config": NGRAMS}),
-    "a skipped layer": Case({"default": "int8", 0: "none"}, "int8_per_token_head", options={"kv_cache_dtype_skip_layers": ["0"]}),
-    "softcap": Case("int4", "int4_per_token_head", model="gemma2"),
-    "windows": Case("int8", "int8_per_token_head", model="gemma3"),
+    "none": Case("none", "auto", Tiny(query_heads=4, kv_heads=4), control="int8"),
+    "int8": Case("int8", "int8_per_token_head", Tiny(query_heads=8, kv_heads=2, head_size=128), block_size=32),
+    "fp8": Case("fp8", "fp8_per_token_head", Tiny(query_heads=8, kv_heads=1), block_size=64),
+    "int4": Case("int4", INT4, Tiny(query_heads=8, kv_heads=1, head_size=256), block_size=64),
+    "int2": Case("int2", CARRIER, Tiny(head_size=96), block_size=128, options=carried("int2"), control="int4"),
+    "int3, a third party's": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head"), control="int4"),
+    "a skipped layer": Case({"default": "int8", 0: "none"}, CARRIER, options={"kv_cache_dtype_skip_layers": ["0"]}),
+    "smoothed keys": Case("int4", INT4, Tiny("qwen2"), control="int4", smoothed=True),
+    "softcap": Case("int4", INT4, Tiny("gemma2")),
+    "windows": Case("int8", "int8_per_token_head", Tiny("gemma3")),
+    "sinks": Case("int4", INT4, Tiny("gpt_oss", query_heads=8)),
+    "1 draft": Case("int4", INT4, options=drafts(1)),
+    "3 drafts": Case("int4", INT4, options=drafts(3)),
+    "7 drafts": Case("int8", "int8_per_token_head", options=drafts(7)),
+    "kvq_int4": Case("int4", "kvq_int4", block_size=32),
+    "kvq_int2": Case("int2", "kvq_int2", Tiny("qwen2"), control="int2", smoothed=True),
 }
 
 
@@ -80,17 +100,13 @@ def prompts() -> list[list[int]]:
     return [[3 + (7 * i % 41) * (1 + n % 5) for i in range(n)] for n in LENGTHS]
 
 
-def expected(folder: Path, modes: Any, asked: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their log-probabilities, each prompt by itself."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
-    for prompt in asked:
-        cache = KVQCache(model.config, modes)
-        options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        done = model.generate(torch.tensor([prompt]), past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options)
-        tokens = done.sequences[0, len(prompt) :].tolist()
-        found.append((tokens, [float(x[0].log_softmax(-1)[token]) for x, token in zip(done.logits, tokens, strict=True)]))
-    return found
+def calibrated(model: Path) -> tuple[Path, ModelSmoothing]:
+    """A file with the smoothing of ``model``'s keys, found on a text that is none of the prompts, and what it holds."""
+    text = torch.tensor([[3 + 11 * i % 401 for i in range(256)]])
+    found = calibrate(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), text, smoothing="balanced").smoothing
+    file = model.with_suffix(".smoothing.safetensors")  # beside the model, whose files vLLM reads
+    found.save(file)
+    return file, found
 
 
 def generate(engine: LLM, asked: list[list[int]]) -> list[Any]:
@@ -98,36 +114,28 @@ def generate(engine: LLM, asked: list[list[int]]) -> list[Any]:
     return engine.generate([{"prompt_token_ids": prompt} for prompt in asked], sampling, use_tqdm=False)
 
 
-def compare(outputs: list[Any], wanted: list[tuple[list[int], list[float]]], what: str) -> list[float]:
-    """The largest difference of log-probabilities in each text; raises if tokens differ."""
-    worst = []
-    for output, (tokens, logprobs) in zip(outputs, wanted, strict=True):
-        found = list(output.outputs[0].token_ids)
-        got = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, found, strict=True)]
-        if found != tokens:
-            raise SystemExit(f"{what}: a prompt of {len(output.prompt_token_ids)} tokens goes on {found}, need {tokens}")
-        worst.append(max(abs(a - b) for a, b in zip(got, logprobs, strict=True)))
-    return worst
-
-
-def judge(errors: list[float], name: str, modes: Any) -> str:
-    """Raise unless the differences are those of sums in the shortest texts, the first of each batch, and not much more than a code's."""
-    short = max(errors[0], errors[len(LENGTHS) + 1])
-    if short > SUMS or max(errors) > (SUMS if modes == "none" else CODES):
-        raise SystemExit(f"{name}: log-probabilities are {max(errors):.1e} off, those of the shortest text {short:.1e}")
-    return f"{len(errors)} texts, log-probabilities within {max(errors):.1e} (the shortest: {short:.1e})"
+def text_of(output: Any) -> Text:
+    answer = output.outputs[0]
+    tokens = list(answer.token_ids)
+    return Text(list(output.prompt_token_ids), tokens, [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)])
 
 
 def counted(engine: LLM, name: str) -> int:
     return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == name)
 
 
+def blocks_for(block_size: int) -> int:
+    """As many as the first prompts take, before their texts grow; and vLLM's own one, which is nobody's."""
+    return 1 + sum(-(-length // block_size) for length in LENGTHS[:-1])
+
+
 def check(name: str, case: Case, folder: Path) -> None:
     """One engine: chunked prefill beside decode, then the same prompts from the prefix cache, then more than fits at once."""
     started = time.perf_counter()
-    model = tiny.make(case.model, folder)
-    # Fewer blocks than the prompts need together, enough for the longest.
-    fitting = -(-(max(LENGTHS) + TOKENS + 1) // case.block_size) + 2
+    model, options, smoothing = case.model.make(folder), dict(case.options), None
+    if case.smoothed:
+        file, smoothing = calibrated(model)
+        options["additional_config"] = {"kvq": {"smoothing": str(file)}}
     engine = LLM(
         model=str(model),
         dtype="float32",
@@ -137,40 +145,40 @@ def check(name: str, case: Case, folder: Path) -> None:
         block_size=case.block_size,
         max_num_seqs=8,
         max_num_batched_tokens=CHUNK,
-        num_gpu_blocks_override=max(2 * fitting, 8),
+        num_gpu_blocks_override=blocks_for(case.block_size),
         disable_log_stats=False,
         seed=0,
-        **case.options,
+        **options,
     )
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    if not all(isinstance(layer.impl, KVQImpl) for layer in layers):
+    if not all(isinstance(layer.impl, KVQImpl) for layer in layers if hasattr(layer, "impl")):
         raise SystemExit(f"{name}: a layer is not kvq's")
     asked = prompts()
-    wanted = expected(model, case.modes, asked)
-    errors = compare(generate(engine, asked), wanted, name)
+    outputs = generate(engine, asked)
     generate(engine, asked[2:3])  # other prompts may have taken its blocks
     again = generate(engine, asked[2:3])
-    errors += compare(again, wanted[2:3], f"{name}, from the prefix cache")
-    if not again[0].num_cached_tokens:
-        raise SystemExit(f"{name}: no prefix was cached")
-    crowd = generate(engine, asked * 2)
-    errors += compare(crowd, wanted * 2, f"{name}, preempted")
+    cached = again[0].num_cached_tokens
+    outputs += again + generate(engine, asked * 2)
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
-    # With windows vLLM admits fewer requests instead; of large blocks few texts come to need another.
-    if (case.model == "llama" and case.block_size <= 32 and not preempted) or ("speculative_config" in case.options and not drafted):
-        raise SystemExit(f"{name}: {preempted} preemptions and {drafted} accepted drafts, need some")
+    said = Reference(model, case.modes, case.control, smoothing).compare([text_of(output) for output in outputs], name)
     print(
-        f"{name}: {judge(errors, name, case.modes)}; {again[0].num_cached_tokens} tokens from the prefix cache, {preempted} preemptions, "
-        f"{drafted} drafts accepted; {time.perf_counter() - started:.0f} s",
+        f"{name}: {said}; {cached} tokens from the prefix cache, {preempted} preemptions, {drafted} drafts accepted; "
+        f"{time.perf_counter() - started:.0f} s",
         flush=True,
     )
+    # With windows vLLM may admit fewer requests instead of preempting, and few texts grow into another large block.
+    may_wait = case.model.kind in ("gemma2", "gemma3", "gpt_oss") or case.block_size > 64
+    if not cached or not (preempted or may_wait) or ("speculative_config" in options and not drafted):
+        raise SystemExit(f"{name}: need tokens from the prefix cache, preemptions, and accepted drafts")
     del engine
     cleanup_dist_env_and_memory()
 
 
 def main() -> None:
-    # Drafts of n-grams import numba, after which vLLM's CPU platform cannot make another engine: they are asked for by name.
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or [name for name in CASES if name != "drafts"]
+    # Drafts of n-grams import numba, after which vLLM's CPU platform cannot make another engine, and vLLM takes kvq's own names from 0.33
+    # on: these are asked for by name.
+    every = [name for name, case in CASES.items() if "speculative_config" not in case.options and case.kv_cache_dtype != name]
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or every
     if AttentionBackendEnum.CUSTOM.is_overridden():
         raise SystemExit("CUSTOM is taken before any engine was made")
     for name in names:

@@ -1,6 +1,6 @@
 """``vllm serve`` with kvq's pages, asked over HTTP as an OpenAI client asks: ``python tests/vllm/check_server.py FOLDER``.
 
-The server's engine is a spawned process. Its greedy text is held against transformers with a ``KVQCache`` in the same mode.
+The server's engine is a spawned process. Its greedy text is held against the reference (``reference.py``).
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import tiny
-import torch
-from transformers import AutoModelForCausalLM
-
-from kvq_transformers import KVQCache
+from reference import Reference, Text
+from tiny import Tiny
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -31,7 +30,6 @@ SETTINGS = {
 PROMPT = [7 + 11 * i % 300 for i in range(60)]
 TOKENS = 8
 STARTS_WITHIN = 300
-LOGPROB_ERROR = 2e-3
 
 
 def free_port() -> int:
@@ -62,7 +60,7 @@ def wait_until_up(server: subprocess.Popen[bytes], url: str) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    model = tiny.make("llama", folder)
+    model = Tiny().make(folder)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     # What `vllm serve` runs: that script looks for a distribution of the name vllm, which vllm-cpu is not.
@@ -90,21 +88,8 @@ def main() -> None:
             raise
         finally:
             server.terminate()
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    done = reference.generate(
-        torch.tensor([PROMPT]),
-        past_key_values=KVQCache(reference.config, "int4"),
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
-    tokens = done.sequences[0, len(PROMPT) :].tolist()
-    logprobs = [float(x[0].log_softmax(-1)[token]) for x, token in zip(done.logits, tokens, strict=True)]
-    worst = max(abs(a - b) for a, b in zip(choice["logprobs"]["token_logprobs"], logprobs, strict=True))
-    if choice["token_ids"] != tokens or worst > LOGPROB_ERROR:
-        raise SystemExit(f"the server goes on {choice['token_ids']}, need {tokens}; log-probabilities are {worst:.1e} off")
-    print(f"served {TOKENS} tokens over HTTP, log-probabilities within {worst:.1e}")
+    text = Text(PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+    print(f"served over HTTP by another process: {Reference(model, 'int4', 'none').compare([text], 'server')}")
 
 
 if __name__ == "__main__":

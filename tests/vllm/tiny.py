@@ -1,22 +1,29 @@
 """Tiny random models with a tokenizer, made without a network."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "a kv cache keeps keys and values of every token", "pages of codes and scales"]
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-SHAPE: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
     "max_position_embeddings": 1024,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -24,36 +31,57 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 GEMMA: dict[str, Any] = {
-    **SHAPE,
     "tie_word_embeddings": True,
     "sliding_window": 32,
     "query_pre_attn_scalar": 64,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-KINDS = ("sliding_attention", "full_attention", "sliding_attention")
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def configuration(model: str) -> PreTrainedConfig:
-    """Of a Llama; of a Gemma 2, with windows and soft caps; of a Gemma 3, with windows."""
-    if model == "gemma2":
-        return Gemma2Config(**GEMMA, layer_types=list(KINDS), attn_logit_softcapping=5.0, final_logit_softcapping=30.0)
-    if model == "gemma3":
-        return Gemma3TextConfig(**GEMMA, layer_types=list(KINDS))
-    return LlamaConfig(**SHAPE)
+@dataclass(frozen=True)
+class Tiny:
+    """A model: its architecture, and how many heads of which size its attention has."""
 
+    kind: str = "llama"
+    query_heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
 
-def make(model: str, folder: Path) -> Path:
-    """The folder of a model with its tokenizer under ``folder``, made if it is not there."""
-    made = folder / model
-    if made.exists():
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.query_heads}-{self.kv_heads}-{self.head_size}"
+
+    def configuration(self) -> PreTrainedConfig:
+        """Of a Llama; of a Gemma 2, with windows and soft caps; of a Gemma 3, with windows; of a gpt-oss, with windows and sinks; of a
+        Qwen 2, whose keys have biases."""
+        shape = COMMON | {"num_attention_heads": self.query_heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_size}
+        if self.kind == "gemma2":
+            return Gemma2Config(**shape | GEMMA, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=30.0)
+        if self.kind == "gemma3":
+            return Gemma3TextConfig(**shape | GEMMA, layer_types=KINDS)
+        if self.kind == "gpt_oss":
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+            return GptOssConfig(**shape | experts, layer_types=KINDS, sliding_window=32, rope_parameters=None)
+        return (Qwen2Config if self.kind == "qwen2" else LlamaConfig)(**shape)
+
+    def make(self, folder: Path) -> Path:
+        """The folder of the model with its tokenizer under ``folder``, made if it is not there."""
+        made = folder / self.name
+        if made.exists():
+            return made
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=list(SPECIAL.values()), initial_alphabet=alphabet)
+        tokenizer.train_from_iterator(TEXT, trainer)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(made)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(self.configuration(), dtype=torch.float32).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith(("k_proj.bias", "sinks")):
+                # Biases large enough to take up levels of a low-bit mode, sinks large enough to take part.
+                torch.nn.init.normal_(parameter, std=4.0 if name.endswith("bias") else 1.0)
+        model.save_pretrained(made)
         return made
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=list(SPECIAL.values()), initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(TEXT, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(made)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(configuration(model), dtype=torch.float32).eval().save_pretrained(made)
-    return made

@@ -65,6 +65,7 @@ VARIABLES: Final = MappingProxyType(
             "tables of launch plans of one's own",
             _is_place,
         ),
+        "KVQ_VLLM_CPU": Variable(_FLAG, "kvq-vllm takes the place of vLLM's own attention on its CPU platform, for tests", _is_flag),
         "TRITON_INTERPRET": Variable(
             "1, true, on, yes", "Triton's interpreter runs the kernels on CPU tensors, some thousand times slower", lambda text: True
         ),

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import torch
 
+from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import LayerCaches
 from kvq_core.offline import Device, compiling_for, loading_for, planning_for
@@ -75,7 +76,8 @@ class Demand:
 
     ``places``: of a layer's caches (:func:`places_of`). ``query_rows``: rows that all sequences have in steps that only decode (1, and 1 +
     the number of drafts). Other batches come with the ``max_seqlen_q`` of :func:`rounded_query_len`. ``sinks``: their dtype. ``slopes``:
-    whether there are ALiBi slopes; ``sqrt``: the square root's.
+    whether there are ALiBi slopes; ``sqrt``: the square root's. ``smoothed``: whether the doors are given a smoothing; ``balanced``: one
+    with factors.
     """
 
     mode: str
@@ -93,6 +95,8 @@ class Demand:
     sinks: torch.dtype | None = None
     slopes: bool = False
     sqrt: bool = False
+    smoothed: bool = False
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,9 @@ class Call:
             return torch.empty(shape, dtype=torch.int32, device=_META)
 
         scales: dict[str, Any] = {"k_scale_cache": k_scale, "v_scale_cache": v_scale}
+        if wanted.smoothed:
+            mean = torch.empty(key_cache.shape[2], wanted.head_size, device=_META)
+            scales["smoothing"] = KeySmoothing(mean, torch.empty_like(mean) if wanted.balanced else None)
         if not self.num_seqs:
             slots = torch.empty(self.num_tokens, dtype=torch.int64, device=_META)
             key, value = rows(key_cache.shape[2], wanted.head_size), rows(key_cache.shape[2], wanted.head_size_v)

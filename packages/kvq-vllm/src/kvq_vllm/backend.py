@@ -17,6 +17,7 @@ from kvq_vllm.pages import content_bytes
 from kvq_vllm.plugin import SLOT
 from kvq_vllm.refusals import explained, head_size_reason
 from kvq_vllm.settings import current
+from kvq_vllm.smoothing import load
 
 
 class KVQBackend(AttentionBackend):
@@ -68,14 +69,22 @@ class KVQBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: the longest query of a step, which launch plans rest on, is the CPU's (vLLM 0.30 and later)."""
+        return False
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """vLLM's reasons against a configuration, each with why and what would work, and kvq's own."""
         asked = super().validate_configuration
         reasons = [explained(reason) for reason in asked(*args, **kwargs)]
         facts = inspect.signature(asked).bind(*args, **kwargs).arguments
         try:
-            mode = mode_of(facts.get("kv_cache_dtype") or "auto", current().override)
+            settings = current()
+            mode = mode_of(facts.get("kv_cache_dtype") or "auto", settings.override)
             unfit = None if mode is None else head_size_reason(mode, facts["head_size"])
+            if settings.smoothing is not None:
+                load(settings.smoothing)
         except KVQError as problem:
             unfit = str(problem)
         return reasons + ([] if unfit is None else [unfit])

@@ -12,6 +12,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.warmup import rounded_query_len
 from kvq_vllm.demands import query_rows, warm_up_group
 from kvq_vllm.refusals import WITHOUT_KVQ, check_group
+from kvq_vllm.smoothing import check_smoothed
 
 
 @dataclass
@@ -36,6 +37,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         check_group(kv_cache_spec, vllm_config)
+        check_smoothed(vllm_config, layer_names)
         self._query_rows = query_rows(vllm_config)
         warm_up_group(kv_cache_spec, layer_names, vllm_config, device)
 

@@ -47,6 +47,8 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
         sinks=None if impl.sinks is None else impl.sinks.dtype,
         slopes=impl.alibi_slopes is not None,
         sqrt=impl.use_alibi_sqrt,
+        smoothed=impl.smoothing is not None,
+        balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
     )
 
 

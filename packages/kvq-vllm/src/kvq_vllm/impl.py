@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionImpl
 
+from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import LayerCaches
 from kvq_core.schedule import set_batch_invariant
@@ -17,6 +19,7 @@ from kvq_vllm.demands import reserve_for
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, head_size_reason
 from kvq_vllm.settings import current
+from kvq_vllm.smoothing import smooth_layers
 
 
 class KVQImpl(AttentionImpl[KVQMetadata]):
@@ -53,6 +56,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.use_alibi_sqrt = use_alibi_sqrt
         self.in_cells = settings.has_vllm_cells(kv_cache_dtype)
+        self.smoothing: KeySmoothing | None = None
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
         if envs.VLLM_BATCH_INVARIANT:
             set_batch_invariant(True)
@@ -65,6 +69,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         """vLLM calls this before it measures how much memory is left for pages."""
         config = get_current_vllm_config_or_none()
         if config is not None:
+            smooth_layers(config, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
             reserve_for(self, config, act_dtype, config.device_config.device)
 
     def do_kv_cache_update(
@@ -80,6 +85,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             slot_mapping,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
+            smoothing=self.smoothing,
         )
 
     def forward(
@@ -122,6 +128,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             mm_prefix_range=None,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
+            smoothing=self.smoothing,
         )
         return output
 

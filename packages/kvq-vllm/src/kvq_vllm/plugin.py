@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvq_core import variables
 from kvq_vllm.names import VLLM_NAMES, own_names
 
 SLOT: Final = "CUSTOM"
 PATH: Final = "kvq_vllm.backend.KVQBackend"
 CPU_PATH: Final = "kvq_vllm.backend.KVQCPUBackend"
 CPU_SWITCH: Final = "KVQ_VLLM_CPU"
-"""``1``: take the place of vLLM's attention on its CPU platform, which asks for no other backend. For tests without a GPU."""
+"""Take the place of vLLM's attention on its CPU platform, which asks for no other backend. For tests without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _offer() -> Offer:
         return Offer(problem=f"attention backend {SLOT} is taken by {slot.get_path()}")
     names = (*VLLM_NAMES, *_add_names())
     register_backend(slot, PATH)
-    if os.environ.get(CPU_SWITCH) == "1":
+    if variables.flag(CPU_SWITCH):
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_PATH)
     return Offer(names)
 

@@ -8,33 +8,54 @@ from typing import Any, Final
 
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend
-from kvq_vllm.names import VLLM_NAMES, own_names
+from kvq_vllm.names import PLAIN_NAMES, VLLM_NAMES, own_names
 
 WITHOUT_KVQ: Final = "use --kv-cache-dtype auto or fp8 without --attention-backend CUSTOM"
 
+_PARTS: Final = (
+    "each rank would hold every n-th key of a sequence, and kvq takes its keys for consecutive ones, the newest for its own rows"
+)
+_CAUSAL: Final = "kvq serves causal attention over a cache"
+
 EXPLANATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "kv_cache_dtype not supported": "kvq serves the names of its installed modes",
+        "block_size not supported": "kvq's pages have a multiple of 16 tokens",
+        "dtype not supported": "kvq stores rows of float16, bfloat16 and float32",
         "MLA not supported": "kvq's pages hold keys and values of heads, not the latents of multi-head latent attention",
         "sparse not supported": "kvq's kernels read all keys in the window, not a selection of them",
         "partial multimodal token full attention not supported": "kvq attends causally, also within an image's tokens",
         "per-head quant scales not supported": "kvq's modes bring scales of their own",
         "non-causal attention not supported": "kvq attends causally",
+        "non-causal MLA attention with DCP not supported": "kvq attends causally",
         "R-SWA not supported": "kvq's window has no prefix that stays visible",
         "KV connector not supported": "a page also holds its scales, in an order that connectors which cut pages by heads do not know",
-        "PCP not supported": "kvq returns no log-sum-exp to merge ranks with",
-        "DCP not supported": "kvq returns no log-sum-exp to merge ranks with",
-        "attention type encoder not supported": "kvq serves causal attention over a cache",
-        "attention type encoder_only not supported": "kvq serves causal attention over a cache",
-        "attention type encoder_decoder not supported": "kvq serves causal attention over a cache, not cross attention",
+        "PCP not supported": _PARTS,
+        "DCP not supported": _PARTS,
+        "attention type encoder not supported": _CAUSAL,
+        "attention type encoder_only not supported": _CAUSAL,
+        "attention type encoder_decoder not supported": f"{_CAUSAL}, not cross attention",
+        "device-cpu query lens mismatch not supported, this is needed for adaptive verification": (
+            "kvq's launch plans take the longest query of a step from the CPU"
+        ),
     }
 )
 """vLLM's own words for what a backend does not support, and why kvq does not."""
+
+_SERVED: Final = ("FullAttentionSpec", "SlidingWindowSpec")
+"""Kinds of pages that kvq serves: those of any other kind, also of a later vLLM's, are refused."""
 
 
 def explained(reason: str) -> str:
     """A reason of vLLM's with why, and what would work."""
     why = EXPLANATIONS.get(reason)
-    return reason if why is None else f"{reason}: {why}; {WITHOUT_KVQ}"
+    if why is None:
+        return reason
+    if reason == "kv_cache_dtype not supported":
+        return f"{reason}: {why}; --kv-cache-dtype {' or '.join((*PLAIN_NAMES, *VLLM_NAMES, *own_names()))} would work"
+    if reason == "block_size not supported":
+        return f"{reason}: {why}; --block-size 16 would work, with every --kv-cache-dtype of kvq's"
+    return f"{reason}: {why}; {WITHOUT_KVQ}"
 
 
 def head_size_reason(mode: str, head_size: int) -> str | None:
@@ -74,16 +95,19 @@ def check_group(kv_cache_spec: Any, config: Any) -> None:
     """Raise :class:`ArgumentError` for a group of layers that kvq cannot serve, whatever platform asked."""
     kind = type(kv_cache_spec).__name__
     if kind == "ChunkedLocalAttentionSpec":
-        raise ArgumentError("attention", "chunked local attention", f"full attention or a sliding window; {WITHOUT_KVQ}")
-    if kind in ("CrossAttentionSpec", "EncoderOnlyAttentionSpec") or kind.startswith("MLA"):
-        raise ArgumentError("attention", kind, f"causal attention over a cache of keys and values; {WITHOUT_KVQ}")
+        need = f"full attention or a sliding window: a chunk's keys are no window of kvq's; {WITHOUT_KVQ}"
+        raise ArgumentError("attention", "chunked local attention", need)
+    if kind not in _SERVED:
+        raise ArgumentError("attention", kind, f"{' or '.join(_SERVED)}: {_CAUSAL} of keys and values; {WITHOUT_KVQ}")
     if getattr(config.model_config, "rswa_window", None) is not None:
-        raise ArgumentError("rswa_window", config.model_config.rswa_window, f"a window without a visible prefix; {WITHOUT_KVQ}")
+        need = f"None: {EXPLANATIONS['R-SWA not supported']}; {WITHOUT_KVQ}"
+        raise ArgumentError("rswa_window", config.model_config.rswa_window, need)
     if getattr(config, "kv_transfer_config", None) is not None:
         raise ArgumentError("--kv-transfer-config", config.kv_transfer_config.kv_connector, f"no KV connector: {_CONNECTORS}")
-    if config.parallel_config.decode_context_parallel_size > 1:
-        need = f"1: {EXPLANATIONS['DCP not supported']}; {WITHOUT_KVQ}"
-        raise ArgumentError("--decode-context-parallel-size", config.parallel_config.decode_context_parallel_size, need)
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        ranks = getattr(config.parallel_config, name, 1)
+        if ranks > 1:
+            raise ArgumentError(f"--{name.replace('_', '-')}", ranks, f"1: {_PARTS}; {WITHOUT_KVQ}")
 
 
 _CONNECTORS: Final = f"{EXPLANATIONS['KV connector not supported']}; {WITHOUT_KVQ}"

@@ -14,6 +14,8 @@ from kvq_vllm.names import VLLM_NAMES, mode_of
 
 SECTION: Final = "kvq"
 """The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE}``, both optional."""
+SMOOTHING: Final = f"--additional-config {SECTION}.smoothing"
+"""What messages call the second."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class Settings:
             raise ArgumentError(f"{argument}.mode", f"{override!r} with --kv-cache-dtype {name}", need)
         full = None if override is None else get_backend(override).mode
         dtype = torch.bfloat16 if model is None else model.dtype
-        return cls(name, full, section.get("smoothing"), dtype)
+        smoothing = section.get("smoothing")
+        if smoothing is not None:
+            _check_smoothed_mode(smoothing, name, mode_of(name, full))
+        return cls(name, full, smoothing, dtype)
 
     def backend(self, kv_cache_dtype: str) -> QuantKVBackend:
         """The kvq backend of layers with this ``kv_cache_dtype``."""
@@ -60,6 +65,17 @@ class Settings:
     def has_vllm_cells(self, kv_cache_dtype: str) -> bool:
         """Whether layers of this name keep vLLM's own bytes, cell by cell."""
         return kv_cache_dtype in VLLM_NAMES and self.override in (None, kv_cache_dtype)
+
+
+def _check_smoothed_mode(file: str, name: str, mode: str | None) -> None:
+    """Raise :class:`ArgumentError` if ``mode`` gains nothing from smoothed keys, or has scales for keys as they are."""
+    got = f"{file!r} with --kv-cache-dtype {name}"
+    if mode == "none":
+        raise ArgumentError(SMOOTHING, got, "a quantized --kv-cache-dtype: mode none stores keys as they are")
+    if mode is not None and get_backend(mode).takes_scales:
+        raise ArgumentError(
+            SMOOTHING, got, f"a mode that finds its own scales: those of {mode} come with the checkpoint, for keys as they are"
+        )
 
 
 _LAST: list[Settings] = []

@@ -1,0 +1,86 @@
+"""Smoothed keys: from the file that ``--additional-config`` names to the layers of this process."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvq_core.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.errors import ArgumentError, KVQError
+from kvq_vllm.settings import SMOOTHING, Settings
+
+_NEED: Final = "a file of ModelSmoothing.save, calibrated on the model that is served (kvq_transformers.calibrate)"
+
+
+def load(file: str) -> ModelSmoothing:
+    """The smoothing in ``file``; :class:`ArgumentError` if it holds none."""
+    try:
+        return ModelSmoothing.load(file)
+    except (OSError, KVQError) as problem:
+        raise ArgumentError(SMOOTHING, f"{file!r} ({problem})", _NEED) from problem
+
+
+def of_rank(one: KeySmoothing, num_kv_heads: int, head_size: int, world_size: int, rank: int, argument: str) -> KeySmoothing:
+    """The part for ``num_kv_heads`` heads of a tensor-parallel rank. Where there are more ranks than heads, several ranks have each head.
+
+    Raises:
+        ArgumentError: ``one`` is for other heads than those of all ranks together.
+    """
+    total, size = one.mean.shape
+    if size == head_size and total == num_kv_heads * world_size:
+        first = rank * num_kv_heads
+    elif size == head_size and num_kv_heads == 1 and total < world_size and world_size % total == 0:
+        first = rank // (world_size // total)
+    else:
+        need = f"one for {num_kv_heads * world_size} kv heads of {head_size}: {_NEED}"
+        raise ArgumentError(argument, f"one for {total} heads of {size}", need)
+    heads = slice(first, first + num_kv_heads)
+    return KeySmoothing(one.mean[heads], None if one.balance is None else one.balance[heads])
+
+
+def smooth_layers(config: Any, world_size: int, rank: int) -> None:
+    """Give every quantized layer of ``config`` that has none yet its smoothing.
+
+    Called while weights are loaded: what is allocated then survives vLLM's sleep, buffers of modules also its deepest.
+
+    Raises:
+        ArgumentError: the file lacks a layer, or does not fit its heads.
+    """
+    settings = Settings.of(config)
+    if settings.smoothing is None:
+        return
+    waiting = {name: layer for name, layer in config.compilation_config.static_forward_context.items() if lacks_smoothing(layer)}
+    if not waiting:
+        return
+    found = load(settings.smoothing)
+    for name, layer in waiting.items():
+        impl = layer.impl
+        # Keys are those of the layer that stores them.
+        index = _index(impl.kv_sharing_target_layer_name or name)
+        if index not in found:
+            got = f"{settings.smoothing!r}, which has layers {sorted(found)}"
+            raise ArgumentError(SMOOTHING, got, f"one with layer {index} ({name}): {_NEED}")
+        argument = f"{SMOOTHING} {settings.smoothing!r}, layer {index}"
+        part = of_rank(found[index], impl.num_kv_heads, impl.head_size, world_size, rank, argument)
+        impl.smoothing = part = part.to(config.device_config.device)
+        for kind, tensor in (("mean", part.mean), ("balance", part.balance), ("inverse", part.inverse)):
+            layer.register_buffer(f"kvq_key_{kind}", tensor, persistent=False)
+
+
+def lacks_smoothing(layer: Any) -> bool:
+    """Whether ``layer`` is a quantized one of kvq's without a smoothing. Keys in mode ``none`` are stored as they are."""
+    impl: Any = getattr(layer, "impl", None)
+    return hasattr(impl, "smoothing") and impl.kvq.mode != "none" and impl.smoothing is None
+
+
+def check_smoothed(config: Any, layer_names: list[str]) -> None:
+    """Raise :class:`ArgumentError` if a smoothing is asked for that vLLM has not let kvq give to these layers."""
+    layers = config.compilation_config.static_forward_context
+    if Settings.of(config).smoothing is not None and any(lacks_smoothing(layers[name]) for name in layer_names):
+        got = f"{Settings.of(config).smoothing!r}, but layers without it"
+        raise ArgumentError(SMOOTHING, got, "a vLLM that calls process_weights_after_loading of attention layers")
+
+
+def _index(layer_name: str) -> int:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return int(extract_layer_index(layer_name))

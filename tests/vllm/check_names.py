@@ -1,0 +1,94 @@
+"""The names of kvq's modes in a vLLM that takes names of others (0.33 and later), and what kvq's backend refuses, in vLLM's own words.
+
+``python tests/vllm/check_names.py [NAME ...]``; each ``NAME`` must be among them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+from vllm.config.cache import (
+    KV_CACHE_DTYPES,
+    STR_DTYPE_TO_TORCH_DTYPE,
+    CacheConfig,
+    KVCacheDTypeHandler,
+    get_kv_cache_dtype_handler,
+    is_known_kv_cache_dtype,
+)
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
+
+from kvq_core import list_backends
+from kvq_vllm.plugin import PATH
+
+ASKED = {
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": True,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": "decoder",
+    "has_sliding_window": True,
+    "use_batch_invariant": True,
+}
+UNSERVED = (
+    {"use_mla": True},
+    {"use_sparse": True},
+    {"use_mm_prefix": True},
+    {"use_per_head_quant_scales": True},
+    {"attn_type": "encoder"},
+    {"attn_type": "encoder_only"},
+    {"attn_type": "encoder_decoder"},
+    {"use_non_causal": True},
+    {"use_kv_connector": True},
+    {"use_pcp": True},
+    {"use_adaptive_verification": True},
+    {"use_dcp": True},
+    {"use_rswa": True},
+    {"kv_cache_dtype": "nvfp4"},
+    {"head_size": 66, "kv_cache_dtype": "kvq_int2"},
+    {"block_size": 8},
+    {"dtype": torch.float64},
+)
+
+
+def main() -> None:
+    load_general_plugins()
+    names = {"kvq_" + entry.mode.removesuffix("_per_token_head") for entry in list_backends()}
+    missing = {*names, *sys.argv[1:]} - set(KV_CACHE_DTYPES)
+    if missing:
+        raise SystemExit(f"vLLM lacks {sorted(missing)}; it has {KV_CACHE_DTYPES}")
+    if AttentionBackendEnum.CUSTOM.get_path() != PATH:
+        raise SystemExit(f"CUSTOM is {AttentionBackendEnum.CUSTOM.get_path()}")
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    for name in sorted(names):
+        handler = get_kv_cache_dtype_handler(name)
+        taken = (
+            isinstance(handler, KVCacheDTypeHandler) and is_known_kv_cache_dtype(name) and CacheConfig(cache_dtype=name).cache_dtype == name
+        )
+        if not taken or STR_DTYPE_TO_TORCH_DTYPE[name] != torch.uint8 or get_kv_quant_mode(name) != KVQuantMode.CUSTOM:
+            raise SystemExit(f"{name}: vLLM does not take it for a dtype of kvq's")
+        reasons = backend.validate_configuration(**ASKED, kv_cache_dtype=name)
+        if reasons:
+            raise SystemExit(f"{name}: {reasons}")
+    print(f"{len(names)} names: {', '.join(sorted(names))}")
+    known = inspect.signature(backend.__mro__[1].validate_configuration).parameters
+    for case in UNSERVED:
+        if not known.keys() >= case.keys():
+            continue
+        reasons = backend.validate_configuration(**{**ASKED, "kv_cache_dtype": "kvq_int4", **case})
+        if not reasons or not all("--kv-cache-dtype" in reason and ": " in reason and "; " in reason for reason in reasons):
+            raise SystemExit(f"{case}: {reasons}, need a refusal with why, and what would work")
+        print(f"refused: {reasons[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What an engine's text is held against: the same model in transformers, with a ``KVQCache`` in the same mode, on that very text.
+
+The engine writes its text greedily; the reference reads prompt and text in one forward and says how likely each token was. So one token
+that is chosen differently, of two that are equally likely, does not make the rest of a text incomparable. Two numbers are compared for
+each token: its log-probability, and by how much the reference likes another one more, which is 0 but for such ties.
+
+Both sides compute in float32, with sums in different orders. That moves single values of K and V over the edge between two codes of a
+quantized cache, so a difference in the last bit can become one of a code's width, and no bound for the log-probabilities follows from the
+arithmetic alone. The budget is therefore what the reference itself does when it is moved as much as rounding moves it: :data:`TRIALS`
+times, every weight is multiplied by 1 + e, e uniform within :func:`rounding`, which makes products as wrong as those of float32 are here
+(against float64). A log-probability may differ by :data:`MARGIN` times the largest change of any token in any trial, since both sides are
+off, by sums and by what is rounded between them.
+
+The check must be able to fail: the reference in another mode, or without the smoothing, has to be further from the engine than the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvq_core.calibration import ModelSmoothing
+from kvq_transformers import KVQCache
+
+TRIALS = 4
+MARGIN = 2.0
+
+
+def rounding() -> float:
+    """e, such that weights off by up to e of themselves give products as wrong as sums of 256 terms in float32 do, in root mean square."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(256, 256, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, w = x.float(), w.float()
+    exact = x.double() @ w.double()
+    return float(3**0.5 * ((x @ w).double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+@dataclass(frozen=True)
+class Text:
+    """An engine's: the tokens of a prompt, those it was continued with, and the log-probability that the engine gave each of these."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Of the tokens of all texts: log-probabilities, and how much more likely the likeliest token was each time."""
+
+    logprobs: torch.Tensor
+    regret: torch.Tensor
+
+
+class Reference:
+    """A model with caches in ``modes``; ``control``: modes in which it must differ."""
+
+    def __init__(self, folder: Path, modes: Any, control: Any, smoothing: ModelSmoothing | None = None) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._modes, self._control, self._smoothing = modes, control, smoothing
+
+    def compare(self, texts: list[Text], name: str) -> str:
+        """What the comparison found, in words; ends the program if a text is not the reference's."""
+        found = self._read(texts, self._modes, self._smoothing)
+        distinct = list({(*text.prompt, *text.tokens): text for text in texts}.values())
+        engine = torch.tensor([logprob for text in texts for logprob in text.logprobs])
+        error = (engine - found.logprobs).abs()
+        budget = MARGIN * self._spread(distinct)
+        other = self._read(texts, self._control, None)
+        distance = float((engine - other.logprobs).abs().max())
+        ties = int((found.regret > 0).sum())
+        said = (
+            f"{len(texts)} texts, {len(error)} tokens, log-probabilities within {float(error.max()):.1e} of a budget of {budget:.1e} "
+            f"({self._control}: {distance:.1e})"
+        )
+        if float(error.max()) > budget or float(found.regret.max()) > 2 * budget:
+            worst = int(error.argmax())
+            raise SystemExit(f"{name}: {said}; token {worst} is the worst; another is likelier by {float(found.regret.max()):.1e}")
+        if distance <= budget:
+            raise SystemExit(f"{name}: {said}: this cannot tell the two apart")
+        return said + (f", {ties} ties of up to {float(found.regret.max()):.1e} broken differently" if ties else "")
+
+    def _spread(self, texts: list[Text]) -> float:
+        """The largest change of a log-probability when weights are off by rounding errors."""
+        found = self._read(texts, self._modes, self._smoothing)
+        weights = [parameter for parameter in self._model.parameters() if parameter.dim() > 1]
+        kept = [weight.detach().clone() for weight in weights]
+        largest, noise = 0.0, rounding()
+        with torch.no_grad():
+            for trial in range(TRIALS):
+                generator = torch.Generator().manual_seed(trial)
+                for weight, exact in zip(weights, kept, strict=True):
+                    weight.copy_(exact * (1 + noise * (2 * torch.rand(exact.shape, generator=generator) - 1)))
+                moved = self._read(texts, self._modes, self._smoothing)
+                largest = max(largest, float((moved.logprobs - found.logprobs).abs().max()))
+            for weight, exact in zip(weights, kept, strict=True):
+                weight.copy_(exact)
+        return largest
+
+    @torch.no_grad()
+    def _read(self, texts: list[Text], modes: Any, smoothing: ModelSmoothing | None) -> Likelihood:
+        known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        for text in texts:
+            key = (*text.prompt, *text.tokens)
+            if key in known:
+                continue
+            cache = KVQCache(self._model.config, modes, smoothing=smoothing)
+            logits = self._model(input_ids=torch.tensor([key[:-1]]), past_key_values=cache, use_cache=True).logits
+            steps = logits[0, len(text.prompt) - 1 :].log_softmax(-1)
+            chosen = steps.gather(-1, torch.tensor(text.tokens)[:, None])[:, 0]
+            known[key] = chosen, steps.amax(-1) - chosen
+        logprobs, regret = zip(*(known[(*text.prompt, *text.tokens)] for text in texts), strict=True)
+        return Likelihood(torch.cat(logprobs), torch.cat(regret))

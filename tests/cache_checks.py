@@ -1,6 +1,7 @@
 """What is always true of a PagedKVCache, and what two caches that hold the same have in common."""
 
 from collections import Counter
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -72,3 +73,10 @@ def assert_goes_on_alike(one: PagedKVCache, other: PagedKVCache) -> None:
     assert_same(one, other)
     assert_consistent(one)
     assert_consistent(other)
+
+
+def go_on_elsewhere(cache: PagedKVCache, pipe: Connection) -> None:
+    """What another process does with a cache it is handed. Here, since a process that is spawned can import no test module."""
+    forward(cache, {0: 5, 2: 2})
+    assert_consistent(cache)
+    pipe.send(cache)

@@ -16,7 +16,7 @@ from kvq_core.none import NoneBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cache_checks import assert_consistent, assert_goes_on_alike, assert_same, forward
+from cache_checks import assert_goes_on_alike, assert_same, forward, go_on_elsewhere
 
 MODES = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2", "third_party")
 
@@ -109,17 +109,11 @@ def test_one_instance_of_a_mode_but_for_those_nobody_registered():
     assert type(copy.deepcopy(own)) is type(own) and copy.deepcopy(own) is not own
 
 
-def go_on(cache, pipe):
-    forward(cache, {0: 5, 2: 2})
-    assert_consistent(cache)
-    pipe.send(cache)
-
-
 def test_another_process_has_pages_of_its_own():
     cache, reference = shared_cache(), shared_cache()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=go_on, args=(cache, there))
+    process = context.Process(target=go_on_elsewhere, args=(cache, there))
     process.start()
     assert here.poll(120)
     back = here.recv()

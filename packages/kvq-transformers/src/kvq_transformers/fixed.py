@@ -19,6 +19,7 @@ from kvq_core.layout import Geometry
 from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.layers import KVQLayer
+from kvq_transformers.masks import check_reach, may_wait, reaching_too_far
 from kvq_transformers.rows import piece_length, token_rows
 from kvq_transformers.storage import Batch, LayerPages, Scoring
 
@@ -47,12 +48,23 @@ class Lengths:
 
     def advance(self, columns: int, mask: torch.Tensor | None) -> None:
         """Count ``columns`` more, those real that ``mask`` [batch_size, columns] says."""
-        batch_size = len(self.highest)
-        mask = torch.ones(1, 1, dtype=torch.bool, device=self.device).expand(batch_size, columns) if mask is None else mask.to(self.device)
+        mask = self._mask(columns, mask)
         where = torch.arange(columns, device=self.device) + self.counts[-1]
         # Columns past the last one mean nothing, so that all moves with the counts.
         self.real.index_copy_(1, where, mask)
         self.counts.add_(torch.nn.functional.pad(mask.sum(1, dtype=torch.int32), (0, 1), value=columns))
+
+    def too_far(self, window: int, columns: int, mask: torch.Tensor | None) -> torch.Tensor:
+        """Those of ``columns`` more, real ones as ``mask`` [batch_size, columns] says, that :func:`reaching_too_far`."""
+        every = torch.arange(self.real.shape[1], device=self.device)
+        # Past the end is an error, which is for the write to tell.
+        where = (torch.arange(columns, device=self.device) + self.counts[-1]).clamp(max=self.real.shape[1] - 1)
+        real = (self.real & (every < self.counts[-1])).index_copy(1, where, self._mask(columns, mask))
+        return reaching_too_far(real, where, window)
+
+    def _mask(self, columns: int, mask: torch.Tensor | None) -> torch.Tensor:
+        ones = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        return ones.expand(len(self.highest), columns) if mask is None else mask.to(self.device)
 
     def cropped(self, count: int) -> torch.Tensor:
         """What :attr:`counts` are without the last ``count`` columns."""
@@ -78,6 +90,7 @@ class FixedForward(Forward):
         self.rings: set[tuple[int, int]] = set()
         self._batch_size = -1
         self._new: tuple[int, torch.Tensor | None] | None = None
+        self._too_far: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @property
     def batch_size(self) -> int:
@@ -99,6 +112,21 @@ class FixedForward(Forward):
         if self._new is not None and self._new[0] != columns:
             raise ArgumentError("key_states", f"{columns} columns", f"the {self._new[0]} of the layers before")
         self._new = columns, mask
+
+    def too_far(self, window: int, lengths: Lengths) -> torch.Tensor:
+        """The tokens of this forward [batch_size, columns] bool that :func:`reaching_too_far`; worked out once for all layers of a window.
+
+        Raises:
+            ArgumentError: there are some, and this code may wait for the device.
+        """
+        key = window, lengths.device
+        if key not in self._too_far:
+            assert self._new is not None
+            found = lengths.too_far(window, *self._new)
+            if may_wait(lengths.device):
+                check_reach(found, window)
+            self._too_far[key] = found
+        return self._too_far[key]
 
     def cropped(self, count: int) -> list[torch.Tensor]:
         """What the counts are without the last ``count`` columns."""
@@ -126,10 +154,10 @@ class FixedForward(Forward):
         self.is_torn |= len(self.lengths) > 1
         for lengths in self.lengths:
             lengths.advance(*self._new)
-        self._new = None
+        self._discard()
 
     def _discard(self) -> None:
-        self._new = None
+        self._new, self._too_far = None, {}
 
     def _empty(self) -> None:
         for lengths in self.lengths:
@@ -215,10 +243,15 @@ class FixedLayer(KVQLayer):
     ) -> torch.Tensor:
         columns = key.shape[2]
         self.forward.plan(columns, mask)
-        if self.comes_round and columns > self.piece and not self.forward.is_fresh:
-            self.forward.is_torn = True
         # Fewer queries than keys are those of the last columns, as when another cache hands over all of its keys.
         skipped = columns - query.shape[2]
+        if self.window is not None and self.window < self.max_cache_len:
+            too_far = self.forward.too_far(self.window, self.account)
+            if not may_wait(self.device):
+                # What compiled code cannot refuse is no number, and so nobody takes it for a result.
+                query = query.masked_fill(too_far[:, None, skipped:, None], torch.nan)
+        if self.comes_round and columns > self.piece and not self.forward.is_fresh:
+            self.forward.is_torn = True
         order = None if mask is None or skipped else _real_last(mask)
         if order is not None:
             query, key, value = (torch.take_along_dim(states, order[:, None, :, None], 2) for states in (query, key, value))

@@ -65,7 +65,7 @@ def _of_fixed_length(
 
     Waits for the device to check it, where that is possible: in code that is compiled or captured, columns that the mask lacks are padding.
     """
-    if not torch.compiler.is_compiling() and not (torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if may_wait(device):
         total = int(q_offset) + q_length
         if total > capacity:
             raise CacheStateError("attention_mask", f"{total} tokens", f"at most the max_cache_len of {capacity}")
@@ -77,6 +77,30 @@ def _of_fixed_length(
     last = attention_mask.shape[-1] - 1
     # A tensor of its own: a view's strides would grow with the text, and compiled code is made anew for each.
     return (attention_mask.index_select(1, columns.clamp(max=last)) & (columns <= last))[:, None, None, :]
+
+
+def may_wait(device: torch.device | str) -> bool:
+    """Whether a value on ``device`` can be looked at: not in code that is compiled or captured."""
+    return not torch.compiler.is_compiling() and not (torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def reaching_too_far(real: torch.Tensor, columns: torch.Tensor, window: int) -> torch.Tensor:
+    """Which tokens in ``columns`` [n] int64 would see keys that their window hides in transformers: [batch_size, n] bool.
+
+    A window counts columns there, padding included; kvq's count real tokens. They part where padding lies within a window, and tokens
+    before it. ``real`` [batch_size, all columns] bool: which are no padding.
+    """
+    seen = real.cumsum(1, dtype=torch.int32)
+    start = columns - window
+    before = torch.where(start < 0, 0, seen.index_select(1, start.clamp(min=0)))
+    return real.index_select(1, columns) & (before > 0) & (seen.index_select(1, columns) - before < window)
+
+
+def check_reach(too_far: torch.Tensor, window: int) -> None:
+    """Raise :class:`ArgumentError` if :func:`reaching_too_far` found a token. Waits for the device."""
+    if too_far.any():
+        need = f"padding before a row's first token only: a sliding window of {window} counts columns, and kvq's counts tokens"
+        raise ArgumentError("attention_mask", "padding between tokens, within the window of a later one", need)
 
 
 def _check_width(attention_mask: torch.Tensor, total: int) -> None:

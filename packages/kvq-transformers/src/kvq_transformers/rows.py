@@ -19,6 +19,7 @@ from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.sequences import Growth, SequenceTable
 from kvq_core.step import Step, build
 from kvq_transformers.forward import CacheStateError, Forward
+from kvq_transformers.masks import check_reach, reaching_too_far
 
 
 def piece_length(window: int) -> int:
@@ -73,6 +74,8 @@ class RowTable:
         self._dropped: list[int] = []
         # [batch_size, columns] bool on the CPU; None while every column is real.
         self._real: torch.Tensor | None = None
+        # Whether there may be padding between tokens.
+        self._is_parted = False
 
     def copy(self) -> RowTable:
         """A table of its own; the pages are the same."""
@@ -105,7 +108,11 @@ class RowTable:
 
         ``mask`` [batch_size, columns] bool says which are real; ``None``: all. With a mask this waits for the device. One piece leaves
         the blocks as they were, up to the old lengths: a copy made before still reads them. Several pieces reuse each other's blocks.
+
+        Raises:
+            ArgumentError: padding between tokens takes a place in the window of a later one.
         """
+        real = self._real_with(columns, mask)
         counts = [columns] * self.batch_size if mask is None else mask.sum(1).tolist()
         longest = max(counts, default=0)
         limit = max(longest, 1) if self.window is None or self.keeps_past else piece_length(self.window)
@@ -120,10 +127,7 @@ class RowTable:
             pieces.append(Piece(first, last, growth, index, self._sequences.clock))
             self._drop_unseen()
         self.pieces = tuple(pieces)
-        if mask is not None or self._real is not None:
-            real = self._real_columns()
-            new = torch.ones(self.batch_size, columns, dtype=torch.bool, device="cpu") if mask is None else mask.cpu()
-            self._real = torch.cat([real, new], 1)
+        self._real = real
         self.columns += columns
 
     def crop(self, count: int) -> None:
@@ -162,11 +166,22 @@ class RowTable:
         """Empty rows, and as many; their blocks are free again."""
         batch_size = self.batch_size
         self.select([])
-        self.columns, self._real = 0, None
+        self.columns, self._real, self._is_parted = 0, None, False
         self.start(batch_size)
 
-    def _real_columns(self) -> torch.Tensor:
-        return torch.ones(self.batch_size, self.columns, dtype=torch.bool, device="cpu") if self._real is None else self._real
+    def _real_with(self, columns: int, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """:attr:`_real` once there are ``columns`` more."""
+        if mask is None and self._real is None:
+            return None
+        old, new = (torch.ones(self.batch_size, count, dtype=torch.bool, device="cpu") for count in (self.columns, columns))
+        new = new if mask is None else mask.cpu()
+        real = torch.cat([old if self._real is None else self._real, new], 1)
+        if self.window is not None:
+            begun = (torch.tensor(self.lengths, device="cpu") > 0)[:, None] | (new.cumsum(1) > 0)
+            self._is_parted |= bool((begun & ~new).any())
+            if self._is_parted:
+                check_reach(reaching_too_far(real, torch.arange(self.columns, real.shape[1], device="cpu"), self.window), self.window)
+        return real
 
     def _grow(self, counts: list[int]) -> Growth:
         # Of rows that share a block, the longest comes last and keeps it: what it writes is past the end of all of them.

@@ -1,7 +1,9 @@
 """What is always true of a PagedKVCache, and what two caches that hold the same have in common."""
 
+import linecache
 from collections import Counter
 from multiprocessing.connection import Connection
+from types import FrameType
 
 import torch
 
@@ -73,6 +75,16 @@ def assert_goes_on_alike(one: PagedKVCache, other: PagedKVCache) -> None:
     assert_same(one, other)
     assert_consistent(one)
     assert_consistent(other)
+
+
+def is_leaving_with(frame: FrameType, last_line: int) -> bool:
+    """Whether ``frame``, after ``last_line``, is at a ``with`` statement again, to leave its block.
+
+    No KeyboardInterrupt comes there: Python looks for signals after calls and at jumps, so that one comes within the block or once it is
+    left. A tracer that raised one would leave a lock with its thread, and other threads waiting.
+    """
+    is_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+    return is_with and last_line > frame.f_lineno
 
 
 def go_on_elsewhere(cache: PagedKVCache, pipe: Connection) -> None:

@@ -19,7 +19,7 @@ from kvq_core.sequences import SequenceTable
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cache_checks import assert_consistent, assert_goes_on_alike, forward
+from cache_checks import assert_consistent, assert_goes_on_alike, forward, is_leaving_with
 
 CORE = str(Path(kvq_core.__file__).parent)
 BOOKKEEPING = ("sequences.py", "blocks.py", "contextlib.py")
@@ -35,6 +35,7 @@ class InterruptAt:
 
     def __init__(self, moment: int, *, opcodes: bool = False) -> None:
         self.left, self.opcodes = moment, opcodes
+        self.lines: dict[FrameType, int] = {}
 
     def __enter__(self) -> None:
         sys.settrace(self)
@@ -47,7 +48,8 @@ class InterruptAt:
         if not (name.endswith(BOOKKEEPING) if self.opcodes else name.startswith(CORE)):
             return None
         frame.f_trace_opcodes = self.opcodes
-        if event == ("opcode" if self.opcodes else "line"):
+        last_line, self.lines[frame] = self.lines.get(frame, 0), frame.f_lineno
+        if event == ("opcode" if self.opcodes else "line") and (self.opcodes or not is_leaving_with(frame, last_line)):
             self.left -= 1
             if self.left < 0:
                 raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache as cached
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cache_checks import is_leaving_with
 from transformers import AttentionInterface, PreTrainedModel
 from transformers_families import eager_twin, make_model
 
@@ -350,12 +352,14 @@ def test_interrupted_at_any_line(operation: str, pages: dict[str, Any]) -> None:
 def interrupted(run: Callable[[KVQCache], object], cache: KVQCache, line: int | None) -> int:
     """Raise KeyboardInterrupt at the line of that number that ``run`` executes in kvq's packages. Returns how many were begun."""
     seen = 0
+    lines: dict[FrameType, int] = {}
 
-    def trace(frame: Any, event: str, arg: Any) -> Any:
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal seen
         if "/kvq_" not in frame.f_code.co_filename:
             return None
-        if event == "line":
+        last_line, lines[frame] = lines.get(frame, 0), frame.f_lineno
+        if event == "line" and not is_leaving_with(frame, last_line):
             seen += 1
             if line is not None and seen > line:
                 raise KeyboardInterrupt

@@ -121,8 +121,8 @@ class FixedForward(Forward):
         """
         key = window, lengths.device
         if key not in self._too_far:
-            assert self._new is not None
-            found = lengths.too_far(window, *self._new)
+            columns, mask = self._new or (0, None)
+            found = lengths.too_far(window, columns, mask)
             if may_wait(lengths.device):
                 check_reach(found, window)
             self._too_far[key] = found

@@ -248,21 +248,24 @@ class _Ops:
     def bind(self, backend: QuantKVBackend) -> None:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
         with self._lock:
-            if backend.mode in self._bound:
-                self._bound[backend.mode] = _Bound(backend)
-                return
-            library = torch.library.Library("kvq", "FRAGMENT")
-            try:
-                for verb in _VERBS:
-                    self._define(library, verb, backend)
-                self._libraries.append(library)
-                # Last: another thread that finds the mode bound takes its ops without asking for the lock.
-                self._bound[backend.mode] = _Bound(backend)
-            except BaseException:
-                # Ctrl-C, say. An op that is there in part could not be defined again.
-                self._bound.pop(backend.mode, None)
-                library._destroy()
-                raise
+            self._bind(backend)
+
+    def _bind(self, backend: QuantKVBackend) -> None:
+        if backend.mode in self._bound:
+            self._bound[backend.mode] = _Bound(backend)
+            return
+        library = torch.library.Library("kvq", "FRAGMENT")
+        try:
+            for verb in _VERBS:
+                self._define(library, verb, backend)
+            self._libraries.append(library)
+            # Last: another thread that finds the mode bound takes its ops without asking for the lock.
+            self._bound[backend.mode] = _Bound(backend)
+        except BaseException:
+            # Ctrl-C, say. An op that is there in part could not be defined again.
+            self._bound.pop(backend.mode, None)
+            library._destroy()
+            raise
 
     def _define(self, library: torch.library.Library, verb: _Verb, backend: QuantKVBackend) -> None:
         mode, schema = backend.mode, verb.schema(backend)

@@ -241,7 +241,7 @@ class _Ops:
 
     def __init__(self) -> None:
         self._libraries: list[torch.library.Library] = []
-        # Reentrant: a Ctrl-C at the end of a with statement leaves the lock with its thread.
+        # Reentrant: a thread that was interrupted while it held the lock can take it again.
         self._lock = threading.RLock()
         self._bound: dict[str, _Bound] = {}
 

@@ -51,7 +51,7 @@ class Repeats:
     """The calls of one op that can be repeated, by their facts. The oldest is dropped when there are too many."""
 
     def __init__(self, most: int = MOST_KNOWN) -> None:
-        # Reentrant, as all of kvq's locks: an interruption may come to a thread that holds it, and the thread go on.
+        # Reentrant: a thread that was interrupted while it held the lock can take it again.
         self._lock = threading.RLock()
         self._most = most
         self._known: dict[Facts, Repeat] = {}

@@ -12,7 +12,7 @@ import torch
 from kvq_core import get_backend
 from kvq_core.layout import page_views
 from kvq_core.offline import Device, planning_for
-from kvq_core.warmup import Call, Demand, _identity, distinct_calls, places_of, rounded_query_len, workspace_elements
+from kvq_core.warmup import Call, Demand, _identity, distinct_launches, places_of, rounded_query_len, workspace_elements
 
 H100 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
 HEADS, SIZE, BLOCKS, BLOCK_SIZE = 2, 64, 512, 16
@@ -30,7 +30,7 @@ def leftover(wanted: Demand) -> list[object]:
     """Launches of random batches that the warm-up of ``wanted`` does not know."""
     rng = random.Random(0)
     with planning_for(H100) as planned:
-        for call in distinct_calls([wanted], H100):
+        for call in dict.fromkeys(call for call, _ in distinct_launches([wanted], H100)):
             call()
     known, reserved = set(map(_identity, planned.launches)), workspace_elements([wanted], H100)
     with planning_for(H100) as planned:
@@ -41,7 +41,7 @@ def leftover(wanted: Demand) -> list[object]:
                 rows = [rng.choice(wanted.query_rows)] * num_seqs
             bound = rounded_query_len(max(rows), sum(rows), num_seqs, wanted.query_rows)
             Call(wanted, sum(rows))()
-            Call(wanted, sum(rows), num_seqs, bound, rng.randrange(max(rows), 8193))()
+            Call(wanted, sum(rows), num_seqs, bound, wanted.max_seqlen_k)()
     if max(planned.spaces) > reserved:
         raise SystemExit(f"a workspace of {max(planned.spaces)} elements, {reserved} are reserved")
     return [launch[1:] for launch in planned.launches if _identity(launch) not in known]

@@ -28,10 +28,10 @@ def test_nothing_is_left_to_compile_in_a_mixed_run() -> None:
 def test_other_processes_compile_what_this_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wanted = demand("int4", max_num_seqs=1, max_num_tokens=1, max_seqlen_k=16)
-    calls = [Call(wanted, 1)]
-    key, value, *_ = (place.tensor() for place in calls[0].demand.places if place is not None)
+    call = Call(wanted, 1)
+    key, value, *_ = (place.tensor() for place in call.demand.places if place is not None)
     assert (key.stride(), value.storage_offset()) == ((8192, 32, 512, 1), BLOCK_SIZE * HEADS * 32)
-    _compile_in_processes(H100, calls, 1)
+    _compile_in_processes(H100, [(call, 0), (call, 1)], 1)
     assert list(tmp_path.rglob("*.cubin"))
 
 

@@ -7,6 +7,7 @@ they are for processes of their own (the compile matrix, ``kvq tune``'s compiler
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,8 +73,10 @@ class Driver:
 
 
 @contextlib.contextmanager
-def compiling_for(device: Device) -> Iterator[list[Any]]:
+def compiling_for(device: Device, alone: int | None = None) -> Iterator[list[Any]]:
     """Within the block, a door compiles the kernels that it would launch on ``device``, as that GPU's driver would, and runs nothing.
+
+    ``alone``: compile no other than this one of the block's launches, which are numbered from 0.
 
     Yields the list that Triton's compiled kernels are added to. They are in Triton's cache on disk, too.
 
@@ -87,14 +90,17 @@ def compiling_for(device: Device) -> Iterator[list[Any]]:
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: compile in a process of its own")
     built: list[Any] = []
+    numbers = itertools.count()
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if alone not in (None, next(numbers)):
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         built.append(kernel)
         return kernel
 
-    with _on(device), _replaced(driver, "_active", Driver(device)), _replaced(JITFunction, "run", compile_only):
+    with _on(device), replaced(driver, "_active", Driver(device)), replaced(JITFunction, "run", compile_only):
         yield built
 
 
@@ -109,7 +115,7 @@ def loading_for(device: Device) -> Iterator[None]:
     def load_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with _on(device), _replaced(JITFunction, "run", load_only):
+    with _on(device), replaced(JITFunction, "run", load_only):
         yield
 
 
@@ -136,7 +142,7 @@ def planning_for(device: Device) -> Iterator[Planned]:
         planned.spaces.append(workspace_size(row_blocks, rows, head_size_v))
         return workspace(place, row_blocks, rows, head_size_v)
 
-    with _on(device), _replaced(Launched, "start", start), _replaced(launched, "workspace", counted):
+    with _on(device), replaced(Launched, "start", start), replaced(launched, "workspace", counted):
         yield planned
 
 
@@ -154,17 +160,18 @@ def _on(device: Device) -> Iterator[None]:
 
     facts = device.facts
     with (
-        _replaced(ops, "_op", straight),
-        _replaced(ops, "kernels_run_on", lambda device: True),
-        _replaced(launch, "_device_facts", lambda device: facts),
-        _replaced(launch, "_overlaps", lambda tensors: device.overlaps),
-        _replaced(launch, "interpreting", lambda: False),
+        replaced(ops, "_op", straight),
+        replaced(ops, "kernels_run_on", lambda device: True),
+        replaced(launch, "_device_facts", lambda device: facts),
+        replaced(launch, "_overlaps", lambda tensors: device.overlaps),
+        replaced(launch, "interpreting", lambda: False),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Within the block, ``owner`` has ``value`` under that name."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -15,7 +15,6 @@ kernels, and both calls do nothing.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import subprocess
@@ -29,7 +28,7 @@ import torch
 from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import LayerCaches
-from kvq_core.offline import Device, compiling_for, loading_for, planning_for
+from kvq_core.offline import Device, compiling_for, loading_for, planning_for, replaced
 from kvq_core.registry import get_backend
 from kvq_core.schedule import DECODE_QUERY_LEN, power_of_two
 from kvq_core.workspace import reserve
@@ -42,7 +41,12 @@ def rounded_query_len(longest: int, num_tokens: int, num_seqs: int, query_rows: 
     """The bound of query lengths to give the read door: there are few of them, since each up to :data:`~kvq_core.schedule.DECODE_QUERY_LEN`
     has kernels of its own. ``query_rows``: as in :class:`Demand`."""
     exact = longest in query_rows and longest * num_seqs == num_tokens
-    return longest if exact or longest > DECODE_QUERY_LEN else power_of_two(longest)
+    return longest if exact or longest > DECODE_QUERY_LEN else next(bound for bound in _few_rows(query_rows) if bound >= longest)
+
+
+def _few_rows(query_rows: Sequence[int]) -> list[int]:
+    """Bounds for batches whose sequences do not all have as many rows, up to ``DECODE_QUERY_LEN`` each."""
+    return sorted({*(power_of_two(rows) for rows in query_rows if rows <= DECODE_QUERY_LEN), DECODE_QUERY_LEN})
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,9 @@ class Demand:
     """Layers that are alike, and the largest batches they are to serve.
 
     ``places``: of a layer's caches (:func:`places_of`). ``query_rows``: rows that all sequences have in steps that only decode (1, and 1 +
-    the number of drafts). Other batches come with the ``max_seqlen_q`` of :func:`rounded_query_len`. ``sinks``: their dtype. ``slopes``:
-    whether there are ALiBi slopes; ``sqrt``: the square root's. ``smoothed``: whether the doors are given a smoothing; ``balanced``: one
-    with factors.
+    the number of drafts). Every batch comes with this ``max_seqlen_k``, as in a captured graph, and the ``max_seqlen_q`` of
+    :func:`rounded_query_len`. ``sinks``: their dtype. ``slopes``: whether there are ALiBi slopes; ``sqrt``: the square root's.
+    ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors.
     """
 
     mode: str
@@ -155,7 +159,7 @@ class Call:
 
 
 def warm_up(demands: Sequence[Demand], device: torch.device, processes: int | None = None) -> int:
-    """Compile what ``demands`` can need on ``device``, a GPU, and load it; returns the number of distinct launches.
+    """Compile what ``demands`` can need on ``device``, a GPU, and load it; returns the number of kernels.
 
     Kernels that Triton's cache on disk has already are only loaded. Modes registered in this process alone are compiled by it.
     """
@@ -163,15 +167,36 @@ def warm_up(demands: Sequence[Demand], device: torch.device, processes: int | No
         return 0
     with torch.cuda.device(device):
         here = Device.current()
-        calls = distinct_calls(demands, here)
+        launches = distinct_launches(demands, here)
+        left = _load(list(dict.fromkeys(call for call, _ in launches)), here)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        wanted = min(processes or min(cores, MOST_PROCESSES), len(calls))
-        if wanted > 1:
-            _compile_in_processes(here, calls, wanted)
-        with loading_for(here):
-            for call in calls:
-                call()
-    return len(calls)
+        # What takes longest first; the second launch of a call is a merge.
+        wanted = sorted((launch for launch in launches if launch[0] in left), key=lambda launch: launch[1] == 1)
+        if len(wanted) > 1:
+            _compile_in_processes(here, wanted, min(processes or min(cores, MOST_PROCESSES), len(wanted)))
+        while left:
+            left = _load(left, here)
+    return len(launches)
+
+
+def _load(calls: list[Call], device: Device) -> list[Call]:
+    """Load the kernels of ``calls`` until one had to be compiled; the calls after it."""
+    from triton import knobs
+
+    before, compiled = knobs.compilation.listener, []
+
+    def listen(**facts: Any) -> None:
+        if not facts["cache_hit"]:
+            compiled.append(facts["src"])
+        if before is not None:
+            before(**facts)
+
+    with loading_for(device), replaced(knobs.compilation, "listener", listen):
+        for number, call in enumerate(calls, start=1):
+            call()
+            if compiled:
+                return calls[number:]
+    return []
 
 
 def reserve_workspace(demands: Sequence[Demand], device: torch.device) -> int:
@@ -196,18 +221,19 @@ def workspace_elements(demands: Sequence[Demand], device: Device) -> int:
     return largest
 
 
-def distinct_calls(demands: Sequence[Demand], device: Device) -> list[Call]:
-    """Calls that between them launch every kernel that ``demands`` can need on ``device``."""
+def distinct_launches(demands: Sequence[Demand], device: Device) -> list[tuple[Call, int]]:
+    """Calls, with the number of one of their launches, that between them launch every kernel that ``demands`` can need on ``device``."""
     seen: set[object] = set()
     kept = []
     with planning_for(device) as planned:
         for call in _calls(demands):
             planned.launches.clear()
             call()
-            launches = [_identity(launch) for launch in planned.launches]
-            if not seen.issuperset(launches):
-                seen.update(launches)
-                kept.append(call)
+            for number, launch in enumerate(planned.launches):
+                identity = _identity(launch)
+                if identity not in seen:
+                    seen.add(identity)
+                    kept.append((call, number))
     return kept
 
 
@@ -215,22 +241,16 @@ def _calls(demands: Sequence[Demand]) -> Iterator[Call]:
     for demand in demands:
         for num_tokens in _densely(demand.max_num_tokens):
             yield Call(demand, num_tokens)
-        lengths = _powers(demand.max_seqlen_k)
-        for num_seqs, longest in itertools.product(_densely(demand.max_num_seqs), lengths):
-            bounds = sorted({*demand.query_rows, *_powers(DECODE_QUERY_LEN)})
-            few = [(rows, num_seqs * rows) for rows in bounds]
+        few = _few_rows(demand.query_rows)
+        many = [rows for rows in _powers(demand.max_num_tokens) if rows > DECODE_QUERY_LEN]
+        for num_seqs in _densely(demand.max_num_seqs):
+            alike = [(rows, num_seqs * rows) for rows in sorted({*demand.query_rows, *few, *many})]
             # Not all have as many rows, or one has fewer than the bound says.
-            few += [(rows, max(num_seqs, rows - (num_seqs == 1), num_seqs * rows - 1)) for rows in bounds if rows > 1]
-            for rows, num_tokens in few:
-                yield Call(demand, num_tokens, num_seqs, rows, longest)
-        for num_seqs, rows in itertools.product((1, 2, power_of_two(demand.max_num_seqs)), _powers(demand.max_num_tokens)):
-            if rows <= DECODE_QUERY_LEN:
-                continue
-            for longest in lengths:
-                if longest >= rows:
-                    yield Call(demand, num_seqs * rows, num_seqs, rows, longest)
-                    if num_seqs > 1:
-                        yield Call(demand, rows + num_seqs - 1, num_seqs, rows, longest)
+            unlike = [(rows, max(num_seqs, num_seqs * rows - 1)) for rows in few] + [(rows, rows + num_seqs - 1) for rows in many]
+            # No sequence has more rows than there are tokens.
+            unlike += [(rows, num_tokens) for rows in few for num_tokens in _powers(rows) if num_tokens >= num_seqs]
+            for rows, num_tokens in (*alike, *unlike):
+                yield Call(demand, num_tokens, num_seqs, rows, demand.max_seqlen_k)
 
 
 def _powers(most: int) -> list[int]:
@@ -247,23 +267,25 @@ def _densely(most: int) -> list[int]:
 
 
 def _identity(launch: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> object:
-    """What Triton tells kernels apart by: constants and options, types, and of integers whether they are 1 or multiples of 16."""
+    """What Triton tells kernels apart by: constants and options, types, and of integers whether they are 1 or multiples of 16, unless the
+    kernel asks not to be specialized for them."""
     kernel, arguments, options = launch
-    return kernel, tuple(map(_specialized, arguments)), tuple(sorted(options.items(), key=lambda item: item[0]))
+    facts = [_specialized(value, not param.do_not_specialize) for param, value in zip(kernel.params, arguments, strict=False)]
+    return kernel, tuple(facts), tuple(sorted(options.items(), key=lambda item: item[0]))
 
 
-def _specialized(argument: Any) -> object:
+def _specialized(argument: Any, values: bool) -> object:
     if isinstance(argument, tuple):
-        return tuple(map(_specialized, argument))
+        return tuple(_specialized(part, values) for part in argument)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int) and not isinstance(argument, bool):
-        return argument == 1, argument % 16 == 0, argument >= 2**31
+        return argument >= 2**31, values and argument == 1, values and argument % 16 == 0
     return type(argument)
 
 
-def _compile_in_processes(device: Device, calls: list[Call], count: int) -> None:
-    """Leave the kernels of ``calls`` in Triton's cache on disk. Plain processes: an engine's own may not have children of other kinds.
+def _compile_in_processes(device: Device, launches: list[tuple[Call, int]], count: int) -> None:
+    """Leave kernels in Triton's cache on disk. Plain processes: an engine's own may not have children of other kinds.
 
     What cannot be compiled there is met, and told, when this process loads it.
     """
@@ -273,7 +295,7 @@ def _compile_in_processes(device: Device, calls: list[Call], count: int) -> None
     running = []
     for index in range(count):
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-        running.append((process, pickle.dumps((device, calls[index::count]))))
+        running.append((process, pickle.dumps((device, launches[index::count]))))
     for process, work in running:
         if process.stdin is not None:
             process.stdin.write(work)
@@ -283,9 +305,9 @@ def _compile_in_processes(device: Device, calls: list[Call], count: int) -> None
 
 
 def compile_from_stdin() -> None:
-    """The other end of :func:`warm_up`: a pickled device and calls."""
-    device, calls = pickle.load(sys.stdin.buffer)
+    """The other end of :func:`warm_up`: a pickled device and launches."""
+    device, launches = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(1)
-    for call in calls:
-        with contextlib.suppress(Exception), compiling_for(device):
+    for call, number in launches:
+        with contextlib.suppress(Exception), compiling_for(device, alone=number):
             call()

@@ -115,10 +115,9 @@ def test_importing_it_is_cheap() -> None:
     assert float(seconds) < 0.5 and torch_came == "False"
 
 
-@pytest.mark.parametrize("in_cells", [True, False])
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("mode", ["int8", "int4", "int2", "none"])
-def test_rows_come_back_from_any_order_of_pages(mode: str, heads_first: bool, in_cells: bool) -> None:
+def test_rows_come_back_from_any_order_of_pages(mode: str, heads_first: bool) -> None:
     """Written and decoded through views of pages with padding between them."""
     backend, blocks, heads, slots, size = get_backend(mode), 3, 2, 16, 64
     content = content_bytes(backend, size, size, torch.bfloat16)
@@ -127,7 +126,7 @@ def test_rows_come_back_from_any_order_of_pages(mode: str, heads_first: bool, in
     order = (heads, slots) if heads_first else (slots, heads)
     pages = memory.unflatten(1, (*order, content))
     pages = pages if heads_first else pages.transpose(1, 2)
-    caches = layer_views(backend, pages, size, size, torch.bfloat16, in_cells)
+    caches = layer_views(backend, pages, size, size, torch.bfloat16)
     key, value = (torch.randn(5, heads, size, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
     scales = {"k_scale_cache": caches.k_scale_cache, "v_scale_cache": caches.v_scale_cache}
     # Two rows more than slots: an engine's padding.
@@ -146,7 +145,7 @@ def test_rows_come_back_from_any_order_of_pages(mode: str, heads_first: bool, in
 def test_pages_in_pieces_are_refused() -> None:
     pages = torch.zeros(2, 3, 16, 72, dtype=torch.uint8).transpose(0, 1)
     with pytest.raises(ArgumentError, match=r"kv_cache: got strides .*need pages whose bytes lie together"):
-        layer_views(get_backend("int4"), pages, 64, 64, torch.bfloat16, False)
+        layer_views(get_backend("int4"), pages, 64, 64, torch.bfloat16)
 
 
 def config(dtype: str, section: object = None) -> Any:
@@ -157,11 +156,10 @@ def config(dtype: str, section: object = None) -> Any:
 
 def test_the_configuration_says_the_mode() -> None:
     carried = Settings.of(config("int8_per_token_head", {"mode": "int2"}))
-    assert carried.backend("int8_per_token_head").mode == "int2_per_token_head" and not carried.has_vllm_cells("int8_per_token_head")
+    assert carried.backend("int8_per_token_head").mode == "int2_per_token_head"
     assert carried.backend("auto").mode == "none"
     plain = Settings.of(config("int8_per_token_head"))
-    assert plain.backend("int8_per_token_head").mode == "int8_per_token_head" and plain.has_vllm_cells("int8_per_token_head")
-    assert not plain.has_vllm_cells("auto") and not Settings.of(config("kvq_int4")).has_vllm_cells("kvq_int4")
+    assert plain.backend("int8_per_token_head").mode == "int8_per_token_head"
 
 
 @pytest.mark.parametrize(
@@ -353,7 +351,7 @@ def test_what_the_warm_up_is_told(calibrated: Path) -> None:
     impl = space(
         kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), softcap=0.0, sinks=None, alibi_slopes=None
     )
-    impl.use_alibi_sqrt, impl.in_cells, impl.smoothing = False, False, None
+    impl.use_alibi_sqrt, impl.smoothing = False, None
     impl.content_bytes = lambda dtype: content_bytes(impl.kvq, 16, 16, dtype)
     limits = {"scheduler_config": space(max_num_seqs=8, max_num_batched_tokens=64), "model_config": space(max_model_len=128)}
     asked = space(**limits, speculative_config=space(num_speculative_tokens=3))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.config.cache import (
@@ -19,10 +21,14 @@ from vllm.config.cache import (
 )
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
-from kvq_core import list_backends
+from kvq_core import get_backend, list_backends
+from kvq_core.errors import ArgumentError
+from kvq_vllm import settings
+from kvq_vllm.builder import KVQMetadataBuilder
 from kvq_vllm.plugin import PATH
 
 ASKED = {
@@ -60,6 +66,32 @@ UNSERVED = (
 )
 
 
+def check_graphs() -> None:
+    """Doors that are no kernels cannot be captured."""
+    for name, support in (("kvq_int4", AttentionCGSupport.UNIFORM_BATCH), ("kvq_int3", AttentionCGSupport.NEVER)):
+        cache, model = SimpleNamespace(cache_dtype=name), SimpleNamespace(dtype=torch.bfloat16)
+        config = SimpleNamespace(cache_config=cache, model_config=model, additional_config={})
+        found = KVQMetadataBuilder.get_cudagraph_support(config, None)
+        if found != support:
+            raise SystemExit(f"{name}: CUDA graphs {found}, need {support}")
+
+
+def check_carried_modes(backend: Any) -> None:
+    """A vLLM that asks for a shape (0.26) has pages of its own names' sizes: modes that need more are refused."""
+    carrier = "int4_per_token_head"
+    for mode, refusal in (("int2", ""), ("int4", ""), ("int8", "need a mode with at most 72 bytes a token and head")):
+        settings._LAST[:] = [settings.Settings(carrier, get_backend(mode).mode)]
+        said = ""
+        try:
+            shape = backend.get_kv_cache_shape(9, 16, 2, 64, carrier)
+        except ArgumentError as problem:
+            shape, said = (), str(problem)
+            print(f"refused: {problem}")
+        if refusal not in said or bool(refusal) != bool(said) or (not refusal and shape != (9, 2, 16, 72)):
+            raise SystemExit(f"{mode} in pages of {carrier}: {shape}, {said!r}")
+    settings._LAST.clear()
+
+
 def main() -> None:
     load_general_plugins()
     names = {"kvq_" + entry.mode.removesuffix("_per_token_head") for entry in list_backends()}
@@ -80,6 +112,8 @@ def main() -> None:
         if reasons:
             raise SystemExit(f"{name}: {reasons}")
     print(f"{len(names)} names: {', '.join(sorted(names))}")
+    check_graphs()
+    check_carried_modes(backend)
     known = inspect.signature(backend.__mro__[1].validate_configuration).parameters
     for case in UNSERVED:
         if not known.keys() >= case.keys():

@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
-from kvq_core.errors import KVQError
+from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.registry import get_backend
 from kvq_vllm.builder import KVQMetadataBuilder
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES, mode_of
 from kvq_vllm.pages import content_bytes
 from kvq_vllm.plugin import SLOT
 from kvq_vllm.refusals import explained, head_size_reason
-from kvq_vllm.settings import current
+from kvq_vllm.settings import SECTION, current
 from kvq_vllm.smoothing import load
 
 
@@ -112,10 +113,15 @@ class KVQBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Of the vLLM that asks for a shape (0.26), which has only names with cells of its own."""
+        """Of the vLLM that asks for a shape (0.26), which gives pages the bytes of its own names, whatever mode they hold."""
         content = 2 * head_size
         if cache_dtype_str in VLLM_NAMES:
-            content = content_bytes(current().backend(cache_dtype_str), head_size, head_size, torch.bfloat16)
+            content = content_bytes(get_backend(cache_dtype_str), head_size, head_size, torch.bfloat16)
+            mode = current().backend(cache_dtype_str)
+            need = content_bytes(mode, head_size, head_size, current().dtype)
+            if need > content:
+                fitting = f"a mode with at most {content} bytes a token and head, as {cache_dtype_str} has in this vLLM"
+                raise ArgumentError(f"--additional-config {SECTION}.mode", f"{mode.mode}, which takes {need}", fitting)
         return (num_blocks, num_kv_heads, block_size, content)
 
     @staticmethod

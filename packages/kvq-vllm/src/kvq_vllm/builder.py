@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from kvq_core.errors import ArgumentError
 from kvq_core.warmup import rounded_query_len
-from kvq_vllm.demands import query_rows, warm_up_group
+from kvq_vllm.demands import has_kernels, query_rows, warm_up_group
 from kvq_vllm.refusals import WITHOUT_KVQ, check_group
+from kvq_vllm.settings import Settings
 from kvq_vllm.smoothing import check_smoothed
 
 
@@ -31,15 +32,18 @@ class KVQMetadata:
 class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
     """A group of layers with the same kind of pages."""
 
-    # A captured plan holds for all batches whose sequences have as many rows.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         check_group(kv_cache_spec, vllm_config)
         check_smoothed(vllm_config, layer_names)
-        self._query_rows = query_rows(vllm_config)
+        self._query_rows, self._longest = query_rows(vllm_config), vllm_config.model_config.max_model_len
         warm_up_group(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A captured plan holds for all batches whose sequences have as many rows. Modes without kernels have nothing to capture."""
+        mode = Settings.of(vllm_config).backend(str(vllm_config.cache_config.cache_dtype))
+        return AttentionCGSupport.UNIFORM_BATCH if has_kernels(mode) else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVQMetadata:
         batch = common_attn_metadata
@@ -49,7 +53,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=rounded_query_len(batch.max_query_len, batch.num_actual_tokens, batch.num_reqs, self._query_rows),
             query_start_loc=batch.query_start_loc,
-            max_seq_len=batch.max_seq_len,
+            # As in a captured graph, so that no length brings another launch plan.
+            max_seq_len=max(batch.max_seq_len, self._longest),
             seq_lens=batch.seq_lens,
             block_table=batch.block_table_tensor,
             slot_mapping=batch.slot_mapping,

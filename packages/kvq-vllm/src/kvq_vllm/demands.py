@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from kvq_core.backend import QuantKVBackend
+from kvq_core.environment import kernels_of
+from kvq_core.layout import LayerCaches
 from kvq_core.warmup import Demand, places_of, reserve_workspace, warm_up
 from kvq_vllm.pages import layer_views
 
@@ -21,6 +24,11 @@ def query_rows(config: Any) -> tuple[int, ...]:
     return (1, 1 + drafts) if drafts else (1,)
 
 
+def has_kernels(backend: QuantKVBackend) -> bool:
+    """Whether both doors are kernels on a GPU. What a mode without them does there depends on values, and cannot be planned or captured."""
+    return kernels_of(backend) == {"write", "read"}
+
+
 def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> Demand:
     """Of a layer, over that many blocks of pages in vLLM's head-major order. ``page_bytes``: a page's, its padding included."""
     content = impl.content_bytes(dtype)
@@ -29,7 +37,10 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
     shape = (num_blocks, impl.num_kv_heads, block_size, content)
     size = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     pages = torch.empty(size, dtype=torch.uint8, device="meta").as_strided(shape, strides)
-    caches = layer_views(impl.kvq, pages, impl.head_size, impl.head_size, dtype, impl.in_cells)
+    caches = layer_views(impl.kvq, pages, impl.head_size, impl.head_size, dtype)
+    if impl.kvq.takes_scales:
+        scale = torch.empty((), device="meta")
+        caches = LayerCaches(caches.key_cache, caches.value_cache, scale, scale)
     scheduler = config.scheduler_config
     return Demand(
         mode=impl.kvq.mode,
@@ -55,7 +66,7 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
 def reserve_for(impl: Any, config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Reserve a layer's workspace, so that vLLM's memory profiling sees it."""
     # Micro-batches overlap on two streams, which must not share a workspace.
-    if device.type != "cuda" or getattr(config.parallel_config, "enable_dbo", False) or impl.kvq.takes_scales:
+    if device.type != "cuda" or getattr(config.parallel_config, "enable_dbo", False) or not has_kernels(impl.kvq):
         return
     demand = demand_of(impl, config, 1, 16, dtype)
     if demand not in _RESERVED:
@@ -74,7 +85,7 @@ def warm_up_group(kv_cache_spec: Any, layer_names: list[str], config: Any, devic
     layers = [config.compilation_config.static_forward_context[name] for name in layer_names]
     block_size, dtype = kv_cache_spec.block_size, config.model_config.dtype
     sizes = config.cache_config.num_gpu_blocks, block_size, dtype, kv_cache_spec.page_size_bytes
-    demands = {demand_of(layer.impl, config, *sizes) for layer in layers if not layer.impl.kvq.takes_scales} - _WARM
+    demands = {demand_of(layer.impl, config, *sizes) for layer in layers if has_kernels(layer.impl.kvq)} - _WARM
     if not demands:
         return
     _WARM.update(demands)

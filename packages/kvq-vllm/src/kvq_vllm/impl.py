@@ -55,7 +55,6 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.softcap, self.sinks = float(logits_soft_cap or 0), sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.use_alibi_sqrt = use_alibi_sqrt
-        self.in_cells = settings.has_vllm_cells(kv_cache_dtype)
         self.smoothing: KeySmoothing | None = None
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
         if envs.VLLM_BATCH_INVARIANT:
@@ -138,7 +137,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         if self._views is None or self._views[0] != key:
             if self.alibi_slopes is not None:
                 self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
-            caches = layer_views(self.kvq, kv_cache, self.head_size, head_size_v, dtype, self.in_cells)
+            caches = layer_views(self.kvq, kv_cache, self.head_size, head_size_v, dtype)
             if self.kvq.takes_scales:
                 caches = LayerCaches(caches.key_cache, caches.value_cache, layer._k_scale, layer._v_scale)
             self._views = key, caches

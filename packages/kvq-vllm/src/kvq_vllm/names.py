@@ -8,7 +8,7 @@ from kvq_core.registry import list_backends
 
 PREFIX: Final = "kvq_"
 VLLM_NAMES: Final = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
-"""vLLM's own names of modes that kvq has, too, with the same bytes in the same cells."""
+"""vLLM's own names of modes that kvq has, too."""
 PLAIN_NAMES: Final = ("auto", "float16", "bfloat16")
 """Names of an unquantized cache. Layers of ``kv_cache_dtype_skip_layers`` have ``auto``."""
 _SUFFIX: Final = "_per_token_head"

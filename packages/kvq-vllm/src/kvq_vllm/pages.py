@@ -6,7 +6,7 @@ import torch
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import LayerCaches, cell_size, cell_views, fields, page_views
+from kvq_core.layout import LayerCaches, cell_size, fields, page_views
 
 
 def content_bytes(backend: QuantKVBackend, head_size: int, head_size_v: int, dtype: torch.dtype) -> int:
@@ -14,12 +14,8 @@ def content_bytes(backend: QuantKVBackend, head_size: int, head_size_v: int, dty
     return cell_size(fields(backend, head_size, head_size_v, dtype))
 
 
-def layer_views(
-    backend: QuantKVBackend, kv_cache: torch.Tensor, head_size: int, head_size_v: int, dtype: torch.dtype, in_cells: bool
-) -> LayerCaches:
-    """A layer's caches: in vLLM's cells, or in planes of whole pages, which its kernels read faster."""
-    if in_cells:
-        return cell_views(backend, kv_cache.transpose(1, 2), head_size, head_size_v, dtype)
+def layer_views(backend: QuantKVBackend, kv_cache: torch.Tensor, head_size: int, head_size_v: int, dtype: torch.dtype) -> LayerCaches:
+    """A layer's caches, planes of whole pages: of a page vLLM fixes no more than its bytes, and kernels read planes faster than cells."""
     _, heads, slots, _ = kv_cache.shape
     return page_views(backend, _pages(kv_cache), slots, heads, head_size, head_size_v, dtype)
 

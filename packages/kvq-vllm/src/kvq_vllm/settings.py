@@ -62,10 +62,6 @@ class Settings:
             raise ArgumentError("--kv-cache-dtype", repr(kv_cache_dtype), "a name of kvq's: see `kvq doctor`")
         return get_backend(mode)
 
-    def has_vllm_cells(self, kv_cache_dtype: str) -> bool:
-        """Whether layers of this name keep vLLM's own bytes, cell by cell."""
-        return kv_cache_dtype in VLLM_NAMES and self.override in (None, kv_cache_dtype)
-
 
 def _check_smoothed_mode(file: str, name: str, mode: str | None) -> None:
     """Raise :class:`ArgumentError` if ``mode`` gains nothing from smoothed keys, or has scales for keys as they are."""

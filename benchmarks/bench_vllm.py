@@ -1,6 +1,7 @@
 """One vLLM configuration on one GPU, in this process: engine start, prefill, decode steps timed. Prints one JSON line.
 
     python benchmarks/bench_vllm.py --dtype int4_per_token_head --backend CUSTOM --shapes 64x8192
+    python benchmarks/bench_vllm.py --dtype auto --backend FLASH_ATTN --offline 8192x1024
 
 The model is a Llama of 1.3 B parameters in 8 layers, 32/8 heads of 128, with random weights. With ``CUSTOM`` the read kernels are first
 held against kvq's torch path over the pages that the engine filled. ``benchmarks/vllm_gpu.py`` runs a table of such configurations.
@@ -13,6 +14,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import logging
 import os
 import random
 import statistics
@@ -24,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,
@@ -46,6 +48,10 @@ MODEL = {
     "mlp_bias": False,
 }
 CHUNK = 16384
+MOST_REQUESTS = 448
+"""At a time."""
+OVERFULL = 1.7
+"""Requests of ``--offline`` have so many times the tokens that a bf16 cache has in the same memory."""
 LARGEST_ERROR = 0.01
 """Of a read, relative to the torch path's: the output is bf16."""
 ENVIRONMENT = {
@@ -58,13 +64,26 @@ ENVIRONMENT = {
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="auto", help="--kv-cache-dtype")
+    parser.add_argument("--dtype", default="auto", help="--kv-cache-dtype; NAME/MODE has kvq put another mode in pages of that name")
     parser.add_argument("--backend", default="TRITON_ATTN", help="--attention-backend")
     parser.add_argument("--shapes", default="64x8192,32x16384", help="batch x context, comma-separated")
+    parser.add_argument("--offline", help="instead of shapes, prompt x output tokens of requests that come all at once (OVERFULL)")
     parser.add_argument("--steps", type=int, default=48, help="decode steps to time")
     parser.add_argument("--budget", type=float, default=110, help="seconds from the engine's start after which no shape is begun")
     parser.add_argument("--turn", type=Path, help="a file to lock before the GPU is used, so that others may import meanwhile")
     return parser.parse_args()
+
+
+class Told(logging.Handler):
+    """Keeps what kvq says of its start-up."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        super().__init__(logging.INFO)
+        self._kept = result.setdefault("kvq", [])
+        logging.getLogger("vllm.kvq").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept.append(record.getMessage())
 
 
 @contextlib.contextmanager
@@ -104,34 +123,59 @@ class Engine:
         from vllm import LLM, SamplingParams
 
         self._params = SamplingParams
-        batches = sorted({batch for batch, _ in shapes})
+        if asked.offline:
+            longest, sizes = sum(int(part) for part in asked.offline.split("x")), [1, *range(32, MOST_REQUESTS + 1, 32)]
+        else:
+            longest = max(context + asked.steps + ahead(batch, context) for batch, context in shapes)
+            sizes = sorted({1, *(batch for batch, _ in shapes)})
+        dtype, _, mode = asked.dtype.partition("/")
         self.llm = LLM(
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=max(context + asked.steps + ahead(batch, context) for batch, context in shapes) + 16,
-            kv_cache_dtype=asked.dtype,
+            max_model_len=longest + 16,
+            kv_cache_dtype=dtype,
             attention_backend=asked.backend,
             enable_prefix_caching=False,
-            max_num_seqs=max(batches),
+            max_num_seqs=max(sizes),
             max_num_batched_tokens=CHUNK,
-            gpu_memory_utilization=0.85,
-            disable_log_stats=True,
+            gpu_memory_utilization=0.9,
+            disable_log_stats=not asked.offline,
             seed=0,
-            async_scheduling=False,
-            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, *batches]},
+            # Steps are timed one by one; requests are served as vLLM does by default.
+            async_scheduling=bool(asked.offline),
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
+            additional_config={"kvq": {"mode": mode}} if mode else {},
         )
         self.engine = self.llm.llm_engine
         self._random, self._asked = random.Random(0), 0
 
+    def serve(self, prompt: int, output: int) -> dict[str, Any]:
+        """Requests that all come at once, until the last one is done."""
+        layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
+        pages = {found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in map(pages_of, layers)}
+        plain = 4 * MODEL["num_key_value_heads"] * MODEL["head_dim"] * MODEL["num_hidden_layers"]
+        count = min(MOST_REQUESTS, round(OVERFULL * sum(pages.values()) / plain / (prompt + output)))
+        first, steps = self.run([prompt] * count, output)
+        seconds = first + sum(steps)
+        counters = {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
+        return {
+            "requests": count,
+            "prompt": prompt,
+            "output": output,
+            "seconds": round(seconds, 1),
+            "requests_s": round(count / seconds, 2),
+            "preemptions": counters.get("vllm:num_preemptions"),
+        }
+
     def run(self, contexts: list[int], tokens: int) -> tuple[float, list[float]]:
         """Prompts of these lengths, ``tokens`` each: seconds until each has its first, and of every step in which all decode."""
         params = self._params(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": self._random.choices(range(3, 32000), k=context)} for context in contexts]
         started = time.perf_counter()
-        for context in contexts:
+        for prompt in prompts:
             self._asked += 1
-            prompt = {"prompt_token_ids": [self._random.randrange(3, 32000) for _ in range(context)]}
             self.engine.add_request(str(self._asked), prompt, params)
         counts: dict[str, int] = {}
         stamps: list[float] = []
@@ -143,13 +187,17 @@ class Engine:
         return stamps[0] - started, [later - earlier for earlier, later in itertools.pairwise(stamps)]
 
 
+def pages_of(layer: Any) -> Any:
+    return layer.kv_cache[0] if isinstance(layer.kv_cache, list | tuple) else layer.kv_cache
+
+
 def check(engine: Engine) -> dict[str, float]:
     """Relative errors of kvq's reads against its torch path, over pages that the engine filled, by query rows a sequence."""
     import torch
 
     layers = engine.engine.vllm_config.compilation_config.static_forward_context
     layer = next(layer for name, layer in layers.items() if ".3." in name)
-    impl, cache = layer.impl, layer.kv_cache[0] if isinstance(layer.kv_cache, list | tuple) else layer.kv_cache
+    impl, cache = layer.impl, pages_of(layer)
     views = impl._caches(layer, cache, torch.bfloat16, impl.head_size)
     names = ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache")
     block_size, errors = views.key_cache.shape[1], {}
@@ -163,7 +211,9 @@ def check(engine: Engine) -> dict[str, float]:
         for device, table, index in (("cuda", chosen, None), ("cpu", torch.arange(chosen.numel()), chosen.to(cache.device))):
             planes = {name: getattr(views, name) for name in names}
             if index is not None:
-                planes = {name: None if x is None else x.view(torch.uint8)[index].cpu().view(x.dtype) for name, x in planes.items()}
+                # Codes as bytes, which every dtype's can be gathered as.
+                bits = {name: x if x is None or x.element_size() > 1 else x.view(torch.uint8) for name, x in planes.items()}
+                planes = {name: None if x is None else x[index].cpu().view(planes[name].dtype) for name, x in bits.items()}
             out = torch.empty_like(q, device=device)
             impl.kvq.unified_attention(
                 q.to(device),
@@ -206,7 +256,13 @@ def measure(asked: argparse.Namespace, result: dict[str, Any], started: float) -
     result |= {"start_s": round(time.perf_counter() - started, 1), "cache_tokens": cache.num_gpu_blocks * cache.block_size}
     result["block_size"], result["gpu"] = cache.block_size, torch.cuda.get_device_name()
     compiled = count_compiles()
-    engine.run([8192, 8192, 8192, 5000, 16384, 300], 4)
+    if asked.offline:
+        prompt, output = map(int, asked.offline.split("x"))
+        engine.run([prompt] * 4, 4)
+        result["offline"] = engine.serve(prompt, output)
+        result["compiled_after_start"] = len(compiled)
+        return
+    engine.run([8192, 8192, 8192, 5000, 16384, 300, 9, 2], 4)
     result["compiled_after_start"] = len(compiled)
     result["compiled"] = sorted(set(compiled))
     if asked.backend == "CUSTOM":
@@ -246,6 +302,7 @@ def main() -> None:
         import vllm
 
         result |= {"vllm": vllm.__version__, "import_s": round(time.perf_counter() - started, 1)}
+        logging.getLogger("vllm.kvq").addHandler(Told(result))
         with turn(asked.turn):
             measure(asked, result, time.perf_counter())
     except Exception as problem:  # what was measured until then counts, and so does why it ended

@@ -1,9 +1,10 @@
 """Pack vLLM for a GPU machine that reaches no package index: ``python benchmarks/vllm_bundle.py`` (needs an index itself, some minutes).
 
-It makes two files that ``benchmarks/vllm_gpu.py stage`` unpacks there:
+It makes two files that ``benchmarks/vllm_gpu.py stage`` unpacks there, one after the other or both at once:
 
-``.bundle/vllm/vllm.tar``     vLLM's Python files, the one extension that it always imports, and the wheels it needs (54 MiB)
-``.bundle/extra/fa3.so.xz``   FlashAttention 3, vLLM's default backend for bf16 on Hopper (11 MiB)
+``.bundle/vllm/vllm.tar``      vLLM's Python files, the one extension that it always imports, and FlashAttention 3, its default for bf16
+                               on Hopper (40 MiB)
+``.bundle/wheels/wheels.tar``  the wheels that it needs, and its extension for mixtures of experts (38 MiB)
 
 The machine brings torch and Triton. Left out: extensions and third-party kernels that a dense Llama does not reach, and machine code of
 other architectures (their headers stay, so that the driver's choice is unchanged).
@@ -23,8 +24,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = Path(__file__).parent / "vllm_requirements.txt"
-EXTENSION = "vllm/_C_stable_libtorch.abi3.so"
-FLASH = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+EXTENSIONS = {
+    "vllm": ("vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"),
+    "wheels": ("vllm/_moe_C_stable_libtorch.abi3.so",),
+}
 THIRD_PARTY = ("deep_gemm", "flashmla", "fmha_sm100", "tml_fa4")
 SMALL = 1 << 20
 _FATBIN = struct.pack("<I", 0xBA55ED50)
@@ -77,21 +80,25 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability of its GPU")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch) / "made"
-        download(made / "wheels", options.python, "-r", str(REQUIREMENTS))
+        made = {name: Path(scratch) / name for name in EXTENSIONS}
+        download(made["wheels"] / "wheels", options.python, "-r", str(REQUIREMENTS))
         download(Path(scratch), options.python, f"vllm=={options.version}")
         wheel = zipfile.ZipFile(next(Path(scratch).glob("vllm-*.whl")))
         for entry in filter(wanted, wheel.infolist()):
             wheel.extract(entry, Path(scratch) / "tree")
-        with tarfile.open(made / "vllm_py.tar.xz", "w:xz") as tar:
+        for name, folder in made.items():
+            for extension in EXTENSIONS[name]:
+                packed = folder / f"{extension}.xz"
+                packed.parent.mkdir(parents=True, exist_ok=True)
+                packed.write_bytes(lzma.compress(pruned(wheel.read(extension), options.arch)))
+        with tarfile.open(made["vllm"] / "python.tar.xz", "w:xz") as tar:
             for path in sorted((Path(scratch) / "tree").iterdir()):
                 tar.add(path, path.name)
-        (made / "extension.so.xz").write_bytes(lzma.compress(pruned(wheel.read(EXTENSION), options.arch)))
-        for name in ("vllm", "extra"):
-            (options.out / name).mkdir(parents=True, exist_ok=True)
-        with tarfile.open(options.out / "vllm" / "vllm.tar", "w") as tar:
-            tar.add(made, ".")
-        (options.out / "extra" / "fa3.so.xz").write_bytes(lzma.compress(wheel.read(FLASH)))
+        for name, folder in made.items():
+            file = options.out / name / f"{name}.tar"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(file, "w") as tar:
+                tar.add(folder, ".")
     for path in sorted(options.out.rglob("*.*")):
         print(path, f"{path.stat().st_size / 2**20:.1f} MiB")
 

@@ -1,9 +1,10 @@
 """vLLM on a GPU machine without a package index: unpack it, check kvq in it, time it against vLLM's own backends.
 
     python benchmarks/vllm_bundle.py                               # where there is an index: makes .bundle/
-    python benchmarks/vllm_gpu.py stage .bundle/vllm/vllm.tar      # on the GPU machine, once
-    python benchmarks/vllm_gpu.py stage .bundle/extra/fa3.so.xz    # FlashAttention 3
+    python benchmarks/vllm_gpu.py stage .bundle/*/*.tar            # on the GPU machine, once
+    python benchmarks/vllm_gpu.py check FOLDER                     # real engines against transformers; logs and models in FOLDER
     python benchmarks/vllm_gpu.py run --limit 540                  # a table, and a line of JSON for each configuration
+    python benchmarks/vllm_gpu.py run --offline 8192x1024          # requests a second
 
 kvq is this checkout's. Configurations run one after the other, each in a process of its own, which imports while the one before it uses
 the GPU. ``--configs`` is a list of ``kv_cache_dtype:backend``; ``--out`` gets logs and JSON.
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -31,9 +35,10 @@ CONFIGS = (
     "int4_per_token_head:CUSTOM",
     "int8_per_token_head:CUSTOM",
     "fp8_per_token_head:CUSTOM",
+    "int4_per_token_head/int2:CUSTOM",
     "int4_per_token_head:TRITON_ATTN",
     "int8_per_token_head:TRITON_ATTN",
-    "auto:TRITON_ATTN",
+    "fp8_per_token_head:TRITON_ATTN",
 )
 
 
@@ -41,25 +46,25 @@ def stage(file: Path) -> None:
     """Unpack a file of the bundle to ``HOME``."""
     site = HOME / "site"
     site.mkdir(parents=True, exist_ok=True)
-    if file.name == "fa3.so.xz":
-        with lzma.open(file) as packed:
-            (site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").write_bytes(packed.read())
-        return
-    with tarfile.open(file) as tar:
-        tar.extractall(HOME, filter="data")
-    wheels = sorted(map(str, (HOME / "wheels").glob("*.whl")))
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target")
-    subprocess.run([*pip, str(site), *wheels], check=True)
-    with tarfile.open(HOME / "vllm_py.tar.xz") as tar:
-        tar.extractall(site, filter="data")
-    with lzma.open(HOME / "extension.so.xz") as packed:
-        (site / "vllm" / "_C_stable_libtorch.abi3.so").write_bytes(packed.read())
+    with tarfile.open(file) as tar, tempfile.TemporaryDirectory() as scratch:
+        tar.extractall(scratch, filter="data")
+        wheels = sorted(map(str, Path(scratch).glob("wheels/*.whl")))
+        if wheels:
+            pip = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target")
+            subprocess.run([*pip, str(site), *wheels], check=True)
+        for packed in Path(scratch).glob("*.tar.xz"):
+            with tarfile.open(packed) as sources:
+                sources.extractall(site, filter="data")
+        for packed in Path(scratch).rglob("*.so.xz"):
+            extension = (site / packed.relative_to(scratch)).with_suffix("")
+            extension.parent.mkdir(parents=True, exist_ok=True)
+            extension.write_bytes(lzma.decompress(packed.read_bytes()))
 
 
 def announce() -> list[str]:
     """Make this checkout's packages found, entry points too, without installing them; their source folders."""
     sources = []
-    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
+    for file in (*sorted(ROOT.glob("packages/*/pyproject.toml")), ROOT / "examples" / "kvq-int3" / "pyproject.toml"):
         project = tomllib.loads(file.read_text())["project"]
         folder = HOME / "kvq" / f"{project['name'].replace('-', '_')}-0.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,23 +76,32 @@ def announce() -> list[str]:
     return [*sources, str(HOME / "kvq"), str(HOME / "site")]
 
 
-def run(configs: list[str], shapes: str, limit: float, out: Path) -> list[dict[str, Any]]:
-    """Run the configurations; those that ``limit`` seconds leave no time for are left out."""
-    started, results = time.monotonic(), []
-    environment = os.environ | {
+def environment() -> dict[str, str]:
+    """Of processes in which vLLM finds this checkout's kvq."""
+    return os.environ | {
         "PYTHONPATH": os.pathsep.join(announce()),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CACHE_ROOT": str(HOME / "cache"),
     }
+
+
+def run(configs: list[str], options: list[str], limit: float, out: Path) -> list[dict[str, Any]]:
+    """Run the configurations, each on half of the cores; those that ``limit`` seconds leave no time for are left out."""
+    started, results = time.monotonic(), []
     out.mkdir(parents=True, exist_ok=True)
-    lock = out / "turn"
+    lock, cores = out / "turn", sorted(os.sched_getaffinity(0))
+    halves = itertools.cycle((cores[: len(cores) // 2], cores[len(cores) // 2 :]))
 
     def start(config: str) -> tuple[str, subprocess.Popen[bytes]]:
         dtype, backend = config.split(":")
         command = [sys.executable, str(ROOT / "benchmarks" / "bench_vllm.py"), "--dtype", dtype, "--backend", backend]
-        command += ["--shapes", shapes, "--turn", str(lock)]
-        with (out / f"{dtype}-{backend}.log").open("wb") as log:
-            return config, subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd="/")
+        command += [*options, "--turn", str(lock)]
+        half = next(halves)
+        with log_of(config, out).open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment(), cwd="/", preexec_fn=lambda: os.sched_setaffinity(0, half)
+            )
+        return config, process
 
     waiting = list(configs)
     running: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -112,10 +126,15 @@ def run(configs: list[str], shapes: str, limit: float, out: Path) -> list[dict[s
     return results
 
 
+def log_of(config: str, out: Path) -> Path:
+    """The log of a configuration."""
+    return out / (re.sub(r"[^A-Za-z0-9_.]+", "-", config) + ".log")
+
+
 def told(config: str, out: Path) -> dict[str, Any]:
     """What a configuration's log tells, printed as well: its JSON, or its runs so far and its last lines."""
     dtype, backend = config.split(":")
-    lines = (out / f"{dtype}-{backend}.log").read_text(errors="replace").splitlines()
+    lines = log_of(config, out).read_text(errors="replace").splitlines()
     found: dict[str, Any] = {"dtype": dtype, "backend": backend, "error": "cut off"}
     found["runs"] = [json.loads(line[4:]) for line in lines if line.startswith("RUN ")]
     for line in lines:
@@ -146,17 +165,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     staging = commands.add_parser("stage")
-    staging.add_argument("file", type=Path)
+    staging.add_argument("files", type=Path, nargs="+")
     running = commands.add_parser("run")
     running.add_argument("--configs", nargs="+", default=list(CONFIGS))
-    running.add_argument("--shapes", default="64x8192,32x16384")
-    running.add_argument("--limit", type=float, default=540)
+    running.add_argument("--shapes", default="64x8192,32x16384,8x65536", help="batch x context")
+    running.add_argument("--offline", help="prompt x output tokens of many requests at once, instead of shapes")
+    running.add_argument("--limit", type=float, default=540, help="seconds")
     running.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmark-results")) / "vllm")
-    options = parser.parse_args()
+    commands.add_parser("check", help="tests/vllm/check_gpu.py, with its arguments", add_help=False)
+    options, further = parser.parse_known_args()
+    if further and options.command != "check":
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
     if options.command == "stage":
-        stage(options.file)
+        for file in options.files:
+            stage(file)
         return
-    print(table(run(options.configs, options.shapes, options.limit, options.out.absolute())))
+    if options.command == "check":
+        program = ROOT / "tests" / "vllm" / "check_gpu.py"
+        raise SystemExit(subprocess.run([sys.executable, str(program), *further], env=environment()).returncode)
+    out = options.out.absolute()
+    asked = ["--offline", options.offline] if options.offline else ["--shapes", options.shapes]
+    results = run(options.configs, asked, options.limit, out)
+    if not options.offline:
+        print(table(results))
 
 
 if __name__ == "__main__":

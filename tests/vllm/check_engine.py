@@ -1,4 +1,4 @@
-"""Real vLLM engines on the CPU, each held against the same model in transformers with a ``KVQCache`` in the same mode (``reference.py``).
+"""Real vLLM engines, each held against the same model in transformers with a ``KVQCache`` in the same mode (``reference.py``).
 
 Each engine serves a ragged batch, prefilled in chunks beside sequences that decode; the same prompts from its prefix cache; and more
 than its pages hold, so that it preempts and recomputes. Between them the cases have 1 to 8 query heads a kv head, heads of 64 to 256,
@@ -9,6 +9,7 @@ Engines share a process, whose imports take most of the time: ``python tests/vll
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -26,6 +27,9 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
     "KVQ_VLLM_CPU": "1",
+    # On a GPU: products of float32 are float32's, and nothing is asked for that must be built first.
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
 
@@ -46,6 +50,7 @@ TOKENS = 12
 LENGTHS = (5, 37, 150, 64, 120, 129)
 """Of the prompts. Those beyond :data:`CHUNK` tokens are prefilled in chunks, beside others that decode."""
 CHUNK = 64
+COMMON = {"dtype": "float32", "max_num_batched_tokens": CHUNK}
 
 
 @dataclass(frozen=True)
@@ -129,29 +134,46 @@ def blocks_for(block_size: int) -> int:
     return 1 + sum(-(-length // block_size) for length in LENGTHS[:-1])
 
 
-def check(name: str, case: Case, folder: Path) -> None:
-    """One engine: chunked prefill beside decode, then the same prompts from the prefix cache, then more than fits at once."""
-    started = time.perf_counter()
-    model, options, smoothing = case.model.make(folder), dict(case.options), None
-    if case.smoothed:
-        file, smoothing = calibrated(model)
-        options["additional_config"] = {"kvq": {"smoothing": str(file)}}
-    engine = LLM(
+def engine_of(case: Case, model: Path, **options: Any) -> LLM:
+    """The case's engine, with further options; on a GPU with room for some others beside it."""
+    beside: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} if torch.cuda.is_available() else {}
+    merged: dict[str, Any] = COMMON | {"num_gpu_blocks_override": blocks_for(case.block_size)} | case.options | options
+    return LLM(
         model=str(model),
-        dtype="float32",
         max_model_len=176,
-        enforce_eager=True,
+        enforce_eager="compilation_config" not in merged,
+        attention_backend="CUSTOM",
         kv_cache_dtype=case.kv_cache_dtype,
         block_size=case.block_size,
         max_num_seqs=8,
-        max_num_batched_tokens=CHUNK,
-        num_gpu_blocks_override=blocks_for(case.block_size),
         disable_log_stats=False,
         seed=0,
-        **options,
+        **beside,
+        **merged,
     )
+
+
+def free() -> None:
+    """Give back what an engine had to which nothing refers any more."""
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def check(name: str, case: Case, folder: Path) -> str:
+    """One engine: chunked prefill beside decode, then the same prompts from the prefix cache, then more than fits at once.
+
+    Returns what was found; ends the program if it is not right.
+    """
+    started = time.perf_counter()
+    model, further, smoothing = case.model.make(folder), {}, None
+    if case.smoothed:
+        file, smoothing = calibrated(model)
+        further["additional_config"] = {"kvq": {"smoothing": str(file)}}
+    engine = engine_of(case, model, **further)
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    if not all(isinstance(layer.impl, KVQImpl) for layer in layers if hasattr(layer, "impl")):
+    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
+    ranks = engine.llm_engine.vllm_config.parallel_config.world_size
+    if not all(isinstance(impl, KVQImpl) for impl in impls) or (not impls and ranks == 1):
         raise SystemExit(f"{name}: a layer is not kvq's")
     asked = prompts()
     outputs = generate(engine, asked)
@@ -161,17 +183,15 @@ def check(name: str, case: Case, folder: Path) -> None:
     outputs += again + generate(engine, asked * 2)
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
     said = Reference(model, case.modes, case.control, smoothing).compare([text_of(output) for output in outputs], name)
-    print(
-        f"{name}: {said}; {cached} tokens from the prefix cache, {preempted} preemptions, {drafted} drafts accepted; "
-        f"{time.perf_counter() - started:.0f} s",
-        flush=True,
-    )
     # With windows vLLM may admit fewer requests instead of preempting, and few texts grow into another large block.
     may_wait = case.model.kind in ("gemma2", "gemma3", "gpt_oss") or case.block_size > 64
-    if not cached or not (preempted or may_wait) or ("speculative_config" in options and not drafted):
-        raise SystemExit(f"{name}: need tokens from the prefix cache, preemptions, and accepted drafts")
-    del engine
-    cleanup_dist_env_and_memory()
+    if not cached or not (preempted or may_wait) or ("speculative_config" in case.options and not drafted):
+        found = f"{cached} tokens from the prefix cache, {preempted} preemptions, {drafted} accepted drafts"
+        raise SystemExit(f"{name}: {said}; {found}, need some of each that applies")
+    del engine, layers, impls
+    free()
+    seconds = time.perf_counter() - started
+    return f"{name}: {said}; {cached} tokens from the prefix cache, {preempted} preemptions, {drafted} drafts accepted; {seconds:.0f} s"
 
 
 def main() -> None:
@@ -182,7 +202,7 @@ def main() -> None:
     if AttentionBackendEnum.CUSTOM.is_overridden():
         raise SystemExit("CUSTOM is taken before any engine was made")
     for name in names:
-        check(name, CASES[name], folder)
+        print(check(name, CASES[name], folder), flush=True)
 
 
 if __name__ == "__main__":

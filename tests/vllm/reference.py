@@ -8,8 +8,9 @@ Both sides compute in float32, with sums in different orders. That moves single 
 quantized cache, so a difference in the last bit can become one of a code's width, and no bound for the log-probabilities follows from the
 arithmetic alone. The budget is therefore what the reference itself does when it is moved as much as rounding moves it: :data:`TRIALS`
 times, every weight is multiplied by 1 + e, e uniform within :func:`rounding`, which makes products as wrong as those of float32 are here
-(against float64). A log-probability may differ by :data:`MARGIN` times the largest change of any token in any trial, since both sides are
-off, by sums and by what is rounded between them.
+(against float64). Kernels on a GPU multiply 16-bit values, so there the weights that attention's output meets first are off by up to
+:data:`READ`. A log-probability may differ by :data:`MARGIN` times the largest change of any token in any trial, since both sides are off,
+by sums and by what is rounded between them.
 
 The check must be able to fail: the reference in another mode, or without the smoothing, has to be further from the engine than the budget.
 """
@@ -28,6 +29,8 @@ from kvq_transformers import KVQCache
 
 TRIALS = 4
 MARGIN = 2.0
+READ = 2.0**-8
+"""The rounding of a bfloat16: what attention's output may be off by where its products are of 16-bit values."""
 
 
 def rounding() -> float:
@@ -61,7 +64,7 @@ class Reference:
 
     def __init__(self, folder: Path, modes: Any, control: Any, smoothing: ModelSmoothing | None = None) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._modes, self._control, self._smoothing = modes, control, smoothing
+        self._modes, self._control, self._smoothing, self._in_kernels = modes, control, smoothing, torch.cuda.is_available()
 
     def compare(self, texts: list[Text], name: str) -> str:
         """What the comparison found, in words; ends the program if a text is not the reference's."""
@@ -89,11 +92,13 @@ class Reference:
         found = self._read(texts, self._modes, self._smoothing)
         weights = [parameter for parameter in self._model.parameters() if parameter.dim() > 1]
         kept = [weight.detach().clone() for weight in weights]
-        largest, noise = 0.0, rounding()
+        after = {id(parameter) for name, parameter in self._model.named_parameters() if name.endswith("o_proj.weight")}
+        largest, exact_products = 0.0, rounding()
+        noises = [READ if self._in_kernels and id(weight) in after else exact_products for weight in weights]
         with torch.no_grad():
             for trial in range(TRIALS):
                 generator = torch.Generator().manual_seed(trial)
-                for weight, exact in zip(weights, kept, strict=True):
+                for weight, exact, noise in zip(weights, kept, noises, strict=True):
                     weight.copy_(exact * (1 + noise * (2 * torch.rand(exact.shape, generator=generator) - 1)))
                 moved = self._read(texts, self._modes, self._smoothing)
                 largest = max(largest, float((moved.logprobs - found.logprobs).abs().max()))

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ptx_interpreted import interpreted_ptx
 
 from kvq_core import get_backend, launch
+from kvq_core.device import DeviceFacts
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -29,7 +30,7 @@ def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.devi
     """``arch``: from sm_89 on there are conversions of fp8."""
 
     def results(use_asm: bool) -> tuple[torch.Tensor, ...]:
-        monkeypatch.setattr(launch, "_device_facts", lambda device: launch.DeviceFacts(4, use_asm, arch))
+        monkeypatch.setattr(launch, "device_facts", lambda device: DeviceFacts(4, use_asm, arch))
         built = scene.build(case, get_backend(mode), interpreted)
         built.write()
         return built.pages.integers("key_cache"), built.pages.integers("value_cache"), built.read()

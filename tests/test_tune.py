@@ -20,7 +20,6 @@ from kvq_core import get_backend, offline, ops  # noqa: E402
 from kvq_core.cli import suite  # noqa: E402
 from kvq_core.cli.app import app  # noqa: E402
 from kvq_core.errors import KVQError  # noqa: E402
-from kvq_core.launched import Launched  # noqa: E402
 from kvq_core.plans import KINDS, Choice, Decode, Groups, Merge, Prefill, Range, Run, Table, Write, choose, lookup  # noqa: E402
 from kvq_core.plans.candidates import candidates, class_of  # noqa: E402
 from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select  # noqa: E402
@@ -258,10 +257,8 @@ def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
                 assert Table("", {kind: (tune.Entry(one.where, one.choices[1]),)}).find(kind, facts)
 
 
-def test_the_doors_launch_what_the_table_of_their_gpu_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
     """On the GPU that the table is for, and on no other: read, merge and write."""
-    started: list[dict[str, Any]] = []
-    monkeypatch.setattr(Launched, "start", lambda self, kernel, grid, *arguments, **options: started.append(options))
     entries: dict[str, Choice] = {
         "decode": replace(PRESENT["decode"], stages=7),
         "merge": replace(PRESENT["merge"], warps=16),
@@ -271,12 +268,11 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says(monkeypatch: pytest.M
     path.parent.mkdir(parents=True)
     Table("sm_90", {kind: (tune.Entry({}, choice),) for kind, choice in entries.items()}).write(path)
     for arch, changed in (("sm_90", True), ("sm_80", False)):
-        started.clear()
         # An empty table has everything planned anew.
-        with ops.planning_with(Table(arch, {})), offline._on(replace(tune.ASSUMED, arch=arch)):
+        with ops.planning_with(Table(arch, {})), offline.planning_for(replace(tune.ASSUMED, arch=arch)) as planned:
             precompile.call(get_backend("int4"), tune.shapes.HEADLINE[0])
             precompile.call(get_backend("int4"), tune.shapes.WRITE[0])
-        attend, merge, write = started
+        attend, merge, write = (options for _, _, options in planned.launches)
         assert (attend["num_stages"] == 7, merge["num_warps"] == 16, write["num_warps"] == 16) == (changed,) * 3
         assert (write["C"].rows == 128) == changed
 

@@ -29,6 +29,7 @@ from warp_groups import (
 )
 
 from kvq_core import get_backend, launch, ops
+from kvq_core.device import DeviceFacts
 from kvq_core.kernels import facts
 from kvq_core.plans import Entry, Groups, Table
 from kvq_core.plans.lookup import listening
@@ -89,8 +90,8 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = launch.DeviceFacts(132, True, "sm_90")
-    monkeypatch.setattr(launch, "_device_facts", lambda _: device)
+    device = DeviceFacts(132, True, "sm_90")
+    monkeypatch.setattr(launch, "device_facts", lambda _: device)
     built = scene.build(PLAIN, get_backend("int4"), torch.device("cpu"))
     seen: list[Attention] = []
     monkeypatch.setattr(type(built.backend), "read", lambda backend, attention: seen.append(attention))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
-from kvq_core import families, schedule, variables
-from kvq_core.environment import architecture
+from kvq_core import families, schedule
+from kvq_core.device import device_facts, interpreting, overlaps
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args, facts
 from kvq_core.kernels.merge import merge_kernel
@@ -23,39 +22,6 @@ from kvq_core.workspace import sole_use
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 PREFETCHED_SHARE = 32
 """Keys of a share up to which a program asks for its first tile ahead; with 64 it gains nothing (docs/performance-notes.md)."""
-
-
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, where inline assembly does not exist and bfloat16 products are wrong."""
-    return variables.interpreting()
-
-
-class DeviceFacts(NamedTuple):
-    """Multiprocessors, whether inline PTX assembles, and the architecture as tables of plans name it."""
-
-    num_sms: int
-    use_asm: bool
-    arch: str
-
-    @property
-    def fp8_hardware(self) -> bool:
-        """Whether PTX has a conversion to e4m3 (sm_89 and later)."""
-        return self.use_asm and int(self.arch.removeprefix("sm_")) >= 89
-
-
-@functools.lru_cache(maxsize=64)
-def _device_facts(device: torch.device) -> DeviceFacts:
-    """The facts of a device; a small stand-in for anything that is no GPU."""
-    if device.type != "cuda":
-        return DeviceFacts(4, False, "")
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceFacts(properties.multi_processor_count, torch.version.hip is None, architecture(properties))
-
-
-@functools.lru_cache(maxsize=64)
-def _overlaps(device: torch.device) -> bool:
-    """Whether a launch may start before the one it depends on has ended, and wait for it on the device (sm_90 and later)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def lanes_of(plane: Plane, name: str, streams: int) -> torch.Tensor:
@@ -99,7 +65,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: facts.Format, in_fragments: st
     launched = Launched(rows.key.device)
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
-    device = _device_facts(rows.key.device)
+    device = device_facts(rows.key.device)
     width = facts.Heads(max(head_size, rows.value.shape[2]), form.streams).width * form.streams
     fit = bool(in_fragments) and fragments_fit(rows)
     tile = schedule.write_tile(device.arch, form.variant, form.streams, width, total, rows.batch_invariant, fit)
@@ -135,7 +101,7 @@ def launch_rows(kernel: Any, rows: NewRows, form: facts.Format, in_fragments: st
 
 def machine_of(device: torch.device) -> families.Machine:
     """What kernels run on, for tensors on ``device``."""
-    known = _device_facts(device)
+    known = device_facts(device)
     return families.Machine(known.arch, known.use_asm, interpreting(), triton_is_known())
 
 
@@ -163,7 +129,7 @@ def launch_attention(kernel: Any, attention: Attention, form: facts.Format, in_g
 
 def problem_of(attention: Attention, form: facts.Format, has_groups: bool = False, has_drafts: bool = False) -> schedule.Problem:
     """The facts that the plan depends on. ``has_groups``, ``has_drafts``: the mode has a kernel of warp groups for many rows, for few."""
-    batch, q, device = attention.batch, attention.q, _device_facts(attention.q.device)
+    batch, q, device = attention.batch, attention.q, device_facts(attention.q.device)
     head = facts.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
     max_seqlen_q = min(batch.max_seqlen_q, schedule.power_of_two(q.shape[0]))  # rounded: kernels are compiled for it
     max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
@@ -303,7 +269,7 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         few=_few(attention, form, launch),
         parts=_parts(attention, launch),
         alone=alone,
-        prefetch=alone and _prefetch(form, launch) and _device_facts(attention.q.device).use_asm,
+        prefetch=alone and _prefetch(form, launch) and device_facts(attention.q.device).use_asm,
         split=launch.split,
         same_strides=_strides(attention.keys) == _strides(attention.values),
         row_bytes=min(_row_bytes(attention.keys, tile.fold), _row_bytes(attention.values, tile.fold)),
@@ -314,11 +280,11 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         shifted=attention.smoothing is not None and attention.sees_shift,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         registers=(tile.registers or 0) if tile.groups > 1 else 0,
-        use_asm=_device_facts(attention.q.device).use_asm,
-        fp8_hardware=_device_facts(attention.q.device).fp8_hardware,
+        use_asm=device_facts(attention.q.device).use_asm,
+        fp8_hardware=device_facts(attention.q.device).fp8_hardware,
         least_pieces=1 if tile.groups else 2,
         mixed=form.rotated and not tile.groups,
-        overlap=("start" if launch.merge_waits else "end") if launch.split and _overlaps(attention.q.device) else "",
+        overlap=("start" if launch.merge_waits else "end") if launch.split and overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )
 

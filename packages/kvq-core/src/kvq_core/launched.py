@@ -19,6 +19,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from kvq_core import target
 from kvq_core.memory import Apart
 from kvq_core.repeat import ALIGNMENT
 from kvq_core.workspace import kept_buffer, sole_use, workspace, workspace_size
@@ -66,15 +67,20 @@ class Launched:
     def workspace(self, row_blocks: int, rows: int, head_size_v: int) -> tuple[torch.Tensor, ...]:
         """As :func:`kvq_core.workspace.workspace`."""
         parts = workspace(self.device, row_blocks, rows, head_size_v)
-        self._spaces.append((workspace_size(row_blocks, rows, head_size_v), parts))
+        size = workspace_size(row_blocks, rows, head_size_v)
+        self._spaces.append((size, parts))
+        elsewhere = target.current()
+        if elsewhere is not None:
+            elsewhere.spaces.append(size)
         return parts
 
     def start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch ``kernel``. ``arguments``: its run-time values, loose or in tuples; ``options``: its constants and Triton's options."""
+        elsewhere = target.current()
         with _CHOOSING:
-            compiled = kernel[grid](*arguments, **options)
+            compiled = kernel[grid](*arguments, **options) if elsewhere is None else elsewhere.start(kernel, grid, arguments, options)
         if not isinstance(compiled, CompiledKernel):
-            self._starts.append(None)  # it was interpreted
+            self._starts.append(None)  # it was interpreted, or not launched
             return
         x, y, z = (*grid, 1, 1)[:3]
         constants = (options[name] for name in kernel.arg_names[len(arguments) :])

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kvq_core import debug, ops, schedule
-from kvq_core.workspace import workspace, workspace_size
-
-if TYPE_CHECKING:
-    from kvq_core.backend import QuantKVBackend
-    from kvq_core.launch import DeviceFacts
+from kvq_core import debug
+from kvq_core.device import DeviceFacts, device_facts, overlaps
+from kvq_core.target import Target, launching_to
 
 
 @dataclass(frozen=True)
@@ -39,16 +35,12 @@ class Device:
         """The GPU of this process that torch uses."""
         from triton.runtime import driver
 
-        from kvq_core import launch
-
         here = torch.device("cuda", torch.cuda.current_device())
-        target, facts = driver.active.get_current_target(), launch._device_facts(here)
-        return cls(target.backend, target.arch, target.warp_size, facts.num_sms, facts.arch, launch._overlaps(here))
+        target, facts = driver.active.get_current_target(), device_facts(here)
+        return cls(target.backend, target.arch, target.warp_size, facts.num_sms, facts.arch, overlaps(here))
 
     @property
     def facts(self) -> DeviceFacts:
-        from kvq_core.launch import DeviceFacts
-
         return DeviceFacts(self.num_sms, self.backend == "cuda", self.arch)
 
 
@@ -85,22 +77,17 @@ def compiling_for(device: Device, alone: int | None = None) -> Iterator[list[Any
     """
     from triton import knobs
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: compile in a process of its own")
     built: list[Any] = []
     numbers = itertools.count()
-    run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if alone not in (None, next(numbers)):
-            return None
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        built.append(kernel)
-        return kernel
+    def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if alone in (None, next(numbers)):
+            built.append(kernel.warmup(*arguments, grid=grid, **options))
 
-    with _on(device), replaced(driver, "_active", Driver(device)), replaced(JITFunction, "run", compile_only):
+    with _on(device, compile_only), replaced(driver, "_active", Driver(device)):
         yield built
 
 
@@ -108,14 +95,11 @@ def compiling_for(device: Device, alone: int | None = None) -> Iterator[list[Any
 def loading_for(device: Device) -> Iterator[None]:
     """Within the block, a door compiles the kernels that it would launch on ``device``, this process's own GPU, or finds them in Triton's
     cache on disk, and runs nothing: this process has them from then on."""
-    from triton.runtime.jit import JITFunction
 
-    run = JITFunction.run
+    def load_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        kernel.warmup(*arguments, grid=grid, **options)
 
-    def load_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    with _on(device), replaced(JITFunction, "run", load_only):
+    with _on(device, load_only):
         yield
 
 
@@ -130,42 +114,21 @@ class Planned:
 @contextlib.contextmanager
 def planning_for(device: Device) -> Iterator[Planned]:
     """Within the block, a door plans what it would launch on ``device``, and that is all. Yields what was planned."""
-    from kvq_core import launched
-    from kvq_core.launched import Launched
-
     planned = Planned()
 
-    def start(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         planned.launches.append((kernel, arguments, options))
 
-    def counted(place: torch.device, row_blocks: int, rows: int, head_size_v: int) -> tuple[torch.Tensor, ...]:
-        planned.spaces.append(workspace_size(row_blocks, rows, head_size_v))
-        return workspace(place, row_blocks, rows, head_size_v)
-
-    with _on(device), replaced(Launched, "start", start), replaced(launched, "workspace", counted):
+    with _on(device, note, planned.spaces):
         yield planned
 
 
 @contextlib.contextmanager
-def _on(device: Device) -> Iterator[None]:
-    """Have the doors go straight to their kernels, whatever tensors come, as they are on ``device``."""
-    from kvq_core import launch
-
+def _on(device: Device, start: Callable[..., None], spaces: list[int] | None = None) -> Iterator[None]:
+    """Have ``start`` take what the doors would launch on ``device``, whatever tensors come."""
     if debug.enabled():
         raise RuntimeError("KVQ_DEBUG=1 looks at values, and there are none")
-    bodies: dict[str, Any] = {"write": ops._write, "read": ops._read}
-
-    def straight(backend: QuantKVBackend, verb: str) -> Any:
-        return partial(bodies[verb], backend, schedule.is_batch_invariant())
-
-    facts = device.facts
-    with (
-        replaced(ops, "_op", straight),
-        replaced(ops, "kernels_run_on", lambda device: True),
-        replaced(launch, "_device_facts", lambda device: facts),
-        replaced(launch, "_overlaps", lambda tensors: device.overlaps),
-        replaced(launch, "interpreting", lambda: False),
-    ):
+    with launching_to(Target(device.facts, device.overlaps, start, [] if spaces is None else spaces)):
         yield
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kvq_core import checks, debug, eager, schedule, variables
+from kvq_core import checks, debug, eager, schedule, target, variables
 from kvq_core.errors import ArgumentError
 from kvq_core.memory import Apart, check_apart
 from kvq_core.plans.lookup import asking_first
@@ -62,7 +62,7 @@ _MAX_SEQLEN_K = 7
 
 def kernels_run_on(device: torch.device) -> bool:
     """Whether Triton kernels run on ``device``: any GPU, or the CPU when Triton's interpreter was asked for."""
-    return device.type == "cuda" or variables.interpreting()
+    return device.type == "cuda" or target.current() is not None or variables.interpreting()
 
 
 def launches_repeat_on(device: torch.device) -> bool:
@@ -325,7 +325,10 @@ def planning_with(table: Table) -> Iterator[None]:
             forget()
 
 
-def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:
+def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
+    if target.current() is not None:
+        # Tensors may lie where ops do not go.
+        return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, schedule.is_batch_invariant())
     if _OPS.current(backend.mode) is not backend:
         variables.check()
         _OPS.bind(backend)
@@ -333,11 +336,11 @@ def _op(backend: QuantKVBackend, verb: str) -> Callable[..., None]:
     return op
 
 
-def write_op(backend: QuantKVBackend) -> Callable[..., None]:
+def write_op(backend: QuantKVBackend) -> Callable[..., object]:
     """The op ``kvq::<mode>_write``, bound to ``backend``."""
     return _op(backend, "write")
 
 
-def read_op(backend: QuantKVBackend) -> Callable[..., None]:
+def read_op(backend: QuantKVBackend) -> Callable[..., object]:
     """The op ``kvq::<mode>_read``, bound to ``backend``."""
     return _op(backend, "read")

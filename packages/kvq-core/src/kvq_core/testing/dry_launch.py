@@ -110,5 +110,5 @@ def launching_for(name: str) -> Iterator[DryDriver]:
         replace(JITFunction, "_do_compile", choose)
         replace(ops, "kernels_run_on", lambda device: True)
         replace(ops, "launches_repeat_on", lambda device: not debug.enabled())
-        replace(launch, "_device_facts", lambda tensors: device.facts)
+        replace(launch, "device_facts", lambda tensors: device.facts)
         yield dry

@@ -1,6 +1,7 @@
 """Which module may import which, read off the syntax tree, and what an import of each package drags in."""
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
@@ -111,6 +112,22 @@ def test_kernels_import_only_kernels() -> None:
         return not within(module, "kvq_core.kernels") or not within(target, "kvq_core") or within(target, "kvq_core.kernels")
 
     assert not violations(allowed)
+
+
+def test_imports_run_in_no_circle() -> None:
+    """Those that run when a module is imported: not under TYPE_CHECKING, not in functions."""
+    names = {module_name(path) for path in source_files()}
+    graph: dict[str, set[str]] = {}
+    for path in source_files():
+        tree = ast.parse(path.read_text(), str(path))
+        later = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        later += [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+        lines = {line for node in later for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        targets = {target for line, target in imports(path) if line not in lines}
+        # ``from package.module import name``: the module, or a module of that name.
+        found = {target if target in names else target.rpartition(".")[0] for target in targets}
+        graph[module_name(path)] = (found & names) - {module_name(path)}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_nothing_shipped_imports_the_test_suite() -> None:

@@ -34,7 +34,7 @@ SETTINGS = {
 os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
 
 import torch
-from reference import Reference, Text
+from reference import WITHOUT_ALIBI, Reference, Text
 from tiny import Tiny
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
@@ -55,12 +55,12 @@ COMMON = {"dtype": "float32", "max_num_batched_tokens": CHUNK}
 
 @dataclass(frozen=True)
 class Case:
-    """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``.
+    """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``, ``None`` without one.
 
     ``control``: modes that the comparison must tell from these. ``smoothed``: with a calibration file, which the control lacks.
     """
 
-    modes: str | Mapping[Any, str]
+    modes: str | Mapping[Any, str] | None
     kv_cache_dtype: str
     model: Tiny = field(default_factory=Tiny)
     block_size: int = 16
@@ -91,6 +91,7 @@ CASES = {
     "smoothed keys": Case("int4", INT4, Tiny("qwen2"), control="int4", smoothed=True),
     "softcap": Case("int4", INT4, Tiny("gemma2")),
     "windows": Case("int8", "int8_per_token_head", Tiny("gemma3")),
+    "ALiBi": Case(None, "auto", Tiny("bloom", query_heads=4, kv_heads=4), control=WITHOUT_ALIBI),
     "sinks": Case("int4", INT4, Tiny("gpt_oss", query_heads=8)),
     "1 draft": Case("int4", INT4, options=drafts(1)),
     "3 drafts": Case("int4", INT4, options=drafts(3)),

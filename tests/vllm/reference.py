@@ -20,9 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.bloom.modeling_bloom import BloomMLP
 
 from kvq_core.calibration import ModelSmoothing
 from kvq_transformers import KVQCache
@@ -59,11 +61,18 @@ class Likelihood:
     regret: torch.Tensor
 
 
+WITHOUT_ALIBI = "without ALiBi"
+
+
 class Reference:
-    """A model with caches in ``modes``; ``control``: modes in which it must differ."""
+    """A model with caches in ``modes``, or ``None``: without a cache, for models that take no ``KVQCache``; ``control``: modes in which it
+    must differ, or ``WITHOUT_ALIBI``."""
 
     def __init__(self, folder: Path, modes: Any, control: Any, smoothing: ModelSmoothing | None = None) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for module in self._model.modules():
+            if isinstance(module, BloomMLP):
+                module.gelu_impl = torch.nn.GELU()  # vLLM's is exact, transformers' an approximation
         self._modes, self._control, self._smoothing, self._in_kernels = modes, control, smoothing, torch.cuda.is_available()
 
     def compare(self, texts: list[Text], name: str) -> str:
@@ -113,10 +122,22 @@ class Reference:
             key = (*text.prompt, *text.tokens)
             if key in known:
                 continue
-            cache = KVQCache(self._model.config, modes, smoothing=smoothing)
-            logits = self._model(input_ids=torch.tensor([key[:-1]]), past_key_values=cache, use_cache=True).logits
+            tokens = torch.tensor([key[:-1]])
+            if modes is None:
+                logits = self._model(input_ids=tokens, use_cache=False).logits
+            elif modes == WITHOUT_ALIBI:
+                with patch.object(type(self._model.transformer), "build_alibi_tensor", _no_alibi):
+                    logits = self._model(input_ids=tokens, use_cache=False).logits
+            else:
+                cache = KVQCache(self._model.config, modes, smoothing=smoothing)
+                logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
             steps = logits[0, len(text.prompt) - 1 :].log_softmax(-1)
             chosen = steps.gather(-1, torch.tensor(text.tokens)[:, None])[:, 0]
             known[key] = chosen, steps.amax(-1) - chosen
         logprobs, regret = zip(*(known[(*text.prompt, *text.tokens)] for text in texts), strict=True)
         return Likelihood(torch.cat(logprobs), torch.cat(regret))
+
+
+def _no_alibi(self: object, attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    batch, length = attention_mask.shape
+    return torch.zeros(batch * num_heads, 1, length, dtype=dtype)

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -53,8 +54,8 @@ class Tiny:
         return f"{self.kind}-{self.query_heads}-{self.kv_heads}-{self.head_size}"
 
     def configuration(self) -> PreTrainedConfig:
-        """Of a Llama; of a Gemma 2, with windows and soft caps; of a Gemma 3, with windows; of a gpt-oss, with windows and sinks; of a
-        Qwen 2, whose keys have biases."""
+        """Of a Llama; of a Bloom, with ALiBi; of a Gemma 2, with windows and soft caps; of a Gemma 3, with windows; of a gpt-oss, with
+        windows and sinks; of a Qwen 2, whose keys have biases."""
         shape = COMMON | {"num_attention_heads": self.query_heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_size}
         if self.kind == "gemma2":
             return Gemma2Config(**shape | GEMMA, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=30.0)
@@ -63,6 +64,9 @@ class Tiny:
         if self.kind == "gpt_oss":
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
             return GptOssConfig(**shape | experts, layer_types=KINDS, sliding_window=32, rope_parameters=None)
+        if self.kind == "bloom":
+            common = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}  # they are tied
+            return BloomConfig(**common | {"hidden_size": self.query_heads * self.head_size, "n_layer": 3, "n_head": self.query_heads})
         return (Qwen2Config if self.kind == "qwen2" else LlamaConfig)(**shape)
 
     def make(self, folder: Path) -> Path:

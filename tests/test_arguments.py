@@ -310,6 +310,18 @@ def test_a_read_s_out_is_its_own() -> None:
             backend.unified_attention(out=out, **valid)
 
 
+def test_a_read_s_defaults_are_plain_causal_attention() -> None:
+    backend = get_backend("none")
+    built = scene.build(Case(query_lens=(3, 1), seq_lens=(20, 9), dtype=torch.float32), backend, CPU).fill()
+    spelled, outs = built.read_arguments(), [built.fresh_out()["rows"] for _ in range(2)]
+    plain = {"window_size": (-1, -1), "softcap": 0.0, "use_alibi_sqrt": False}
+    plain |= dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "output_scale", "mm_prefix_range"))
+    assert {name: spelled[name] for name in plain} == plain
+    backend.unified_attention(out=outs[0], **spelled)
+    backend.unified_attention(out=outs[1], **{name: given for name, given in spelled.items() if name not in plain})
+    assert torch.equal(outs[0][:4], outs[1][:4]) and bool(outs[0][:4].isfinite().all())
+
+
 strided = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3)
 
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 import torch
 
 from kvq_core import checks, eager, ops
+from kvq_core.args import ReadArgs, WriteArgs
 from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError, KVQError, described
 from kvq_core.gradients import refuse_gradients
@@ -183,19 +184,18 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        if torch.is_grad_enabled():
-            caches = {"key_cache": key_cache, "value_cache": value_cache, "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
-            refuse_gradients(key=key, value=value, **caches)
         arguments: tuple[Any, ...] = (key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
         if smoothing is not None:
             given = checks.instance("smoothing", smoothing, KeySmoothing)
             arguments += (given.mean, given.inverse)
+        if torch.is_grad_enabled():
+            refuse_gradients(WriteArgs._fields, arguments)
         try:
             ops.write_op(self)(*arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:
-            ops.check_write(self, *arguments)
+            NewRows.checked(self, WriteArgs(*arguments))
             raise
 
     def unified_attention(
@@ -261,23 +261,6 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        if torch.is_grad_enabled():
-            refuse_gradients(
-                q=q,
-                k_cache=k_cache,
-                v_cache=v_cache,
-                out=out,
-                lse=lse,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                qq_bias=qq_bias,
-                output_scale=output_scale,
-                k_scale_cache=k_scale_cache,
-                v_scale_cache=v_scale_cache,
-                softmax_segm_output=softmax_segm_output,
-                softmax_segm_max=softmax_segm_max,
-                softmax_segm_expsum=softmax_segm_expsum,
-            )
         arguments: tuple[Any, ...] = (
             q,
             k_cache,
@@ -310,10 +293,12 @@ class QuantKVBackend(ABC):
             arguments += (given.mean, given.balance)
         if lse is not None:
             arguments += (lse,) if smoothing is not None else (None, None, lse)
+        if torch.is_grad_enabled():
+            refuse_gradients(ReadArgs._fields, arguments)
         try:
             ops.read_op(self)(*arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:
-            ops.check_read(self, *arguments)
+            Attention.checked(self, ReadArgs(*arguments))
             raise

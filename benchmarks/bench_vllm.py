@@ -227,13 +227,6 @@ def check(engine: Engine) -> dict[str, float]:
                 softmax_scale=impl.scale,
                 window_size=impl.window,
                 block_table=table.view(len(lengths), blocks).int().to(device),
-                softcap=0.0,
-                sinks=None,
-                alibi_slopes=None,
-                use_alibi_sqrt=False,
-                qq_bias=None,
-                output_scale=None,
-                mm_prefix_range=None,
                 k_scale_cache=planes["k_scale_cache"],
                 v_scale_cache=planes["v_scale_cache"],
             )

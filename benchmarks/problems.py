@@ -111,10 +111,6 @@ def attention_arguments(setting: Read, caches: Caches, table: torch.Tensor) -> d
         "softcap": setting.softcap,
         "sinks": torch.randn(setting.query_heads, device=device) if setting.sinks else None,
         "alibi_slopes": alibi_slopes(setting.query_heads, device) if setting.alibi else None,
-        "use_alibi_sqrt": False,
-        "qq_bias": None,
-        "output_scale": None,
-        "mm_prefix_range": None,
         **caches.scales,
     }
 

@@ -26,16 +26,6 @@ from kvq_core.calibration import LayerSmoothings, Smoothings
 from kvq_core.evaluation.tiny_model import SEPARATOR, Attend, TinyModel, given_scales, load_model, usable_device
 
 WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
-NO_OPTIONS: dict[str, Any] = {  # what this model's attention does without
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "sinks": None,
-    "alibi_slopes": None,
-    "use_alibi_sqrt": False,
-    "qq_bias": None,
-    "output_scale": None,
-    "mm_prefix_range": None,
-}
 
 
 @dataclass(eq=False)
@@ -313,7 +303,6 @@ class Engine:
                 out,
                 softmax_scale=self.model.config.softmax_scale,
                 **batch,
-                **NO_OPTIONS,
                 **scales,
             )
             return out.to(q.dtype)

@@ -1,12 +1,13 @@
 """Whatever is passed for whichever argument of a public entry: kvq's own error, which names it, and not one byte written."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvq_core.schedule
-from kvq_core import ArgumentError, KVQError, PagedKVCache, get_backend, list_backends
+from kvq_core import ArgumentError, KVQError, PagedKVCache, QuantKVBackend, get_backend, list_backends, ops
+from kvq_core.args import OpArgs, ReadArgs, WriteArgs, schema, written
 from kvq_core.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
 from kvq_core.hadamard import block_of
 from kvq_core.layout import cell_views
@@ -308,6 +310,62 @@ def test_a_read_s_out_is_its_own() -> None:
     for out in (q, cached, q[:1].clone().expand(q.shape)):
         with pytest.raises(ArgumentError, match=r"^out: got"):
             backend.unified_attention(out=out, **valid)
+
+
+@pytest.mark.parametrize(("door", "op", "args"), [("reshape_and_cache", "write_op", WriteArgs), ("unified_attention", "read_op", ReadArgs)])
+def test_a_door_passes_each_argument_in_its_place(door: str, op: str, args: OpArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door's parameters are the op's arguments, but for the window, passed as one number, and the smoothing, passed as two tensors."""
+    parameters = [p for p in inspect.signature(getattr(QuantKVBackend, door)).parameters.values() if p.name != "self"]
+    fields = {"window_size": {"window_left"}, "smoothing": {"k_mean", "k_factor"}}
+    assert set().union(*(fields.get(p.name, {p.name}) for p in parameters)) == set(args._fields)
+    required = [p.default is p.empty for p in parameters]
+    assert required == sorted(required, reverse=True)
+
+    passed: list[Any] = []
+    monkeypatch.setattr(ops, op, lambda backend: lambda *arguments: passed.append(args(*arguments)))
+    smoothing = KeySmoothing(torch.zeros(1, 8), torch.ones(1, 8))
+    window = (1000, 0)
+    op_args: dict[str, Any] = {
+        "window_left": window[0],
+        "k_mean": smoothing.mean,
+        "k_factor": smoothing.inverse if door == "reshape_and_cache" else smoothing.balance,
+    }
+    for place, (name, hint) in enumerate(get_type_hints(args).items()):
+        kinds = get_args(hint) or (hint,)
+        op_args.setdefault(name, torch.empty(place) if torch.Tensor in kinds else True if bool in kinds else kinds[0](place))
+    given = op_args | {"window_size": window, "smoothing": smoothing}
+    getattr(get_backend("none"), door)(**{p.name: given[p.name] for p in parameters})
+    assert not [name for name, got in passed[0]._asdict().items() if got is not op_args.get(name)]
+
+
+def test_the_schemas_follow_from_the_arguments() -> None:
+    assert schema(WriteArgs, written(WriteArgs)) == (
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+        "Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache, Tensor? k_mean=None, Tensor? k_factor=None) -> ()"
+    )
+    results = {"out", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "lse"}
+    caches, scales = {"key_cache", "value_cache"}, {"k_scale_cache", "v_scale_cache"}
+    for mode, changed in (("int4", caches | scales), ("fp8_per_tensor", caches)):
+        backend = get_backend(mode)
+        for op, args, names in ((ops.write_op(backend), WriteArgs, changed), (ops.read_op(backend), ReadArgs, results)):
+            declared = op._schema.arguments  # type: ignore[attr-defined]
+            assert [argument.name for argument in declared] == list(args._fields)
+            assert {argument.name for argument in declared if argument.is_write} == names
+            assert {argument.name for argument in declared if argument.has_default_value()} == set(args._field_defaults)
+            aliases = [frozenset(argument.alias_info.before_set) for argument in declared if argument.is_write]
+            assert len(set(aliases)) == len(names)
+
+
+def test_a_read_s_defaults_are_plain_causal_attention() -> None:
+    backend = get_backend("none")
+    built = scene.build(Case(query_lens=(3, 1), seq_lens=(20, 9), dtype=torch.float32), backend, CPU).fill()
+    spelled, outs = built.read_arguments(), [built.fresh_out()["rows"] for _ in range(2)]
+    plain = {"window_size": (-1, -1), "softcap": 0.0, "use_alibi_sqrt": False}
+    plain |= dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "output_scale", "mm_prefix_range"))
+    assert {name: spelled[name] for name in plain} == plain
+    backend.unified_attention(out=outs[0], **spelled)
+    backend.unified_attention(out=outs[1], **{name: given for name, given in spelled.items() if name not in plain})
+    assert torch.equal(outs[0][:4], outs[1][:4]) and bool(outs[0][:4].isfinite().all())
 
 
 strided = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3)

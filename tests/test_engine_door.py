@@ -109,8 +109,7 @@ class Runner:
             "window_size": (layer.window - 1, 0) if layer.window else (-1, -1),
             "softcap": layer.softcap,
             "sinks": sinks if layer.sinks else None,
-            **dict.fromkeys(("alibi_slopes", "qq_bias", "output_scale", "mm_prefix_range")),
-            "use_alibi_sqrt": False,
+            **dict.fromkeys(("alibi_slopes", "qq_bias", "mm_prefix_range")),
         }
 
     def _pages(self) -> Poisoned:

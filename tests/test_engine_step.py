@@ -17,16 +17,6 @@ from kvq_core.testing.scene import Scene
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 HEADS, KV_HEADS, SIZE = 4, 2, 32
-NO_OPTIONS: dict[str, Any] = {
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "sinks": None,
-    "alibi_slopes": None,
-    "use_alibi_sqrt": False,
-    "qq_bias": None,
-    "output_scale": None,
-    "mm_prefix_range": None,
-}
 
 
 class Layer(torch.nn.Module):
@@ -62,7 +52,6 @@ class Layer(torch.nn.Module):
             max_seqlen_k=longest,
             softmax_scale=SIZE**-0.5,
             block_table=table,
-            **NO_OPTIONS,
             **self.scales,
         )
         return x + self.out(torch.nn.functional.gelu(out.flatten(1)))

@@ -101,12 +101,8 @@ def test_reads_as_vllm_does(golden: Golden, place: Place) -> None:
         window_size=tuple(given["window_size"]),
         block_table=golden.tensor("block_table", place.device),
         softcap=given["softcap"],
-        sinks=None,
         alibi_slopes=golden.tensor("alibi_slopes", place.device) if golden.has("alibi_slopes") else None,
         use_alibi_sqrt=given["use_alibi_sqrt"],
-        qq_bias=None,
-        output_scale=None,
-        mm_prefix_range=None,
         k_scale_cache=k_scales,
         v_scale_cache=v_scales,
     )

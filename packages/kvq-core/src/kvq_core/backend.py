@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 import torch
 
 from kvq_core import checks, eager, ops
+from kvq_core.args import ReadArgs, WriteArgs
 from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError, KVQError, described
 from kvq_core.gradients import refuse_gradients
@@ -183,19 +184,18 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        if torch.is_grad_enabled():
-            caches = {"key_cache": key_cache, "value_cache": value_cache, "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
-            refuse_gradients(key=key, value=value, **caches)
         arguments: tuple[Any, ...] = (key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
         if smoothing is not None:
             given = checks.instance("smoothing", smoothing, KeySmoothing)
             arguments += (given.mean, given.inverse)
+        if torch.is_grad_enabled():
+            refuse_gradients(WriteArgs._fields, arguments)
         try:
             ops.write_op(self)(*arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:
-            ops.check_write(self, *arguments)
+            NewRows.checked(self, WriteArgs(*arguments))
             raise
 
     def unified_attention(
@@ -210,15 +210,15 @@ class QuantKVBackend(ABC):
         seqused_k: torch.Tensor,
         max_seqlen_k: int,
         softmax_scale: float,
-        window_size: tuple[int, int],
         block_table: torch.Tensor,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-        use_alibi_sqrt: bool,
-        qq_bias: torch.Tensor | None,
-        output_scale: torch.Tensor | None,
-        mm_prefix_range: torch.Tensor | None,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        qq_bias: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        mm_prefix_range: torch.Tensor | None = None,
         k_scale_cache: torch.Tensor | None = None,
         v_scale_cache: torch.Tensor | None = None,
         seq_threshold_3D: int | None = None,  # noqa: N803 - the name engines pass
@@ -231,6 +231,8 @@ class QuantKVBackend(ABC):
     ) -> None:
         """Causal attention of ragged query rows over the pages, into ``out``.
 
+        The defaults are plain causal attention: no window, no softcap, no sinks, no biases, ``out`` in a float dtype.
+
         Args:
             q: [num_tokens, num_query_heads, head_size]; sequence ``s`` owns rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``: its newest tokens
             k_cache, v_cache, k_scale_cache, v_scale_cache: as :meth:`reshape_and_cache` filled them.
@@ -238,16 +240,17 @@ class QuantKVBackend(ABC):
             cu_seqlens_q, seqused_k: [num_seqs + 1] and [num_seqs] int32; ``seqused_k`` counts the new tokens too.
             max_seqlen_q, max_seqlen_k: upper bounds of the query lengths (must hold) and of ``seqused_k`` (a hint for the launch plan).
             softmax_scale: multiplies q.k.
-            window_size: (left, right): a row sees ``left`` earlier keys and itself; (-1, -1): all. right is 0 or -1.
             block_table: [num_seqs, max_blocks] int32, logical to physical block. Keys in a block outside the cache, or
                 past the last column, are not seen.
-            softcap: 0, or c for ``c * tanh(score / c)``.
-            sinks: [num_query_heads] logits that join each row's denominator once.
-            alibi_slopes, use_alibi_sqrt: [num_query_heads]; adds ``slope * (j - p)`` or ``-slope * sqrt(p - j)`` for key j, query p.
+            window_size: (left, right): a row sees ``left`` earlier keys and itself; right is 0 or -1. Default (-1, -1): all keys.
+            softcap: c for ``c * tanh(score / c)``. Default 0: off.
+            sinks: [num_query_heads] logits that join each row's denominator once. Default ``None``, as for all tensors below: off.
+            alibi_slopes, use_alibi_sqrt: [num_query_heads]; adds ``slope * (j - p)`` (default), or ``-slope * sqrt(p - j)`` if
+                ``use_alibi_sqrt``, for key j, query p.
             qq_bias: [n, n] added to scores between the sequence's own new tokens.
             output_scale: one float32 element; the result is divided by it and clamped into the fp8 dtype of ``out``.
             mm_prefix_range: [num_seqs, num_ranges, 2] int32 inclusive ranges that see themselves in both directions.
-            seq_threshold_3D: split keys only in batches of at most this many sequences. ``None``: kvq decides.
+            seq_threshold_3D: split keys only in batches of at most this many sequences. Default ``None``: kvq decides.
             num_par_softmax_segments, softmax_segm_output, softmax_segm_max, softmax_segm_expsum: an engine's own segment count and
                 scratch [rows, num_query_heads, segments(, at least head_size_v)] float32, all four or none. They serve batches of one
                 query row a sequence that have no more rows than the scratch; in all others kvq plans and uses its own workspace.
@@ -258,23 +261,6 @@ class QuantKVBackend(ABC):
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        if torch.is_grad_enabled():
-            refuse_gradients(
-                q=q,
-                k_cache=k_cache,
-                v_cache=v_cache,
-                out=out,
-                lse=lse,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                qq_bias=qq_bias,
-                output_scale=output_scale,
-                k_scale_cache=k_scale_cache,
-                v_scale_cache=v_scale_cache,
-                softmax_segm_output=softmax_segm_output,
-                softmax_segm_max=softmax_segm_max,
-                softmax_segm_expsum=softmax_segm_expsum,
-            )
         arguments: tuple[Any, ...] = (
             q,
             k_cache,
@@ -307,10 +293,12 @@ class QuantKVBackend(ABC):
             arguments += (given.mean, given.balance)
         if lse is not None:
             arguments += (lse,) if smoothing is not None else (None, None, lse)
+        if torch.is_grad_enabled():
+            refuse_gradients(ReadArgs._fields, arguments)
         try:
             ops.read_op(self)(*arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:
-            ops.check_read(self, *arguments)
+            Attention.checked(self, ReadArgs(*arguments))
             raise

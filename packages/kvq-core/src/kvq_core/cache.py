@@ -316,7 +316,7 @@ class PagedKVCache:
         if rows.dtype not in FLOATS or self.backend.cache_dtype(rows.dtype) != self.backend.cache_dtype(stored):
             raise ArgumentError(argument, rows.dtype, f"{stored}, the dtype this cache was made for")
         if torch.is_grad_enabled():
-            refuse_gradients(**{argument: rows})
+            refuse_gradients((argument,), (rows,))
 
     # -- to a file and back ---------------------------------------------------------------------------------------------
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvq_core.errors import ArgumentError
 
 
-def refuse_gradients(**arguments: torch.Tensor | None) -> None:
+def refuse_gradients(names: Sequence[str], arguments: Sequence[object]) -> None:
     """In grad mode: raise :class:`ArgumentError` naming the first argument that requires grad."""
-    for name, given in arguments.items():
-        if isinstance(given, torch.Tensor) and given.requires_grad:
+    for name, given in zip(names, arguments, strict=False):
+        # Most options are None. isinstance() alone takes longer: torch.Tensor has a metaclass.
+        if given is not None and isinstance(given, torch.Tensor) and given.requires_grad:
             need = "torch.no_grad() around the call, or a detached tensor; to train, use an attention that has a backward pass"
             raise ArgumentError(name, "a tensor that requires grad, in grad mode", need)

@@ -18,46 +18,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kvq_core import checks, debug, eager, schedule, target, variables
+from kvq_core import debug, eager, schedule, target, variables
+from kvq_core.args import OpArgs, ReadArgs, WriteArgs, schema, written
 from kvq_core.errors import ArgumentError
 from kvq_core.memory import Apart, check_apart
 from kvq_core.plans.lookup import asking_first
 from kvq_core.repeat import Facts, Repeats, facts_of
-from kvq_core.spec import Attention, Batch, NewRows, Plane, Scoring, Scratch, Smoothing
+from kvq_core.spec import Attention, NewRows
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
     from kvq_core.launched import Launched
     from kvq_core.plans import Table
 
-
-_WRITE_SCHEMA = (
-    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    "Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache, Tensor? k_mean=None, Tensor? k_factor=None) -> ()"
-)
-# fp8_per_tensor's scales are inputs, so that its op must not claim to change them.
-_WRITE_SCHEMA_GIVEN_SCALES = _WRITE_SCHEMA.replace("Tensor(c!)?", "Tensor?").replace("Tensor(d!)?", "Tensor?")
-_READ_SCHEMA = (
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, Tensor cu_seqlens_q, SymInt max_seqlen_q, Tensor seqused_k, "
-    "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, Tensor block_table, float softcap, Tensor? sinks, "
-    "Tensor? alibi_slopes, bool use_alibi_sqrt, Tensor? qq_bias, Tensor? output_scale, Tensor? mm_prefix_range, "
-    "Tensor? k_scale_cache, Tensor? v_scale_cache, SymInt? seq_threshold_3D, SymInt? num_par_softmax_segments, "
-    "Tensor(b!)? softmax_segm_output, Tensor(c!)? softmax_segm_max, Tensor(d!)? softmax_segm_expsum, "
-    "Tensor? k_mean=None, Tensor? k_factor=None, Tensor(e!)? lse=None) -> ()"
-)
 NOT_TAKEN = (RuntimeError, TypeError, ValueError, OverflowError, AttributeError)
 """What torch's dispatcher, or the op's own dispatch, raises for arguments that are of no type the op takes."""
-
-
-@functools.cache
-def _arguments(schema: str) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The names of an op's arguments, and of those that it writes (``!``)."""
-    parts = [(part.split()[-1].partition("=")[0], "!" in part) for part in schema[1 : schema.index(") ->")].split(", ")]
-    return tuple(name for name, _ in parts), frozenset(name for name, written in parts if written)
-
-
-_MAX_SEQLEN_K = 7
-"""Its place among the read op's arguments."""
+_MAX_SEQLEN_K = ReadArgs._fields.index("max_seqlen_k")
 
 
 def kernels_run_on(device: torch.device) -> bool:
@@ -70,38 +46,9 @@ def launches_repeat_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and not debug.enabled()
 
 
-def check_write(
-    backend: QuantKVBackend,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale_cache: torch.Tensor | None,
-    v_scale_cache: torch.Tensor | None,
-    k_mean: torch.Tensor | None = None,
-    k_factor: torch.Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
-) -> NewRows:
-    """The write op's arguments, bundled; :class:`ArgumentError` names the first one that does not fit."""
-    return NewRows.checked(
-        backend,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        k_scale_cache,
-        v_scale_cache,
-        batch_invariant=batch_invariant,
-        smoothing=Smoothing.given(k_mean, k_factor),
-    )
-
-
 @torch.no_grad()
 def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
-    rows = check_write(backend, *arguments, batch_invariant=batch_invariant)
+    rows = NewRows.checked(backend, WriteArgs(*arguments), batch_invariant=batch_invariant)
     if debug.enabled():
         debug.check_slots(rows)
     if rows.key.shape[0] == 0 or rows.key.shape[1] == 0 or rows.keys.num_blocks == 0:
@@ -112,62 +59,9 @@ def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> L
     return None
 
 
-def check_read(
-    backend: QuantKVBackend,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    seqused_k: torch.Tensor,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    block_table: torch.Tensor,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    use_alibi_sqrt: bool,
-    qq_bias: torch.Tensor | None,
-    output_scale: torch.Tensor | None,
-    mm_prefix_range: torch.Tensor | None,
-    k_scale_cache: torch.Tensor | None,
-    v_scale_cache: torch.Tensor | None,
-    seq_threshold_3d: int | None,
-    num_segments: int | None,
-    segm_output: torch.Tensor | None,
-    segm_max: torch.Tensor | None,
-    segm_expsum: torch.Tensor | None,
-    k_mean: torch.Tensor | None = None,
-    k_factor: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
-) -> Attention:
-    """The read op's arguments, bundled; :class:`ArgumentError` names the first one that does not fit."""
-    sizes = [x.shape[-1] if checks.tensor(name, x).dim() else 0 for name, x in (("q", q), ("out", out))]
-    attention = Attention(
-        q=q,
-        out=out,
-        keys=Plane(k_cache, k_scale_cache, sizes[0]),
-        values=Plane(v_cache, v_scale_cache, sizes[1]),
-        batch=Batch(cu_seqlens_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k),
-        scoring=Scoring(softmax_scale, window_left, softcap, sinks, alibi_slopes, use_alibi_sqrt, qq_bias, mm_prefix_range),
-        output_scale=output_scale,
-        scratch=Scratch.given(num_segments, segm_output, segm_max, segm_expsum),
-        seq_threshold_3d=seq_threshold_3d,
-        batch_invariant=batch_invariant,
-        smoothing=Smoothing.given(k_mean, k_factor),
-        lse=lse,
-    )
-    attention.validate(backend)
-    return attention
-
-
 @torch.no_grad()
 def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
-    attention = check_read(backend, *arguments, batch_invariant=batch_invariant)
+    attention = Attention.checked(backend, ReadArgs(*arguments), batch_invariant=batch_invariant)
     q = attention.q
     if debug.enabled():
         debug.check_batch(attention)
@@ -189,23 +83,26 @@ def _read_facts(arguments: tuple[Any, ...]) -> tuple[Facts, list[int]]:
 
 @dataclass(frozen=True)
 class _Verb:
-    """One of the two ops: its body, and what of its arguments a call depends on."""
+    """One of the two ops: its arguments, its body, and what of its arguments a call depends on."""
 
     name: str
+    args: OpArgs
     body: Callable[..., Launched | None]
     facts: Callable[[tuple[Any, ...]], tuple[Facts, list[int]]]
-    schema: Callable[[QuantKVBackend], str]
+
+    @functools.cached_property
+    def _written(self) -> frozenset[str]:
+        return written(self.args)
+
+    def written(self, backend: QuantKVBackend) -> frozenset[str]:
+        """The names of the arguments that the op writes. Scales that the caller gives are inputs."""
+        return self._written - {"k_scale_cache", "v_scale_cache"} if backend.takes_scales else self._written
 
     def check_memory(self, backend: QuantKVBackend, arguments: tuple[Any, ...]) -> Apart:
-        names, written = _arguments(self.schema(backend))
-        return check_apart(names, arguments, written)
+        return check_apart(self.args._fields, arguments, self.written(backend))
 
 
-def _write_schema(backend: QuantKVBackend) -> str:
-    return _WRITE_SCHEMA_GIVEN_SCALES if backend.takes_scales else _WRITE_SCHEMA
-
-
-_VERBS = (_Verb("write", _write, facts_of, _write_schema), _Verb("read", _read, _read_facts, lambda backend: _READ_SCHEMA))
+_VERBS = (_Verb("write", WriteArgs, _write, facts_of), _Verb("read", ReadArgs, _read, _read_facts))
 
 
 @dataclass(frozen=True)
@@ -268,9 +165,9 @@ class _Ops:
             raise
 
     def _define(self, library: torch.library.Library, verb: _Verb, backend: QuantKVBackend) -> None:
-        mode, schema = backend.mode, verb.schema(backend)
+        mode = backend.mode
         name = f"{mode}_{verb.name}"
-        library.define(name + schema)
+        library.define(name + schema(verb.args, verb.written(backend)))
 
         def run(*arguments: Any) -> None:
             device = arguments[0].device
@@ -286,7 +183,7 @@ class _Ops:
 
         def no_result(*arguments: object) -> None:
             """Both ops only change their arguments: there is no result to describe. Meta tensors of no tracer come here, too."""
-            for argument, x in zip(_arguments(schema)[0], arguments, strict=False):
+            for argument, x in zip(verb.args._fields, arguments, strict=False):
                 if isinstance(x, torch.Tensor) and x.device.type == "meta" and not isinstance(x, FakeTensor):
                     raise ArgumentError(argument, "a tensor on meta", "one on a CPU or CUDA device")
 

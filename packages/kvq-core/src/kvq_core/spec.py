@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvq_core import checks
+from kvq_core.args import ReadArgs, WriteArgs
 from kvq_core.checks import need, need_rows, need_tensor, shape_of
 from kvq_core.errors import ArgumentError
 
@@ -138,21 +139,9 @@ class NewRows:
     smoothing: Smoothing | None = None
 
     @classmethod
-    def checked(
-        cls,
-        backend: QuantKVBackend,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale_cache: torch.Tensor | None,
-        v_scale_cache: torch.Tensor | None,
-        *,
-        batch_invariant: bool = False,
-        smoothing: Smoothing | None = None,
-    ) -> NewRows:
-        """Bundle the arguments of ``reshape_and_cache``; raise :class:`ArgumentError` naming the first one that does not fit."""
+    def checked(cls, backend: QuantKVBackend, args: WriteArgs, *, batch_invariant: bool = False) -> NewRows:
+        """Bundle the write op's arguments; raise :class:`ArgumentError` naming the first one that does not fit."""
+        key, value, slot_mapping = args.key, args.value, args.slot_mapping
         need_tensor(key, "key", 3, FLOATS, checks.tensor("key", key).device)
         need_tensor(value, "value", 3, FLOATS, key.device)
         need(value.dtype == key.dtype, "value", value.dtype, f"{key.dtype}, the dtype of key")
@@ -165,10 +154,11 @@ class NewRows:
         count = slot_mapping.shape[0]
         need(count <= key.shape[0], "slot_mapping", shape_of(slot_mapping), f"at most one slot for each of {key.shape[0]} tokens")
         key, value = key[:count], value[:count]
-        keys = Plane(key_cache, k_scale_cache, key.shape[2])
-        values = Plane(value_cache, v_scale_cache, value.shape[2])
+        keys = Plane(args.key_cache, args.k_scale_cache, key.shape[2])
+        values = Plane(args.value_cache, args.v_scale_cache, value.shape[2])
         _check_planes(backend, {"key_cache": keys, "value_cache": values}, key.device, key.dtype)
         need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
+        smoothing = Smoothing.given(args.k_mean, args.k_factor)
         if smoothing is not None:
             smoothing.validate(key.shape[1], key.shape[2], key.device)
         return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing)
@@ -327,6 +317,36 @@ class Attention:
     batch_invariant: bool = False
     smoothing: Smoothing | None = None
     lse: torch.Tensor | None = None
+
+    @classmethod
+    def checked(cls, backend: QuantKVBackend, args: ReadArgs, *, batch_invariant: bool = False) -> Attention:
+        """Bundle the read op's arguments; raise :class:`ArgumentError` naming the first one that does not fit."""
+        sizes = [x.shape[-1] if checks.tensor(name, x).dim() else 0 for name, x in (("q", args.q), ("out", args.out))]
+        attention = cls(
+            q=args.q,
+            out=args.out,
+            keys=Plane(args.k_cache, args.k_scale_cache, sizes[0]),
+            values=Plane(args.v_cache, args.v_scale_cache, sizes[1]),
+            batch=Batch(args.cu_seqlens_q, args.seqused_k, args.block_table, args.max_seqlen_q, args.max_seqlen_k),
+            scoring=Scoring(
+                args.softmax_scale,
+                args.window_left,
+                args.softcap,
+                args.sinks,
+                args.alibi_slopes,
+                args.use_alibi_sqrt,
+                args.qq_bias,
+                args.mm_prefix_range,
+            ),
+            output_scale=args.output_scale,
+            scratch=Scratch.given(args.num_par_softmax_segments, args.softmax_segm_output, args.softmax_segm_max, args.softmax_segm_expsum),
+            seq_threshold_3d=args.seq_threshold_3D,
+            batch_invariant=batch_invariant,
+            smoothing=Smoothing.given(args.k_mean, args.k_factor),
+            lse=args.lse,
+        )
+        attention.validate(backend)
+        return attention
 
     @property
     def queries_per_kv(self) -> int:

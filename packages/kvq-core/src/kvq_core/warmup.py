@@ -151,9 +151,6 @@ class Call:
             sinks=None if wanted.sinks is None else torch.empty(query_heads, dtype=wanted.sinks, device=_META),
             alibi_slopes=torch.empty(query_heads, device=_META) if wanted.slopes else None,
             use_alibi_sqrt=wanted.sqrt,
-            qq_bias=None,
-            output_scale=None,
-            mm_prefix_range=None,
             **scales,
         )
 

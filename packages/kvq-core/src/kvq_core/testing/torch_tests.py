@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvq_core import checks, ops
+from kvq_core.args import ReadArgs
 from kvq_core.environment import kernels_of
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
@@ -27,10 +28,8 @@ def _opcheck(op: Any, *inputs: Any) -> None:
 
 
 def _read_inputs(a: dict[str, Any], out: torch.Tensor) -> tuple[Any, ...]:
-    names = "cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale window_size block_table softcap sinks alibi_slopes"
-    names += " use_alibi_sqrt qq_bias output_scale mm_prefix_range k_scale_cache v_scale_cache"
-    a = a | {"window_size": checks.window_left(a["window_size"])}
-    return (a["q"], a["k_cache"], a["v_cache"], out, *(a[name] for name in names.split()), *[None] * 5)
+    given = a | {"out": out, "window_left": checks.window_left(a["window_size"])}
+    return tuple(given.get(name) for name in ReadArgs._fields)
 
 
 def _apart(built: Scene) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,6 +10,8 @@ import math
 import re
 import sys
 import types
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -38,6 +40,10 @@ HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+def text_of(guide: str) -> str:
+    return (ROOT / "docs" / f"{guide}.md").read_text(encoding="utf-8")
 
 
 def without_code(text: str) -> str:
@@ -111,6 +117,30 @@ def test_the_api_reference_has_every_public_name(package: types.ModuleType) -> N
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     described = set(re.findall(rf"^\.\. auto\w+:: (?:{package.__name__}\.)?(\w+)$", page, re.MULTILINE))
     assert set(package.__all__) <= described
+
+
+def test_the_api_page_says_how_stable_each_exported_name_is() -> None:
+    packages = [path.parent.name for path in sorted(ROOT.glob("packages/*/src/*/__init__.py"))]
+    stated = [(row["package"], name) for row in plots.table(text_of("api"), "package") for name in row["names"].split(", ")]
+    assert sorted(stated) == sorted((package, name) for package in packages for name in import_module(package).__all__)
+    for first in ("package", "module"):
+        assert {row["stability"] for row in plots.table(text_of("api"), first)} == {"stable", "provisional"}
+
+
+def named_in_tables() -> Iterator[tuple[str, list[str]]]:
+    """Files, from a package's source folder, and what ``api.md`` says is defined in each."""
+    for row in plots.table(text_of("api"), "module"):
+        yield f"{row['module'].replace('.', '/')}.py", row["names"].split(", ")
+
+
+def test_what_the_page_names_is_where_it_says() -> None:
+    for file, names in named_in_tables():
+        if file == "kvq_core/testing.py":
+            file = "kvq_core/testing/suite.py"
+        (path,) = ROOT.glob(f"packages/*/src/{file}")
+        source = path.read_text(encoding="utf-8")
+        absent = [name for name in names if not re.search(rf"^ *(def|class) {name}\b|^ *{name}\b.* = ", source, re.MULTILINE)]
+        assert not absent, f"{file}: {', '.join(absent)}"
 
 
 def test_readme_names_the_installed_modes() -> None:

@@ -128,12 +128,17 @@ def test_the_api_page_says_how_stable_each_exported_name_is() -> None:
 
 
 def named_in_tables() -> Iterator[tuple[str, list[str]]]:
-    """Files, from a package's source folder, and what ``api.md`` says is defined in each."""
+    """Files, from a package's source folder, and what ``architecture.md`` and ``api.md`` say is defined in each."""
+    architecture = text_of("architecture")
+    for heading in re.findall(r"^\| (file in .+?) \|", architecture, re.MULTILINE):
+        _, _, package = heading.replace("`", "").replace("a mode", "kvq_int4").partition("file in ")
+        for row in plots.table(architecture, heading):
+            yield f"{package}/{row[heading.replace('`', '')]}", row["names"].split(", ")
     for row in plots.table(text_of("api"), "module"):
         yield f"{row['module'].replace('.', '/')}.py", row["names"].split(", ")
 
 
-def test_what_the_page_names_is_where_it_says() -> None:
+def test_what_the_pages_name_is_where_they_say() -> None:
     for file, names in named_in_tables():
         if file == "kvq_core/testing.py":
             file = "kvq_core/testing/suite.py"

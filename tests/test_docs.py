@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from importlib import import_module
@@ -31,7 +32,11 @@ sys.path.insert(0, str(ROOT / "docs"))
 import plots  # noqa: E402
 
 SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "packages").glob("*/README.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "packages").glob("*/README.md")),
+]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -146,6 +151,14 @@ def test_what_the_pages_name_is_where_they_say() -> None:
         source = path.read_text(encoding="utf-8")
         absent = [name for name in names if not re.search(rf"^ *(def|class) {name}\b|^ *{name}\b.* = ", source, re.MULTILINE)]
         assert not absent, f"{file}: {', '.join(absent)}"
+
+
+def test_contributing_names_commands_and_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["envs"]["default"]["scripts"]
+    assert set(re.findall(r"hatch run ([\w-]+)", text)) <= {*scripts, "python", "pytest", "kvq"}
+    absent = [name for name in re.findall(r"(?:tests|docs|benchmarks)/[\w/-]+\.(?:py|md)", text) if not (ROOT / name).exists()]
+    assert absent == ["docs/modes/NAME.md"]
 
 
 def test_readme_names_the_installed_modes() -> None:

@@ -161,36 +161,37 @@ def test_contributing_names_commands_and_files_that_exist() -> None:
     assert absent == ["docs/modes/NAME.md"]
 
 
-def test_readme_names_the_installed_modes() -> None:
+def test_the_install_table_names_the_installed_modes() -> None:
     installed = {(e.distribution, e.mode, e.value) for e in list_backends() if e.distribution in FIRST_PARTY.values()}
-    named = plots.table(README, "distribution")
+    named = plots.table(text_of("start-here"), "distribution")
     assert {(row["distribution"], row["mode"], row["entry point in kvq.backends"]) for row in named} == installed
     for row in named:
         assert row["import"] == row["distribution"].replace("-", "_") == row["entry point in kvq.backends"].partition(".")[0]
-    rows = plots.table(README, "mode")
-    assert {row["mode"] for row in rows} == {mode for _, mode, _ in installed}
-    assert {row["alias"]: row["mode"] for row in rows if row["alias"]} == dict(ALIASES)
+    assert {row["alias"]: row["mode"] for row in named if row["alias"]} == dict(ALIASES)
 
 
-def test_readme_measurements_hold() -> None:
-    measured = run(ROOT / "README.md")[0]["measured"]
-    for row in plots.table(README, "mode"):
+def test_the_bytes_and_errors_of_rows_are_measured() -> None:
+    measured = run(ROOT / "docs" / "accuracy.md")[0]["measured"]
+    rows = plots.table(text_of("accuracy"), "mode")
+    assert [row["mode"] for row in rows] == list(measured)
+    for row in rows:
         size, bits, error = measured[row["mode"]]
         assert float(row["bytes per token and head"]) == size and float(row["bits per element"]) == bits, row
         assert float(row["times smaller"]) == pytest.approx(256 / size, abs=0.005), row
         assert float(row["relative MSE"]) == pytest.approx(error, rel=0.01), row
 
 
-def test_the_tables_of_the_guides_are_those_of_the_readme() -> None:
-    stated = {row["mode"]: row for row in plots.table(README, "mode")}
-    for row in plots.table((ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8"), "mode"):
-        assert row.items() <= stated[row["mode"]].items()
-    choosing = ROOT / "docs" / "choosing-a-mode.md"
-    pays_from = run(choosing)[0]["pays_from"]
-    for row, bar in zip(plots.table(choosing.read_text(encoding="utf-8"), "mode"), plots.bars(README), strict=True):
-        mode = stated[row["mode"]]
-        assert row["mode"] == bar.mode and row["bytes per token and head"] == mode["bytes per token and head"]
+def test_the_tables_of_modes_show_what_was_measured() -> None:
+    stored = {row["mode"]: row for row in plots.table(text_of("accuracy"), "mode")}
+    aliases = {row["mode"]: (row["alias"], row["distribution"]) for row in plots.table(text_of("start-here"), "distribution")}
+    pays_from = run(ROOT / "docs" / "choosing-a-mode.md")[0]["pays_from"]
+    choosing, readme = plots.table(text_of("choosing-a-mode"), "mode"), plots.table(README, "mode")
+    for row, short, bar in zip(choosing, readme, plots.bars(), strict=True):
+        assert row["mode"] == short["mode"] == bar.mode
+        assert row["bytes per token and head"] == stored[bar.mode]["bytes per token and head"]
         assert (float(row["times smaller"]), float(row["decode, x FlashInfer bf16"])) == (bar.times_smaller, bar.times_as_fast)
+        assert (short["alias"], short["package"]) == aliases[bar.mode]
+        assert all(short[column] == row[column] for column in short.keys() & row.keys())
         if bar.mode == "none":
             assert (row["loss, bits per byte"], row["pays from, tokens"]) == ("exact", "")
         else:
@@ -198,8 +199,14 @@ def test_the_tables_of_the_guides_are_those_of_the_readme() -> None:
             assert float(row["pays from, tokens"].replace(",", "")) == pytest.approx(pays_from[bar.mode], abs=500), bar.mode
 
 
-def test_the_claim_of_the_readme_is_that_of_its_tables() -> None:
-    quantized = [bar for bar in plots.bars(README) if bar.mode != "none"]
+def test_the_readme_shows_figures_of_vllm_that_the_guide_has() -> None:
+    guide = {(row["cache"], row["attention"]): row for row in plots.table(text_of("vllm"), "cache")}
+    for row in plots.table(README, "cache"):
+        assert row.items() <= guide[row["cache"], row["attention"]].items()
+
+
+def test_the_claim_of_the_readme_is_that_of_the_tables() -> None:
+    quantized = [bar for bar in plots.bars() if bar.mode != "none"]
     for what, values in (("the speed", [b.times_as_fast for b in quantized]), ("smaller", [b.times_smaller for b in quantized])):
         # Rounded down: the tables' figures are rounded once already.
         least, most = (math.floor(round(100 * value) / 10) / 10 for value in (min(values), max(values)))
@@ -208,9 +215,9 @@ def test_the_claim_of_the_readme_is_that_of_its_tables() -> None:
 
 
 @pytest.mark.parametrize("theme", plots.THEMES)
-def test_the_figure_shows_the_tables_of_the_readme(theme: str) -> None:
+def test_the_figure_shows_the_tables(theme: str) -> None:
     """Otherwise: ``hatch run python docs/plots.py``."""
-    assert [plots.Bar(**bar) for bar in json.loads(plots.kept_in("modes", theme))] == plots.bars(README)
+    assert [plots.Bar(**bar) for bar in json.loads(plots.kept_in("modes", theme))] == plots.bars()
 
 
 def test_write_a_backend_example_packs() -> None:

@@ -1,8 +1,8 @@
 """The tables of speed, from one run of the benchmark: ``hatch run python docs/performance_tables.py [BENCHMARKS.json]``.
 
-Writes the generated parts of the README and of ``performance.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its
-place: the file that a whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written.
-Beside it stands ``_data/benchmarks-h100.json``, such a run on an H100, which is put there by hand.
+Writes the generated parts of ``performance.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the file that a
+whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. Beside it stands
+``_data/benchmarks-h100.json``, such a run on an H100, which is put there by hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from rows import COPY, FLASHINFER  # noqa: E402
 
 DATA: Final = DOCS / "_data" / "benchmarks.json"
 H100: Final = DATA.with_name("benchmarks-h100.json")
-README: Final = DOCS.parent / "README.md"
 PAGE: Final = DOCS / "performance.md"
 MODES: Final = {
     "none": "`none`",
@@ -189,7 +188,7 @@ def figures(run: Run, settings: dict[str, str], heading: str, *peers: str, figur
 
 
 def headline(run: Run) -> str:
-    """What the README shows of decode: settings A, B and C."""
+    """Decode in settings A, B and C, with the conditions of the run above the table."""
     machine = run.machine
     body = []
     for mode, name in {FLASHINFER: "FlashInfer bf16", **{mode: f"`{mode}`" for mode in MODES}}.items():
@@ -219,17 +218,6 @@ launches included, median of CUDA-graph replays with a cold cache, from one run 
 {_table(head, body)}"""
 
 
-def prefill_in_words(run: Run) -> str:
-    """The least and the most that a mode has, and FlashInfer."""
-    long, chunk = ({mode: run.of(setting, mode, "tflops") for mode in MODES} for setting in PREFILL)
-    least, most = min(long, key=long.__getitem__), max(long, key=long.__getitem__)
-    peer = [f"{run.of(setting, FLASHINFER, 'tflops'):.0f}" for setting in PREFILL]
-    return f"""\
-In the same run, prefill of 8,192 tokens has {long[least]:.0f} (`{least}`) to {long[most]:.0f} TFLOP/s (`{most}`),
-a chunk of 2,048 over 32,768 keys {min(chunk.values()):.0f} to {max(chunk.values()):.0f}; FlashInfer's bf16 kernel has {" and ".join(peer)}.
-"""
-
-
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
@@ -237,18 +225,14 @@ def _minor(version: str) -> str:
 def pages(run: Run, h100: Run) -> dict[Path, dict[tuple[str, str], str]]:
     """By page, what is generated, by the marks before and behind it."""
     return {
-        README: {
-            ("<!-- bench-table -->", "<!-- /bench-table -->"): headline(run),
-            _marks("prefill"): prefill_in_words(run),
-            _marks("h100"): headline(h100),
-        },
         PAGE: {
+            _marks("headline"): headline(run),
             _marks("small"): figures(run, SMALL, "decode", FLASHINFER),
             _marks("prefill"): figures(run, PREFILL, "prefill", FLASHINFER, figure="tflops", form=".0f"),
             _marks("writes"): figures(run, WRITES, "write", FLASHINFER, COPY),
             _marks("others"): figures(run, OTHERS, "", FLASHINFER),
             _marks("goals"): goals(run),
-            _marks("h100"): figures(h100, SMALL, "decode", FLASHINFER) + "\n" + goals(h100),
+            _marks("h100"): "\n".join((headline(h100), figures(h100, SMALL, "decode", FLASHINFER), goals(h100))),
         },
     }
 

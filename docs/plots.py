@@ -1,4 +1,4 @@
-"""The start page's figure, from the README's tables: ``hatch run python docs/plots.py`` after a table has changed.
+"""The figure of README and start page: ``hatch run python docs/plots.py`` after a table of accuracy.md or performance.md has changed.
 
 Writes ``_static/modes-light.svg`` and ``_static/modes-dark.svg``. Each keeps the figures that it shows in its description, by which the
 tests know whether it is up to date.
@@ -22,7 +22,6 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).parent
-README = DOCS.parent / "README.md"
 STATIC = DOCS / "_static"
 THEMES = {"light": ("#1b1f24", "#5b7fb4"), "dark": ("#d6dae0", "#7ea6e0")}
 """Of text and lines, and of bars."""
@@ -50,11 +49,12 @@ def table(text: str, first_cell: str, after: str = "") -> list[dict[str, str]]:
     return [dict(reversed(list(zip(head, cells, strict=True)))) for cells in body]
 
 
-def bars(readme: str) -> list[Bar]:
-    """The figures of every mode, in the order of the README's table of modes."""
-    smaller = {row["mode"]: row["times smaller"] for row in table(readme, "mode")}
-    loss = {row["cache"]: row["in %"] for row in table(readme, "cache", "<!-- demo-table -->")}
-    speed = {row["cache"]: row["x FlashInfer bf16"] for row in table(readme, "cache", "<!-- bench-table -->")}
+def bars() -> list[Bar]:
+    """The figures of every mode, in the order of the accuracy page's table of rows."""
+    accuracy, performance = ((DOCS / page).read_text(encoding="utf-8") for page in ("accuracy.md", "performance.md"))
+    smaller = {row["mode"]: row["times smaller"] for row in table(accuracy, "mode")}
+    loss = {row["cache"]: row["in %"] for row in table(accuracy, "cache", "<!-- demo-table -->")}
+    speed = {row["cache"]: row["x FlashInfer bf16"] for row in table(performance, "cache", "<!-- headline:")}
     return [Bar(mode, float(smaller[mode]), float(speed[mode]), float(loss[mode] or 0)) for mode in smaller]
 
 
@@ -99,7 +99,7 @@ def kept_in(name: str, theme: str) -> str:
 
 
 def main() -> None:
-    found = bars(README.read_text(encoding="utf-8"))
+    found = bars()
     write("modes", json.dumps([asdict(bar) for bar in found]), partial(draw, found))
 
 

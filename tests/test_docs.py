@@ -9,7 +9,10 @@ import json
 import math
 import re
 import sys
+import tomllib
 import types
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -29,7 +32,11 @@ sys.path.insert(0, str(ROOT / "docs"))
 import plots  # noqa: E402
 
 SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "packages").glob("*/README.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "packages").glob("*/README.md")),
+]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -38,6 +45,10 @@ HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+def text_of(guide: str) -> str:
+    return (ROOT / "docs" / f"{guide}.md").read_text(encoding="utf-8")
 
 
 def without_code(text: str) -> str:
@@ -113,36 +124,74 @@ def test_the_api_reference_has_every_public_name(package: types.ModuleType) -> N
     assert set(package.__all__) <= described
 
 
-def test_readme_names_the_installed_modes() -> None:
+def test_the_api_page_says_how_stable_each_exported_name_is() -> None:
+    packages = [path.parent.name for path in sorted(ROOT.glob("packages/*/src/*/__init__.py"))]
+    stated = [(row["package"], name) for row in plots.table(text_of("api"), "package") for name in row["names"].split(", ")]
+    assert sorted(stated) == sorted((package, name) for package in packages for name in import_module(package).__all__)
+    for first in ("package", "module"):
+        assert {row["stability"] for row in plots.table(text_of("api"), first)} == {"stable", "provisional"}
+
+
+def named_in_tables() -> Iterator[tuple[str, list[str]]]:
+    """Files, from a package's source folder, and what ``architecture.md`` and ``api.md`` say is defined in each."""
+    architecture = text_of("architecture")
+    for heading in re.findall(r"^\| (file in .+?) \|", architecture, re.MULTILINE):
+        _, _, package = heading.replace("`", "").replace("a mode", "kvq_int4").partition("file in ")
+        for row in plots.table(architecture, heading):
+            yield f"{package}/{row[heading.replace('`', '')]}", row["names"].split(", ")
+    for row in plots.table(text_of("api"), "module"):
+        yield f"{row['module'].replace('.', '/')}.py", row["names"].split(", ")
+
+
+def test_what_the_pages_name_is_where_they_say() -> None:
+    for file, names in named_in_tables():
+        if file == "kvq_core/testing.py":
+            file = "kvq_core/testing/suite.py"
+        (path,) = ROOT.glob(f"packages/*/src/{file}")
+        source = path.read_text(encoding="utf-8")
+        absent = [name for name in names if not re.search(rf"^ *(def|class) {name}\b|^ *{name}\b.* = ", source, re.MULTILINE)]
+        assert not absent, f"{file}: {', '.join(absent)}"
+
+
+def test_contributing_names_commands_and_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["envs"]["default"]["scripts"]
+    assert set(re.findall(r"hatch run ([\w-]+)", text)) <= {*scripts, "python", "pytest", "kvq"}
+    absent = [name for name in re.findall(r"(?:tests|docs|benchmarks)/[\w/-]+\.(?:py|md)", text) if not (ROOT / name).exists()]
+    assert absent == ["docs/modes/NAME.md"]
+
+
+def test_the_install_table_names_the_installed_modes() -> None:
     installed = {(e.distribution, e.mode, e.value) for e in list_backends() if e.distribution in FIRST_PARTY.values()}
-    named = plots.table(README, "distribution")
+    named = plots.table(text_of("start-here"), "distribution")
     assert {(row["distribution"], row["mode"], row["entry point in kvq.backends"]) for row in named} == installed
     for row in named:
         assert row["import"] == row["distribution"].replace("-", "_") == row["entry point in kvq.backends"].partition(".")[0]
-    rows = plots.table(README, "mode")
-    assert {row["mode"] for row in rows} == {mode for _, mode, _ in installed}
-    assert {row["alias"]: row["mode"] for row in rows if row["alias"]} == dict(ALIASES)
+    assert {row["alias"]: row["mode"] for row in named if row["alias"]} == dict(ALIASES)
 
 
-def test_readme_measurements_hold() -> None:
-    measured = run(ROOT / "README.md")[0]["measured"]
-    for row in plots.table(README, "mode"):
+def test_the_bytes_and_errors_of_rows_are_measured() -> None:
+    measured = run(ROOT / "docs" / "accuracy.md")[0]["measured"]
+    rows = plots.table(text_of("accuracy"), "mode")
+    assert [row["mode"] for row in rows] == list(measured)
+    for row in rows:
         size, bits, error = measured[row["mode"]]
         assert float(row["bytes per token and head"]) == size and float(row["bits per element"]) == bits, row
         assert float(row["times smaller"]) == pytest.approx(256 / size, abs=0.005), row
         assert float(row["relative MSE"]) == pytest.approx(error, rel=0.01), row
 
 
-def test_the_tables_of_the_guides_are_those_of_the_readme() -> None:
-    stated = {row["mode"]: row for row in plots.table(README, "mode")}
-    for row in plots.table((ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8"), "mode"):
-        assert row.items() <= stated[row["mode"]].items()
-    choosing = ROOT / "docs" / "choosing-a-mode.md"
-    pays_from = run(choosing)[0]["pays_from"]
-    for row, bar in zip(plots.table(choosing.read_text(encoding="utf-8"), "mode"), plots.bars(README), strict=True):
-        mode = stated[row["mode"]]
-        assert row["mode"] == bar.mode and row["bytes per token and head"] == mode["bytes per token and head"]
+def test_the_tables_of_modes_show_what_was_measured() -> None:
+    stored = {row["mode"]: row for row in plots.table(text_of("accuracy"), "mode")}
+    aliases = {row["mode"]: (row["alias"], row["distribution"]) for row in plots.table(text_of("start-here"), "distribution")}
+    pays_from = run(ROOT / "docs" / "choosing-a-mode.md")[0]["pays_from"]
+    choosing, readme = plots.table(text_of("choosing-a-mode"), "mode"), plots.table(README, "mode")
+    for row, short, bar in zip(choosing, readme, plots.bars(), strict=True):
+        assert row["mode"] == short["mode"] == bar.mode
+        assert row["bytes per token and head"] == stored[bar.mode]["bytes per token and head"]
         assert (float(row["times smaller"]), float(row["decode, x FlashInfer bf16"])) == (bar.times_smaller, bar.times_as_fast)
+        assert (short["alias"], short["package"]) == aliases[bar.mode]
+        assert all(short[column] == row[column] for column in short.keys() & row.keys())
         if bar.mode == "none":
             assert (row["loss, bits per byte"], row["pays from, tokens"]) == ("exact", "")
         else:
@@ -150,8 +199,14 @@ def test_the_tables_of_the_guides_are_those_of_the_readme() -> None:
             assert float(row["pays from, tokens"].replace(",", "")) == pytest.approx(pays_from[bar.mode], abs=500), bar.mode
 
 
-def test_the_claim_of_the_readme_is_that_of_its_tables() -> None:
-    quantized = [bar for bar in plots.bars(README) if bar.mode != "none"]
+def test_the_readme_shows_figures_of_vllm_that_the_guide_has() -> None:
+    guide = {(row["cache"], row["attention"]): row for row in plots.table(text_of("vllm"), "cache")}
+    for row in plots.table(README, "cache"):
+        assert row.items() <= guide[row["cache"], row["attention"]].items()
+
+
+def test_the_claim_of_the_readme_is_that_of_the_tables() -> None:
+    quantized = [bar for bar in plots.bars() if bar.mode != "none"]
     for what, values in (("the speed", [b.times_as_fast for b in quantized]), ("smaller", [b.times_smaller for b in quantized])):
         # Rounded down: the tables' figures are rounded once already.
         least, most = (math.floor(round(100 * value) / 10) / 10 for value in (min(values), max(values)))
@@ -160,9 +215,9 @@ def test_the_claim_of_the_readme_is_that_of_its_tables() -> None:
 
 
 @pytest.mark.parametrize("theme", plots.THEMES)
-def test_the_figure_shows_the_tables_of_the_readme(theme: str) -> None:
+def test_the_figure_shows_the_tables(theme: str) -> None:
     """Otherwise: ``hatch run python docs/plots.py``."""
-    assert [plots.Bar(**bar) for bar in json.loads(plots.kept_in("modes", theme))] == plots.bars(README)
+    assert [plots.Bar(**bar) for bar in json.loads(plots.kept_in("modes", theme))] == plots.bars()
 
 
 def test_write_a_backend_example_packs() -> None:

@@ -48,9 +48,9 @@ def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
 def watch() -> Iterator[Watch]:
     """kvq's attention in transformers, watched."""
     from transformers import AttentionInterface
-    from transformers_watch import Watch
 
     from kvq_transformers.attention import register
+    from transformers_watch import Watch
 
     seen = Watch()
     AttentionInterface.register("kvq", seen.attention)

@@ -1,15 +1,10 @@
 """What tests of one way to read share: a read that must be attention, and what its launches were compiled for."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import test_backends
-
 from kvq_core import get_backend, ops
 from kvq_core.plans import Table
 from kvq_core.testing import places, scene

@@ -17,6 +17,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+
 from gluon_machine import Copies, Layout, MBarrierLayout, allocate, multiply, specialize, waited
 from ptx_interpreted import interpreted_ptx
 

@@ -4,16 +4,10 @@
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from mode_bounds import Int2Bounds, Int4Bounds
 
 from kvq_core import eager, reference
 from kvq_core.backend import QuantKVBackend
@@ -28,6 +22,7 @@ from kvq_int4 import Int4PerTokenHead
 from kvq_int4 import codec as int4
 from kvq_int8fp8 import FP8PerTokenHead, Int8PerTokenHead
 from kvq_int8fp8 import codec as int8fp8
+from mode_bounds import Int2Bounds, Int4Bounds
 
 
 def bent(attention: Attention, **scoring: Any) -> Attention:

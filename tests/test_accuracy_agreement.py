@@ -3,22 +3,20 @@
 import copy
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
+import accuracy_agreement as agreement
+import accuracy_report as report
+from kvq_core import get_backend
+from kvq_core.evaluation import Document, Estimate, TinySubject
+from kvq_core.evaluation.tiny_model import TinyModel
+from kvq_core.testing import places
 
-import accuracy_agreement as agreement  # noqa: E402
-import accuracy_report as report  # noqa: E402
-from kvq_core import get_backend  # noqa: E402
-from kvq_core.evaluation import Document, Estimate, TinySubject  # noqa: E402
-from kvq_core.evaluation.tiny_model import TinyModel  # noqa: E402
-from kvq_core.testing import places  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 DOCUMENTS = [Document(str(j), bytes(33 + (7 * i + i * i // (j + 3)) % 90 for i in range(300))) for j in range(4)]
 SMALL = report.Sizes(documents=3, ends=(20, 40), smoothed=2, recorded=2, recorded_length=30, distances=(64,), chunk=40, batch=3)

@@ -2,20 +2,18 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
+import accuracy_compare as compare
+from kvq_core import get_backend
+from kvq_core.evaluation import Document
+from kvq_core.evaluation.tiny_model import TinyModel
 
-import accuracy_compare as compare  # noqa: E402
-from kvq_core import get_backend  # noqa: E402
-from kvq_core.evaluation import Document  # noqa: E402
-from kvq_core.evaluation.tiny_model import TinyModel  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 TEXTS = [Document(str(j), bytes(33 + (7 * i + i * i // (j + 3)) % 90 for i in range(120))) for j in range(4)]
 SMALL = compare.Sizes(documents=3, length=80, chunk=30, batch=2)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,17 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
+import accuracy_agreement as agreement
+import accuracy_measure as measure
+import accuracy_page as page
+import accuracy_report as report
+import plots
+from kvq_core import get_backend, list_backends
+from kvq_core.evaluation import Document, Estimate, Passage, TinySubject, evaluate
+from kvq_core.evaluation.tiny_model import TinyModel, dense_attention
 
-import accuracy_agreement as agreement  # noqa: E402
-import accuracy_measure as measure  # noqa: E402
-import accuracy_page as page  # noqa: E402
-import accuracy_report as report  # noqa: E402
-import plots  # noqa: E402
-from kvq_core import get_backend, list_backends  # noqa: E402
-from kvq_core.evaluation import Document, Estimate, Passage, TinySubject, evaluate  # noqa: E402
-from kvq_core.evaluation.tiny_model import TinyModel, dense_attention  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 TEXTS = [bytes(33 + (7 * i + i * i // (j + 3)) % 90 for i in range(300)) for j in range(4)]
 MODES = ["int8", "fp8_per_tensor", "int4", "int2"]

@@ -1,16 +1,11 @@
 """What is made anew for each piece of a share: which calls do so, and that they are attention, of several pieces a program."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import read_exactly
-
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 

@@ -4,9 +4,7 @@ The cache's model is a dict of stored rows: what ``encode`` makes of each token 
 for byte, until the token is gone. The engine's is arithmetic on its blocks, and attention without a cache.
 """
 
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +12,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cache_checks import assert_consistent
 from kvq_core import ArgumentError, KVQError, OutOfBlocksError, PagedKVCache, get_backend
 from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention
 from kvq_core.layout import LAYOUTS
 from kvq_core.testing import places
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from cache_checks import assert_consistent
-
 from nano_engine import Engine, Request
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")

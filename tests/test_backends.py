@@ -1,14 +1,7 @@
 """The conformance suite, for each of the six modes, with each mode's own error bounds."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from mode_bounds import Int2Bounds, Int4Bounds, not_worse_than_zero
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.testing import BackendTests, budgets
@@ -16,6 +9,7 @@ from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
 from kvq_int2 import codec as int2
 from kvq_int4 import codec as int4
+from mode_bounds import Int2Bounds, Int4Bounds, not_worse_than_zero
 
 
 class TestNone(BackendTests):

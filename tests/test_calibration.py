@@ -1,7 +1,6 @@
 """Key smoothing as an object: estimated in one pass, saved, and the same for all keys of a cache."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, Mod
 from kvq_core.evaluation import TinySubject, evaluate, read_documents
 from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.registry import get_backend
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 HEADS, GROUP, SIZE = 2, 3, 64
 

@@ -1,7 +1,6 @@
 """``kvq calc`` on every type of causal model that transformers knows: the layers that transformers caches, or a reason."""
 
 import json
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,11 +14,10 @@ from kvq_core.capacity import model_shape
 from kvq_core.cli.app import app
 
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-
-from record_kv_layers import FILE, cached  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES  # noqa: E402
+
+from record_kv_layers import FILE, cached  # noqa: E402
 
 RECORDED: dict[str, Any] = json.loads(FILE.read_text())
 SAME = RECORDED.pop("transformers") == transformers.__version__

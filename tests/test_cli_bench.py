@@ -59,7 +59,6 @@ def test_options_and_status_are_handed_on(started: list[list[str]], tmp_path: Pa
     status, _ = run("--modes", "int4,int8", "--settings", "decode", "--out", "new", "--compare", str(old), "--no-peers", "--quick")
     ((python, script, *given),) = started
     assert (status, python, Path(script)) == (3, sys.executable, ROOT / "benchmarks" / "run.py")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import run as benchmarks
 
     options = benchmarks.arguments(given)

@@ -3,20 +3,15 @@
 import copy
 import io
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from cache_checks import assert_goes_on_alike, assert_same, forward, go_on_elsewhere
 from kvq_core import ArgumentError, PagedKVCache, get_backend, register_backend, unregister_backend
 from kvq_core.layout import LAYOUTS
 from kvq_core.none import NoneBackend
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_checks import assert_goes_on_alike, assert_same, forward, go_on_elsewhere
 
 MODES = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2", "third_party")
 

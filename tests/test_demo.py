@@ -7,19 +7,17 @@ import contextlib
 import io
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+import demo
+from kvq_core import get_backend, list_backends, register_backend, unregister_backend
+from kvq_core.none import NoneBackend
 
-import demo  # noqa: E402
-from kvq_core import get_backend, list_backends, register_backend, unregister_backend  # noqa: E402
-from kvq_core.none import NoneBackend  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 MODES = sorted({entry.mode for entry in list_backends()})
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import re
-import sys
 import tomllib
 import types
 from collections.abc import Iterator
@@ -23,13 +22,11 @@ from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
 import kvq_core
 import kvq_transformers
+import plots
 from kvq_core import get_backend, list_backends, unregister_backend
 from kvq_core.registry import ALIASES, FIRST_PARTY, IN_PROCESS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
-
-import plots  # noqa: E402
 
 SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
 PAGES = [

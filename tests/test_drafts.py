@@ -3,19 +3,24 @@
 kvq's table for sm_90 plans it from 17 to 64 query rows (tokens x heads of a group) of each sequence over packed pages.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import exact_reads
 from exact_reads import SUITES
+from kvq_core import ops
+from kvq_core.offline import Device
+from kvq_core.plans import Groups, Table
+from kvq_core.plans.lookup import listening
+from kvq_core.registry import FIRST_PARTY
+from kvq_core.schedule import batch_invariant
+from kvq_core.testing import places
+from kvq_core.testing.cases import Case
+from kvq_core.testing.scene import Scene
 from warp_groups import (
     H200,
     Where,
@@ -27,16 +32,6 @@ from warp_groups import (
     table_with_holes,
     use_kvq_s_tables_and_a_known_triton,
 )
-
-from kvq_core import ops
-from kvq_core.offline import Device
-from kvq_core.plans import Groups, Table
-from kvq_core.plans.lookup import listening
-from kvq_core.registry import FIRST_PARTY
-from kvq_core.schedule import batch_invariant
-from kvq_core.testing import places
-from kvq_core.testing.cases import Case
-from kvq_core.testing.scene import Scene
 
 MODES = sorted(set(FIRST_PARTY) - {"none"})
 DRAFTS = Case(query_lens=(8,) * 3, seq_lens=(1100, 400, 77), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)

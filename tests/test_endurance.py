@@ -4,20 +4,18 @@ On the CPU these take the torch path: kernels have suites of their own.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+import endurance
+import nano_engine
+from kvq_core import list_backends
+from kvq_core.testing import places
 
-import endurance  # noqa: E402
-import nano_engine  # noqa: E402
-from kvq_core import list_backends  # noqa: E402
-from kvq_core.testing import places  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 MODES = sorted({entry.mode for entry in list_backends()})
 SMALL: dict[str, Any] = {"requests": 32, "sample": 16, "num_blocks": 20, "block_size": 16, "chunk": 64, "long": 0, "seed": 0}

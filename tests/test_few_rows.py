@@ -1,16 +1,11 @@
 """A few query rows with two columns of a product each: which calls have them, and that they are attention."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import SUITES, read_exactly
-
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 

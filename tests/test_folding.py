@@ -4,17 +4,12 @@ Heads of 64 in int2 and of 32 in int4 have 8 lanes, half of what a product takes
 which would be padded to 32, where 48 are 32 and 16. Two of 12 lanes, heads of 96 in int2, would be padded as one is.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import read_exactly
-
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 

@@ -4,21 +4,15 @@ Without a GPU in the interpreted Gluon, where layouts say nothing: what they pro
 golden counts.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import SUITES
 from gluon_interpreted import interpreted_gluon
-from warp_groups import H200, use_kvq_s_tables_and_a_known_triton
-
 from kvq_core import get_backend, launch, ops
 from kvq_core.hadamard import sign_bits, single_rht
 from kvq_core.offline import Device, planning_for
@@ -27,6 +21,7 @@ from kvq_core.plans.lookup import listening
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
+from warp_groups import H200, use_kvq_s_tables_and_a_known_triton
 
 MODES = ("int4_per_token_head", "int2_per_token_head")
 KERNELS = ("kvq_core.kernels.fragments", "kvq_int4.fragments", "kvq_int2.fragments")

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -12,8 +11,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from gluon_interpreted import interpreted_gluon
 from ptx_interpreted import run

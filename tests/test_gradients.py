@@ -1,17 +1,11 @@
 """kvq has no backward pass: in grad mode both doors refuse what requires grad, and a cache never holds a graph."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from cache_checks import assert_consistent, forward
 from kvq_core import ArgumentError, PagedKVCache, get_backend, register_backend, unregister_backend
 from kvq_core.none import NoneBackend
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_checks import assert_consistent, forward
 
 MODES = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2")
 

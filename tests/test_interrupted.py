@@ -12,14 +12,11 @@ import pytest
 import torch
 
 import kvq_core
+from cache_checks import assert_consistent, assert_goes_on_alike, forward, is_leaving_with
 from kvq_core import PagedKVCache
 from kvq_core.blocks import BlockPool
 from kvq_core.none import NoneBackend
 from kvq_core.sequences import SequenceTable
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_checks import assert_consistent, assert_goes_on_alike, forward, is_leaving_with
 
 CORE = str(Path(kvq_core.__file__).parent)
 BOOKKEEPING = ("sequences.py", "blocks.py", "contextlib.py")

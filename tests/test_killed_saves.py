@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvq_core import PagedKVCache, SnapshotError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import killed_saves
+from kvq_core import PagedKVCache, SnapshotError
 
 
 def start_saving(path, *moment):

@@ -3,13 +3,9 @@
 import csv
 import io
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import limits
 

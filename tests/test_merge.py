@@ -1,16 +1,11 @@
 """The merge of split keys: it is attention, however many programs share a row's channels."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import SUITES, read_exactly
-
 from kvq_core.plans import Entry, Merge, Table
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case

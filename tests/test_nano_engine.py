@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+import nano_engine
+from kvq_core import get_backend, list_backends, register_backend, unregister_backend
+from kvq_core.evaluation.tiny_model import TinyModel, dense_attention
+from kvq_core.none import NoneBackend
+from nano_engine import Engine, Request, encode
 
-import nano_engine  # noqa: E402
-from kvq_core import get_backend, list_backends, register_backend, unregister_backend  # noqa: E402
-from kvq_core.evaluation.tiny_model import TinyModel, dense_attention  # noqa: E402
-from kvq_core.none import NoneBackend  # noqa: E402
-from nano_engine import Engine, Request, encode  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 PROMPTS = ["def f(x):", "a", "class Words:\n    one, two = 1, 2\n" * 2, "import os, sys", "# " + "x" * 61]
 MODES = sorted({entry.mode for entry in list_backends()})

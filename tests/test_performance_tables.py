@@ -1,15 +1,13 @@
 """The tables of speed: what they show is in the committed run, and a goal is met or not as its figure is printed."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
+import performance_tables as tables
 
-import performance_tables as tables  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.quick
 MODES = list(tables.MODES)

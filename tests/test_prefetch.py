@@ -1,24 +1,19 @@
 """What a short sequence's programs ask the L2 for, and that nobody else asks: from the kernels' own PTX, interpreted."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import NOBODY_S
-from ptx_interpreted import interpreted_ptx
-
 from kvq_core import get_backend, launch, ops
 from kvq_core.device import DeviceFacts
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.scene import Scene
+from ptx_interpreted import interpreted_ptx
 
 PACKED = sorted(set(FIRST_PARTY) - {"none"})
 ONE = Case(query_lens=(1,), seq_lens=(100,), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)

@@ -1,20 +1,14 @@
 """The kernels' own PTX, interpreted: it gives the same bits as the plain Triton beside it, which other GPUs and the interpreter take."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from ptx_interpreted import interpreted_ptx
 
 from kvq_core import get_backend, launch
 from kvq_core.device import DeviceFacts
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
+from ptx_interpreted import interpreted_ptx
 
 MODES = sorted(set(FIRST_PARTY) - {"none"})
 CASES = (

@@ -1,16 +1,11 @@
 """Query rows that fill the tensor cores' long side: which calls of few rows have them first, and that it is attention."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import read_exactly
-
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case

@@ -1,19 +1,14 @@
 """Launch plans are values: what every plan must hold to, over all kinds of problems, and the decisions that were measured."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import record_plans
-
 from kvq_core import ops, schedule
 from kvq_core.plans import Decode, Entry, Table, Write, lookup
 from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile

@@ -1,17 +1,12 @@
 """What ``kvq list --check`` and ``kvq doctor`` find: modes that work, and modes that load and are wrong."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import odd_modes
-
 from kvq_core import ArgumentError, get_backend, list_backends, register_backend, selfcheck, unregister_backend
 from kvq_core.cli.app import app
 from kvq_core.none import NoneBackend

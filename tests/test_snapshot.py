@@ -6,21 +6,17 @@ import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from cache_checks import assert_consistent
 from kvq_core import ArgumentError, PagedKVCache, SnapshotError, get_backend, register_backend, snapshot, unregister_backend
 from kvq_core.calibration import ModelSmoothing
 from kvq_core.layout import LAYOUTS
 from kvq_core.none import NoneBackend
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_checks import assert_consistent
 
 pytestmark = pytest.mark.quick
 

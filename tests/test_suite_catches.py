@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import odd_modes
 import source_mutants
 

@@ -19,18 +19,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import demo
+import modes
+import nano_engine
+from kvq_core import PagedKVCache, get_backend, list_backends, selfcheck
+from kvq_core.cli.app import app
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "kvq-int3"
 MODE = "int3_per_token_head"
 
-for folder in ("examples", "benchmarks"):
-    sys.path.insert(0, str(ROOT / folder))
-
-import demo  # noqa: E402
-import modes  # noqa: E402
-import nano_engine  # noqa: E402
-from kvq_core import PagedKVCache, get_backend, list_backends, selfcheck  # noqa: E402
-from kvq_core.cli.app import app  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_registry", "int3")
 

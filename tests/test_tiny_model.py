@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+from kvq_core.evaluation import Document, read_documents
+from kvq_core.evaluation.tiny_model import SEPARATOR, Config, TinyModel, dense_attention, load_model, rope, save_model
+from tiny_model.corpus import is_held_out, standard_library
 
-from kvq_core.evaluation import Document, read_documents  # noqa: E402
-from kvq_core.evaluation.tiny_model import SEPARATOR, Config, TinyModel, dense_attention, load_model, rope, save_model  # noqa: E402
-from tiny_model.corpus import is_held_out, standard_library  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 FOLDER = ROOT / "examples" / "tiny_model"
 SMALL = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, hidden=96, max_len=256)

@@ -1,16 +1,11 @@
 """Neighbouring keys whose block is looked up once: reads by tiles of many keys a thread, in blocks of many sizes, are attention."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import SUITES, read_exactly
-
 from kvq_core.plans import Decode, Entry, Table
 from kvq_core.testing.cases import Case
 

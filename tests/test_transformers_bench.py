@@ -2,19 +2,17 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench_transformers
+from kvq_core.testing import places
+from kvq_transformers.naming import GENERATE
 
-import bench_transformers  # noqa: E402
-from kvq_core.testing import places  # noqa: E402
-from kvq_transformers.naming import GENERATE  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--contexts", "40", "70", "--tokens", "12", "--no-compile"]
 

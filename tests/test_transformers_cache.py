@@ -1,19 +1,13 @@
 """KVQCache as a container: rows, lengths, blocks and bytes; and everything it refuses."""
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from transformers import AutoConfig, DynamicCache, StaticCache
-from transformers_families import COMMON, eager_twin, exact_twin, make_config, make_model, prompts, worst
 
 from kvq_core import ArgumentError, KVQError, UnknownModeError, get_backend
 from kvq_core.testing import places
@@ -21,6 +15,7 @@ from kvq_transformers import KVQCache, enable
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.naming import GENERATE, cache_argument
 from kvq_transformers.rows import RowTable, piece_length
+from transformers_families import COMMON, eager_twin, exact_twin, make_config, make_model, prompts, worst
 
 Logits = list[torch.Tensor]
 

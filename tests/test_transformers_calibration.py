@@ -1,19 +1,12 @@
 """Calibration of a Hugging Face model: scales for fp8_per_tensor and smoothed keys, found in one pass and used by every mode."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
-from transformers_families import FAMILIES, eager_twin, exact_attention, exact_twin, logits_in_steps, make_model, prompts, worst
-from transformers_watch import Watch
 
 from kvq_core import ArgumentError
 from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing
@@ -22,6 +15,8 @@ from kvq_core.testing import places
 from kvq_transformers import Calibration, KVQCache, calibrate, disable, enable
 from kvq_transformers.attention import register
 from kvq_transformers.naming import GENERATE
+from transformers_families import FAMILIES, eager_twin, exact_attention, exact_twin, logits_in_steps, make_model, prompts, worst
+from transformers_watch import Watch
 
 MODES = ["none", "int8", "fp8", "fp8_per_tensor", "int4", "int2"]
 STEPS = [19, 9, 1, 1, 3]

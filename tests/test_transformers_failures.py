@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache as cached
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,13 +17,9 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-
-sys.path.insert(0, str(Path(__file__).parent))
+from transformers import AttentionInterface, PreTrainedModel
 
 from cache_checks import is_leaving_with
-from transformers import AttentionInterface, PreTrainedModel
-from transformers_families import eager_twin, make_model
-
 from kvq_core import ArgumentError, KVQError
 from kvq_core.testing import places
 from kvq_transformers import KVQCache
@@ -33,6 +28,7 @@ from kvq_transformers.forward import CacheStateError
 from kvq_transformers.layers import HANDLE, KVQLayer
 from kvq_transformers.naming import GENERATE
 from kvq_transformers.storage import LayerPages
+from transformers_families import eager_twin, make_model
 
 CAPACITY = 64
 FAMILIES = ["Llama", "Gemma2"]

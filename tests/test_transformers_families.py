@@ -1,23 +1,18 @@
 """KVQCache in tiny models of each family, against transformers' own eager attention over its own cache."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
+from transformers import DynamicCache
 
 import transformers_watch
-from transformers import DynamicCache
-from transformers_families import CAPACITIES, FAMILIES, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst
-from transformers_watch import Encode, Watch, through_mode
-
 from kvq_core import ArgumentError, QuantKVBackend
 from kvq_core.testing import places
 from kvq_transformers import KVQCache
 from kvq_transformers.naming import GENERATE
+from transformers_families import CAPACITIES, FAMILIES, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst
+from transformers_watch import Encode, Watch, through_mode
 
 QUANTIZED = ["int8", "fp8", "fp8_per_tensor", "int4", "int2"]
 # A prompt, a chunk of one, drafts: as generate, chunked prefill and speculative decoding feed a model. Row 1 has 5 columns of padding.

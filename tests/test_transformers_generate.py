@@ -4,21 +4,16 @@ For a quantized mode that cache holds what the mode makes of each row, so that t
 """
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
-from transformers_families import eager_twin, fake_quantized_cache, make_model, prompts
 
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, disable, enable
 from kvq_transformers.naming import GENERATE
+from transformers_families import eager_twin, fake_quantized_cache, make_model, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 # Gemma 2: a sliding window of 11, much shorter than the texts, and a full layer.

@@ -1,20 +1,15 @@
 """KVQCache on a GPU: the kernels behind generate, eagerly and as a compiled decode step in a CUDA graph; and its peak memory."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
-from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
 
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate
 from kvq_transformers.naming import GENERATE
+from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
 
 pytestmark = pytest.mark.gpu
 STEPS = [19, 9, 1, 1, 3]

@@ -1,19 +1,14 @@
 """The Triton kernels behind a KVQCache, in the interpreter: what only they could get wrong about padding and windows."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from transformers import DynamicCache
-from transformers_families import eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
 
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate
+from transformers_families import eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
 
 
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "fixed"])

@@ -1,22 +1,17 @@
 """Key smoothing in a KVQCache: exact where nothing is quantized, decided by the first prompt, and not by its padding."""
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from transformers_families import eager_twin, make_model, prompts
 
 from kvq_core import ArgumentError
 from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, enable
 from kvq_transformers.naming import GENERATE
+from transformers_families import eager_twin, make_model, prompts
 
 
 @pytest.fixture(autouse=True)

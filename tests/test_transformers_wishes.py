@@ -1,21 +1,14 @@
 """Who decides about the cache of an enabled model, how transformers calls kvq's attention, and which models are refused before they run."""
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-
 from transformers import DynamicCache, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers_families import eager_twin, make_model, prompts
 
 import model_table
 import tiny_models
@@ -23,6 +16,7 @@ from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate, disable, enable
 from kvq_transformers.naming import GENERATE
+from transformers_families import eager_twin, make_model, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 CAPACITIES = [{}, {"max_cache_len": 64}]

@@ -11,18 +11,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+import precompile
+import tune
+from kvq_core import get_backend, offline, ops
+from kvq_core.cli import suite
+from kvq_core.cli.app import app
+from kvq_core.errors import KVQError
+from kvq_core.plans import KINDS, Choice, Decode, Groups, Merge, Prefill, Range, Run, Table, Write, choose, lookup
+from kvq_core.plans.candidates import candidates, class_of
+from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select
 
-import precompile  # noqa: E402
-import tune  # noqa: E402
-from kvq_core import get_backend, offline, ops  # noqa: E402
-from kvq_core.cli import suite  # noqa: E402
-from kvq_core.cli.app import app  # noqa: E402
-from kvq_core.errors import KVQError  # noqa: E402
-from kvq_core.plans import KINDS, Choice, Decode, Groups, Merge, Prefill, Range, Run, Table, Write, choose, lookup  # noqa: E402
-from kvq_core.plans.candidates import candidates, class_of  # noqa: E402
-from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 PRESENT = {
     "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128, parts=1),

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import mixed_run
-from mixed_run import BLOCK_SIZE, H100, HEADS, demand
-
 from kvq_core import workspace
 from kvq_core.warmup import Call, _compile_in_processes, reserve_workspace, warm_up
+from mixed_run import BLOCK_SIZE, H100, HEADS, demand
 
 
 def test_nothing_is_left_to_compile_in_a_mixed_run() -> None:

@@ -4,30 +4,14 @@ kvq's table for sm_90 plans it from 256 query rows (tokens x heads of a group); 
 against float64 attention; besides there are the calls that must not take it, pages with holes, and codes that are no numbers.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import SUITES
-from warp_groups import (
-    H200,
-    Where,
-    assert_alike,
-    entered,
-    kinds_asked,
-    refused,
-    spoil_unseen,
-    table_with_holes,
-    use_kvq_s_tables_and_a_known_triton,
-)
-
 from kvq_core import get_backend, launch, ops
 from kvq_core.device import DeviceFacts
 from kvq_core.kernels import facts
@@ -39,6 +23,17 @@ from kvq_core.spec import Attention
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import LARGE, Case
 from kvq_core.testing.scene import Scene
+from warp_groups import (
+    H200,
+    Where,
+    assert_alike,
+    entered,
+    kinds_asked,
+    refused,
+    spoil_unseen,
+    table_with_holes,
+    use_kvq_s_tables_and_a_known_triton,
+)
 
 MODES = sorted(FIRST_PARTY)
 PLAIN = Case(query_lens=(70, 129), seq_lens=(1100, 400), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)

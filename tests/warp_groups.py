@@ -1,20 +1,15 @@
 """What the tests of warp groups share, those for many query rows (test_warpgroups.py) and those for a few (test_drafts.py)."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exact_reads import rows_alone
 from gluon_interpreted import interpreted_gluon
-
 from kvq_core import get_backend, launch, ops
 from kvq_core.offline import Device, planning_for
 from kvq_core.plans import Entry, Groups, Table, lookup

@@ -8,7 +8,7 @@ project_copyright = "the kvq authors; Apache-2.0"
 release = metadata.version("kvq-core")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "dev"]
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 4
 

@@ -21,7 +21,7 @@ from kvq_core.workspace import sole_use
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 PREFETCHED_SHARE = 32
-"""Keys of a share up to which a program asks for its first tile ahead; with 64 it gains nothing (docs/performance-notes.md)."""
+"""Keys of a share up to which a program asks for its first tile ahead; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
 
 
 def lanes_of(plane: Plane, name: str, streams: int) -> torch.Tensor:

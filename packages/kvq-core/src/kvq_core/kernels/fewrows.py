@@ -3,7 +3,7 @@
 A product has eight columns of query rows, and a group of four heads or fewer leaves half of them empty. A thread holds two columns that are
 neighbours. So each row has such a pair, its second column empty, and the thread one score where it would have two: half as much to do in
 all that is done to scores. It pays where that is much (a softcap); for the softmax alone it was measured and did not
-(docs/performance-notes.md).
+(docs/dev/experiments/2026-11.md).
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The first tile of a short sequence's shares, on its way into the L2 while queries are prepared.
 
 All programs of such a launch begin at once, each with a share to itself, and none has anything else to do while it waits for its first
-keys. In long sequences and in batches the requests cost more than they bring (docs/performance-notes.md).
+keys. In long sequences and in batches the requests cost more than they bring (docs/dev/experiments/2026-11.md).
 """
 
 import triton

@@ -48,7 +48,7 @@ def query_streams(x, work, C: tl.constexpr):
     STREAMS: tl.constexpr = HEADS.streams
     SIGNS: tl.constexpr = C.format.signs
     if C.format.rotated and C.alone and STREAMS > 1:
-        # The shorter code. It pays where a program has a piece and no more (docs/performance-notes.md).
+        # The shorter code. It pays where a program has a piece and no more (docs/dev/experiments/2026-11.md).
         pairs = rotated_pairs(x, HEADS, SIGNS, C)
         streams = ()
         for s in tl.static_range(STREAMS):

@@ -41,7 +41,7 @@ DEFAULT: Final = (
     *(f"{mode}:q8192" for mode in ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2")),
     *("none:w8192", "int4:w8192", "int2:w8192"),
 )
-"""The calls of which performance.md says what limits them."""
+"""The calls of which performance-figures.md says what limits them."""
 AT_ONCE: Final = 8
 """Calls in a process, which takes some seconds to start."""
 LAUNCHES: Final = "launches of the calls: "

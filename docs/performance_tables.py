@@ -1,7 +1,8 @@
 """The tables of speed, from one run of the benchmark: ``hatch run python docs/performance_tables.py [BENCHMARKS.json]``.
 
-Writes the generated parts of ``performance.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the file that a
-whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. Beside it stands
+Writes the generated parts of ``performance.md`` (the headline table) and ``performance-figures.md`` (the rest) from
+``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the file that a whole
+``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. Beside it stands
 ``_data/benchmarks-h100.json``, such a run on an H100, which is put there by hand.
 """
 
@@ -28,6 +29,9 @@ from rows import COPY, FLASHINFER  # noqa: E402
 DATA: Final = DOCS / "_data" / "benchmarks.json"
 H100: Final = DATA.with_name("benchmarks-h100.json")
 PAGE: Final = DOCS / "performance.md"
+"""Has the headline table."""
+FIGURES: Final = DOCS / "performance-figures.md"
+"""Has every other table."""
 MODES: Final = {
     "none": "`none`",
     "int8_per_token_head": "int8",
@@ -227,6 +231,8 @@ def pages(run: Run, h100: Run) -> dict[Path, dict[tuple[str, str], str]]:
     return {
         PAGE: {
             _marks("headline"): headline(run),
+        },
+        FIGURES: {
             _marks("small"): figures(run, SMALL, "decode", FLASHINFER),
             _marks("prefill"): figures(run, PREFILL, "prefill", FLASHINFER, figure="tflops", form=".0f"),
             _marks("writes"): figures(run, WRITES, "write", FLASHINFER, COPY),

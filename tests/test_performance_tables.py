@@ -46,7 +46,7 @@ def test_what_is_no_whole_run_changes_nothing(broken: str, tmp_path: Path, capsy
         content["rows"][3] |= {"us": None, "error": "OutOfMemoryError", "hbm": None, "x_none": None, "x_peer": None}
     file = tmp_path / "benchmarks.json"
     file.write_text("[" if broken == "no json" else json.dumps(content))
-    paths = (tables.DATA, tables.PAGE)
+    paths = (tables.DATA, tables.PAGE, tables.FIGURES)
     before = [path.read_bytes() for path in paths]
     with pytest.raises(SystemExit) as ended:
         tables.main([str(file)])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import mixed_run
-from kvq_core import workspace
+from kvq_core import target, workspace
+from kvq_core.offline import planning_for
 from kvq_core.warmup import Call, _compile_in_processes, reserve_workspace, warm_up
 from mixed_run import BLOCK_SIZE, H100, HEADS, demand
 
@@ -45,3 +47,16 @@ def test_a_reserved_workspace_serves_every_stream(monkeypatch: pytest.MonkeyPatc
     assert workspace.kept_buffer(cpu, (1 << 17) + 1).data_ptr() != workspace.kept_buffer(cpu, 9).data_ptr()
     assert workspace.sole_use(cpu, 1) is workspace.sole_use(cpu, 2)
     assert workspace.kept_bytes(cpu) >= 8 << 17
+
+
+def test_planning_leaves_other_threads_their_launches() -> None:
+    """An engine may serve while it plans."""
+    seen: list[bool] = []
+    with planning_for(H100):
+        other = threading.Thread(target=lambda: seen.append(target.current() is None))
+        other.start()
+        other.join()
+        with planning_for(H100):
+            pass
+        assert target.current() is not None
+    assert seen == [True] and target.current() is None

@@ -2,7 +2,7 @@
 
 Most checks are those of ``check_engine.py``, in float32 against transformers on the CPU, here with CUDA graphs. The others hold an engine
 against itself: log-probabilities must be the same to the last bit whatever else is in a batch, and after sleep. Each check is a process of
-its own, and all run at a time: an engine that captured graphs leaves no room for another one in its process.
+its own, since vLLM cannot capture graphs for a second engine in one process; all run at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What launch plans and kernels depend on of the device that takes a call's launches."""
+"""Facts about a GPU that launch plans and compiled kernels depend on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DeviceFacts(NamedTuple):
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """The facts of what takes the launches of calls with tensors on ``device``."""
+    """The facts of ``device``, or of the target that takes this thread's launches (:mod:`kvq_core.target`)."""
     elsewhere = target.current()
     return _facts_of(device) if elsewhere is None else elsewhere.facts
 

@@ -1,7 +1,8 @@
 """The doors without a GPU: what they would launch is compiled for one, or only planned.
 
-Tensors may lie anywhere, on the meta device too: nothing looks at values. Within the blocks below the whole process is on that other GPU:
-they are for processes of their own (the compile matrix, ``kvq tune``'s compilers), or for a moment (plans).
+Tensors may lie on any device, the meta device too: nothing looks at values. The blocks below redirect the launches of their thread.
+``compiling_for`` also replaces Triton's driver for the whole process, so it is for processes of their own (the compile matrix, the
+compilers of ``kvq tune`` and of the warm-up).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine's own buffers for the partial results of split keys."""
+"""An engine's own split-KV buffers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""What takes the launches of the doors: the GPU of a call's tensors or, within :func:`launching_to`, a :class:`Target`."""
+"""Redirected launches: within :func:`launching_to`, the doors hand each kernel launch of this thread to a :class:`Target`, not to a GPU.
+
+Plans, the warm-up and the compile matrix use it to see or compile what a call would launch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """Stands for a GPU, with tensors on any device.
+    """A stand-in for a GPU, for tensors on any device.
 
-    ``facts``, ``overlaps``: what plans depend on; whether a launch may start before the one it depends on has ended. ``start``: is given
-    each kernel with its grid, arguments and options, in the place of a launch. ``spaces``: gets the float32 elements of each workspace.
+    ``facts``: what launch plans depend on. ``overlaps``: whether a launch may start before the one it depends on has ended. ``start``:
+    called with each kernel, its grid, arguments and options, in place of the launch. ``spaces``: collects the size of each workspace, in
+    float32 elements.
     """
 
     facts: DeviceFacts
@@ -25,21 +30,26 @@ class Target:
     spaces: list[int] = field(default_factory=list)
 
 
-class _Current:
-    target: Target | None = None
+_TARGETS: dict[int, Target] = {}
+"""By thread: calls of other threads go to their GPU meanwhile."""
 
 
 def current() -> Target | None:
-    """The target of this process, if it has one."""
-    return _Current.target
+    """The target of this thread, if it has one."""
+    # The first test alone decides in nearly all calls, and is all that torch.compile traces.
+    return _TARGETS.get(threading.get_ident()) if _TARGETS else None
 
 
 @contextlib.contextmanager
 def launching_to(target: Target) -> Iterator[None]:
-    """Within the block, ``target`` takes the launches of the whole process."""
-    before = _Current.target
-    _Current.target = target
+    """Within the block, ``target`` takes the launches of this thread."""
+    thread = threading.get_ident()
+    before = _TARGETS.get(thread)
+    _TARGETS[thread] = target
     try:
         yield
     finally:
-        _Current.target = before
+        if before is None:
+            del _TARGETS[thread]
+        else:
+            _TARGETS[thread] = before

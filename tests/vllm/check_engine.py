@@ -10,11 +10,12 @@ Engines share a process, whose imports take most of the time: ``python tests/vll
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ TOKENS = 12
 LENGTHS = (5, 37, 150, 64, 120, 129)
 """Of the prompts. Those beyond :data:`CHUNK` tokens are prefilled in chunks, beside others that decode."""
 CHUNK = 64
+TEXTS = "texts.json"
 COMMON = {"dtype": "float32", "max_num_batched_tokens": CHUNK}
 
 
@@ -163,7 +165,7 @@ def free() -> None:
 def check(name: str, case: Case, folder: Path) -> str:
     """One engine: chunked prefill beside decode, then the same prompts from the prefix cache, then more than fits at once.
 
-    Returns what was found; ends the program if it is not right.
+    Returns what was found; ends the program if it is not right. Leaves the engine's texts in ``folder``.
     """
     started = time.perf_counter()
     model, further, smoothing = case.model.make(folder), {}, None
@@ -183,7 +185,9 @@ def check(name: str, case: Case, folder: Path) -> str:
     cached = again[0].num_cached_tokens
     outputs += again + generate(engine, asked * 2)
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
-    said = Reference(model, case.modes, case.control, smoothing).compare([text_of(output) for output in outputs], name)
+    texts = [text_of(output) for output in outputs]
+    (folder / TEXTS).write_text(json.dumps([asdict(text) for text in texts]))
+    said = Reference(model, case.modes, case.control, smoothing).compare(texts, name)
     # With windows vLLM may admit fewer requests instead of preempting, and few texts grow into another large block.
     may_wait = case.model.kind in ("gemma2", "gemma3", "gpt_oss") or case.block_size > 64
     if not cached or not (preempted or may_wait) or ("speculative_config" in case.options and not drafted):

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from kvq_core import get_backend, ops
-from kvq_core.kernels.facts import Heads
+from kvq_core.kernels.config import Heads
 from kvq_core.launched import triton_is_known
 from kvq_core.offline import planning_for
 from kvq_core.plans import Decode, Groups, Prefill, Table, choose, lookup

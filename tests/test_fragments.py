@@ -24,7 +24,7 @@ from kvq_core.testing.places import Place
 from warp_groups import H200, use_kvq_s_tables_and_a_known_triton
 
 MODES = ("int4_per_token_head", "int2_per_token_head")
-KERNELS = ("kvq_core.kernels.fragments", "kvq_int4.fragments", "kvq_int2.fragments")
+KERNELS = ("kvq_core.kernels.fragments", "kvq_int4.store_mma", "kvq_int2.store_mma")
 PLANNED = (Write(8, 1, 1), Write(16, 1, 1), Write(16, 2, 1))
 OTHERS = tuple(Write(rows, warps, 1) for rows, warps in ((32, 2), (32, 4), (64, 4)))
 

@@ -24,7 +24,7 @@ ABOVE, BELOW = 252, 250
 
 def cut_off(size: int) -> int:
     """The fewest outer cells of a key that the kernel leaves without a bound."""
-    from kvq_int2.write import FEW_LESS, FEW_SHARE
+    from kvq_int2.quantize import FEW_LESS, FEW_SHARE
 
     return max(1, math.ceil(size * FEW_SHARE.value - FEW_LESS.value))
 

@@ -7,10 +7,10 @@ import pytest
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvq_core.kernels import facts
+from kvq_core.kernels import config, formats
 
 pytestmark = pytest.mark.quick
-CONSTANTS = (facts.ReadConfig, facts.WriteConfig, facts.MergeTile)
+CONSTANTS = (config.ReadConfig, config.WriteConfig, config.MergeTile, formats.Format, formats.PlaneFormat)
 
 
 def kernel(C):  # type: ignore[no-untyped-def]  # noqa: N803
@@ -28,5 +28,17 @@ def test_another_version_s_kernels_are_not_found(kind: Any, monkeypatch: pytest.
     constant = kind(**{field.name: 1 for field in fields(kind)})
     here = on_disk(constant)
     assert here == on_disk(replace(constant)) != on_disk(replace(constant, **{fields(kind)[0].name: 2}))
-    monkeypatch.setattr(facts, "SOURCE", "an earlier version's")
+    monkeypatch.setattr(formats, "SOURCE", "an earlier version's")
     assert on_disk(constant) != here
+
+
+def test_a_hook_s_source_is_part_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton sees the source of what a kernel names, but not of the jit functions among its constants."""
+
+    def format_of(source: str) -> formats.Format:
+        hook = JITFunction(kernel)
+        hook._unsafe_update_src(f"def kernel(C):\n    {source}\n")
+        plane = formats.PlaneFormat("test", streams=2, unpack=hook)
+        return formats.Format(plane, plane)
+
+    assert on_disk(format_of("pass")) == on_disk(format_of("pass")) != on_disk(format_of("return C"))

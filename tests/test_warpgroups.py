@@ -14,7 +14,6 @@ import torch
 from exact_reads import SUITES
 from kvq_core import get_backend, launch, ops
 from kvq_core.device import DeviceFacts
-from kvq_core.kernels import facts
 from kvq_core.plans import Entry, Groups, Table
 from kvq_core.plans.lookup import listening
 from kvq_core.registry import FIRST_PARTY
@@ -94,7 +93,7 @@ def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     built.backend.unified_attention(out=built.fresh_out()["rows"], **built.read_arguments())
     for interpreting in (True, False):
         monkeypatch.setattr(launch, "interpreting", lambda answer=interpreting: answer)
-        assert launch.groups_fit(seen[0], facts.Format(streams=4)) != interpreting
+        assert launch.groups_fit(seen[0], get_backend("int4").kernels().format) != interpreting
 
 
 KERNELS = ("kvq_core.kernels.warpgroups.dense", *(f"kvq_{package}.prefill" for package in ("int8fp8", "int4", "int2")))

@@ -12,8 +12,7 @@ node), and call the few methods a mode implements:
 =============  ====================================================================================================
 ``encode``     rows -> (codes, scales), plain torch, any device: the specification of the mode's bytes
 ``decode``     (codes, scales) -> float32 rows, plain torch: the specification of what the bytes mean
-``write``      launch the Triton write kernel                  (default: ``encode`` and scatter, in torch)
-``read``       launch the Triton attention kernel              (default: ``decode`` and dense attention, in torch)
+``kernels``    its Triton kernels                              (default: none; the doors encode and decode in torch)
 =============  ====================================================================================================
 
 So a mode that only has ``encode`` and ``decode`` already works everywhere, slowly; its kernels make it fast. On CPU tensors the doors
@@ -38,6 +37,7 @@ from kvq_core.gradients import refuse_gradients
 from kvq_core.spec import Attention, NewRows
 
 if TYPE_CHECKING:
+    from kvq_core.kernels.formats import Kernels
     from kvq_core.launched import Launched
 
 
@@ -142,19 +142,36 @@ class QuantKVBackend(ABC):
             raise ArgumentError("scales", "None", f"the scales that mode {self.mode} stored")
         return scales
 
+    def kernels(self) -> Kernels | None:
+        """The mode's kernels, which :meth:`write` and :meth:`read` launch; ``None``: they run in torch, by ``encode`` and ``decode``.
+
+        Import Triton here and not with the module: modes are listed, and run on a CPU, without it.
+        """
+        return None
+
     def write(self, rows: NewRows) -> Launched | None:
         """Quantize and scatter ``rows``; everything in them is validated.
 
         Returns what was launched if that is all that was done and only ``rows`` decided it: later calls like this one may then repeat
         the launches and pass this method by (:mod:`kvq_core.repeat`). ``None`` is always right.
         """
-        eager.write(self, rows)
-        return None
+        kernels = self.kernels()
+        if kernels is None:
+            eager.write(self, rows)
+            return None
+        from kvq_core.launch import launch_rows
+
+        return launch_rows(kernels, rows)
 
     def read(self, attention: Attention) -> Launched | None:
         """Attend over the pages and fill ``attention.out``; everything in it is validated. Returns as :meth:`write` does."""
-        eager.read(self, attention)
-        return None
+        kernels = self.kernels()
+        if kernels is None:
+            eager.read(self, attention)
+            return None
+        from kvq_core.launch import launch_attention
+
+        return launch_attention(kernels, attention)
 
     # -- the two doors --------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ _FIELDS: Final = MappingProxyType[str, tuple[str, Callable[[Any], bool]]](
                 "encode",
                 "encode_value",
                 "decode",
+                "kernels",
                 "write",
                 "read",
                 "reshape_and_cache",

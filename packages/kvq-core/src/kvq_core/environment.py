@@ -137,7 +137,8 @@ def kernels_of(backend: QuantKVBackend) -> frozenset[str]:
     """Which of ``write`` and ``read`` the mode brings kernels for; the contract's own are plain torch."""
     from kvq_core.backend import QuantKVBackend
 
-    return frozenset(name for name in ("write", "read") if getattr(type(backend), name) is not getattr(QuantKVBackend, name))
+    own = {name for name in ("kernels", "write", "read") if getattr(type(backend), name) is not getattr(QuantKVBackend, name)}
+    return frozenset({"write", "read"} if "kernels" in own else own)
 
 
 def path_of(backend: QuantKVBackend, device: torch.device) -> Route:

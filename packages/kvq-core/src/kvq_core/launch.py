@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ import triton
 from kvq_core import families, schedule
 from kvq_core.device import device_facts, interpreting, overlaps
 from kvq_core.errors import ArgumentError
-from kvq_core.kernels import args, facts
+from kvq_core.kernels import args
+from kvq_core.kernels.config import Heads, MergeTile, ReadConfig, WriteConfig, multiplied_lanes
+from kvq_core.kernels.formats import Format, Kernels, PlaneFormat, Sm90Kernels
 from kvq_core.kernels.merge import merge_kernel
 from kvq_core.launched import Launched, triton_is_known
 from kvq_core.repeat import ALIGNMENT
@@ -24,9 +26,9 @@ PREFETCHED_SHARE = 32
 """Keys of a share up to which a program asks for its first tile ahead; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
 
 
-def lanes_of(plane: Plane, name: str, streams: int) -> torch.Tensor:
+def lanes_of(plane: Plane, name: str, form: PlaneFormat) -> torch.Tensor:
     """The codes as 16-bit lanes (unpacked modes: as they are), without a copy."""
-    if streams == 1:
+    if not form.packed:
         return plane.codes
     try:
         return plane.codes.view(torch.uint8).view(torch.uint16)
@@ -35,8 +37,8 @@ def lanes_of(plane: Plane, name: str, streams: int) -> torch.Tensor:
         raise ArgumentError(name, strides, "even strides, offset and packed head size: rows are read as 16-bit lanes") from error
 
 
-def bundle_plane(plane: Plane, name: str, streams: int) -> args.Plane:
-    codes = lanes_of(plane, name, streams)
+def bundle_plane(plane: Plane, name: str, form: PlaneFormat) -> args.Plane:
+    codes = lanes_of(plane, name, form)
     block, slot, head, _ = codes.stride()
     scales = plane.scales
     if scales is None or scales.dim() != 3:
@@ -56,20 +58,18 @@ def bundle_output(out: torch.Tensor, lse: torch.Tensor | None) -> args.Output:
     return args.Output(out, token, head, lse)
 
 
-def launch_rows(kernel: Any, rows: NewRows, form: facts.Format, in_fragments: str = "") -> Launched:
-    """Launch a mode's write kernel: grid (row blocks, K and V).
-
-    ``in_fragments``: the module whose ``write`` is the mode's kernel for rows in fragments (:mod:`kvq_core.kernels.fragments`), if it has
-    one. It is imported once a plan asks for it, since not every Triton has what it is written in.
-    """
-    launched = Launched(rows.key.device)
+def launch_rows(kernels: Kernels, rows: NewRows) -> Launched:
+    """Launch a mode's write kernel: grid (row blocks, K and V)."""
+    launched, form = Launched(rows.key.device), kernels.format
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
     device = device_facts(rows.key.device)
-    width = facts.Heads(max(head_size, rows.value.shape[2]), form.streams).width * form.streams
-    fit = bool(in_fragments) and fragments_fit(rows)
-    tile = schedule.write_tile(device.arch, form.variant, form.streams, width, total, rows.batch_invariant, fit)
-    config = facts.WriteConfig(
+    plane = form.wider
+    width = Heads(max(head_size, rows.value.shape[2]), plane.streams).width * plane.streams
+    in_fragments = _sm90(kernels, fragments_fit, rows).write
+    fit = in_fragments is not None
+    tile = schedule.write_tile(device.arch, plane.name, plane.streams, width, total, rows.batch_invariant, fit)
+    config = WriteConfig(
         format=form,
         head_size=head_size,
         head_size_v=rows.value.shape[2],
@@ -81,15 +81,13 @@ def launch_rows(kernel: Any, rows: NewRows, form: facts.Format, in_fragments: st
         fp8_hardware=device.fp8_hardware,
         upcast_dots=interpreting(),
     )
-    if tile.fragments and fit:
-        kernel = importlib.import_module(in_fragments).write
     launched.start(
-        kernel,
+        in_fragments if tile.fragments and fit else kernels.write,
         (triton.cdiv(total, tile.rows), 2),
         bundle_rows(rows.key, rows.smoothing),
         bundle_rows(rows.value),
-        bundle_plane(rows.keys, "key_cache", form.streams),
-        bundle_plane(rows.values, "value_cache", form.streams),
+        bundle_plane(rows.keys, "key_cache", form.key),
+        bundle_plane(rows.values, "value_cache", form.value),
         rows.slot_mapping,
         num_tokens,
         rows.keys.num_blocks * rows.keys.block_size,
@@ -105,32 +103,33 @@ def machine_of(device: torch.device) -> families.Machine:
     return families.Machine(known.arch, known.use_asm, interpreting(), triton_is_known())
 
 
+def _sm90(kernels: Kernels, fit: Callable[..., bool], *call: Any) -> Sm90Kernels:
+    """A mode's kernels for sm_90, if it has some and they can take a call."""
+    return kernels.sm90() if kernels.sm90 is not None and fit(*call) else Sm90Kernels()
+
+
 def fragments_fit(rows: NewRows) -> bool:
     """Whether a kernel of fragments can take these rows."""
     return families.FRAGMENTS.takes(machine_of(rows.key.device), rows)
 
 
-def launch_attention(kernel: Any, attention: Attention, form: facts.Format, in_groups: str = "", of_drafts: str = "") -> Launched:
-    """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch.
-
-    ``in_groups``, ``of_drafts``: the modules whose ``attend`` are the mode's kernels of warp groups (:mod:`kvq_core.kernels.warpgroups`)
-    for many query rows and for a few, if it has them. They are imported once a plan asks for them, since not every Triton has what they
-    are written in.
-    """
+def launch_attention(kernels: Kernels, attention: Attention) -> Launched:
+    """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch."""
     launched = Launched(attention.q.device)
-    problem = problem_of(attention, form, bool(in_groups), bool(of_drafts))
+    sm90 = _sm90(kernels, groups_fit, attention, kernels.format)
+    problem = problem_of(attention, kernels.format, sm90)
     with sole_use(attention.q.device):
         for launch in schedule.plan(problem):
-            module = ("", of_drafts, in_groups)[launch.tile.groups]
-            chosen = importlib.import_module(module).attend if module else kernel
-            _launch(launched, chosen, attention, form, problem, launch)
+            kernel = (kernels.attend, sm90.attend_drafts, sm90.attend)[launch.tile.groups]
+            _launch(launched, kernel, attention, kernels.format, problem, launch)
     return launched
 
 
-def problem_of(attention: Attention, form: facts.Format, has_groups: bool = False, has_drafts: bool = False) -> schedule.Problem:
-    """The facts that the plan depends on. ``has_groups``, ``has_drafts``: the mode has a kernel of warp groups for many rows, for few."""
+def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> schedule.Problem:
+    """The facts that the plan depends on; ``sm90``: those kernels that can take the call."""
     batch, q, device = attention.batch, attention.q, device_facts(attention.q.device)
-    head = facts.Heads(max(q.shape[2], attention.out.shape[2]), form.streams)
+    plane = form.wider
+    head = Heads(max(q.shape[2], attention.out.shape[2]), plane.streams)
     max_seqlen_q = min(batch.max_seqlen_q, schedule.power_of_two(q.shape[0]))  # rounded: kernels are compiled for it
     max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
     if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
@@ -149,34 +148,34 @@ def problem_of(attention: Attention, form: facts.Format, has_groups: bool = Fals
         uniform=batch.num_seqs * batch.max_seqlen_q == q.shape[0],
         group=attention.queries_per_kv,
         num_kv_heads=attention.keys.num_kv_heads,
-        lane_bytes=attention.keys.codes.element_size() if form.streams == 1 else 2,
+        lane_bytes=2 if plane.packed else attention.keys.codes.element_size(),
         lanes=head.width,
-        streams=form.streams,
+        streams=plane.streams,
         num_sms=device.num_sms,
         head_lanes=head.lanes,
         foldable=_foldable(attention, form),
-        in_pieces=form.streams > 1 and facts.multiplied_lanes(head.lanes) < head.width,
+        in_pieces=plane.packed and multiplied_lanes(head.lanes) < head.width,
         engine_segments=segments,
         scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
         may_split=may_split,
         batch_invariant=attention.batch_invariant,
         arch=device.arch,
-        variant=form.variant,
-        groups_fit=has_groups and groups_fit(attention, form),
-        drafts_fit=has_drafts and groups_fit(attention, form),
+        variant=plane.name,
+        groups_fit=sm90.attend is not None,
+        drafts_fit=sm90.attend_drafts is not None,
     )
 
 
-def groups_fit(attention: Attention, form: facts.Format) -> bool:
+def groups_fit(attention: Attention, form: Format) -> bool:
     """Whether kernels of warp groups can take this call."""
     keys, values = attention.keys, attention.values
     row_bytes = min(_row_bytes(keys), _row_bytes(values))
-    call = families.GroupsCall(attention, form.streams == 1, row_bytes, keys.block_size * max(_strides(keys) + _strides(values)))
+    call = families.GroupsCall(attention, not form.packed, row_bytes, keys.block_size * max(_strides(keys) + _strides(values)))
     return families.GROUPS.takes(machine_of(attention.q.device), call)
 
 
 def _launch(
-    launched: Launched, kernel: Any, attention: Attention, form: facts.Format, problem: schedule.Problem, launch: schedule.Launch
+    launched: Launched, kernel: Any, attention: Attention, form: Format, problem: schedule.Problem, launch: schedule.Launch
 ) -> None:
     batch, tile = attention.batch, launch.tile
     config = _config(attention, form, launch)
@@ -193,8 +192,8 @@ def _launch(
         kernel,
         (programs, problem.num_kv_heads),
         bundle_rows(attention.q, attention.smoothing),
-        bundle_plane(attention.keys, "k_cache", form.streams),
-        bundle_plane(attention.values, "v_cache", form.streams),
+        bundle_plane(attention.keys, "k_cache", form.key),
+        bundle_plane(attention.values, "v_cache", form.value),
         output,
         attention.output_scale,
         lengths,
@@ -229,7 +228,7 @@ def _launch(
         row_blocks,
         programs,
         # With fewer slices than planned, as many bytes together all the same.
-        TILE=facts.MergeTile(merge.few, merge.pieces * slices // merge.slices, merge.blocks, slices),
+        TILE=MergeTile(merge.few, merge.pieces * slices // merge.slices, merge.blocks, slices),
         C=config,
         num_warps=merge.warps,
         **({"launch_pdl": True} if config.overlap else {}),
@@ -245,12 +244,12 @@ def _parts(attention: Attention, launch: schedule.Launch) -> int:
     return launch.tile.parts if launch.max_query_len == 1 else 2
 
 
-def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -> facts.ReadConfig:
+def _config(attention: Attention, form: Format, launch: schedule.Launch) -> ReadConfig:
     tile = launch.tile
     # Warp groups have a loop over pieces, and may leave a row that is one piece to the merge.
     alone = launch.split == "shares" and attention.batch.num_seqs * launch.max_row_blocks == 1 and not tile.groups
     stride = max(_strides(attention.keys) + _strides(attention.values))
-    return facts.ReadConfig(
+    return ReadConfig(
         format=form,
         head_size=attention.q.shape[2],
         head_size_v=attention.out.shape[2],
@@ -283,33 +282,33 @@ def _config(attention: Attention, form: facts.Format, launch: schedule.Launch) -
         use_asm=device_facts(attention.q.device).use_asm,
         fp8_hardware=device_facts(attention.q.device).fp8_hardware,
         least_pieces=1 if tile.groups else 2,
-        mixed=form.rotated and not tile.groups,
+        mixed=form.value.rotated and not tile.groups,
         overlap=("start" if launch.merge_waits else "end") if launch.split and overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )
 
 
-def _few(attention: Attention, form: facts.Format, launch: schedule.Launch) -> bool:
+def _few(attention: Attention, form: Format, launch: schedule.Launch) -> bool:
     """Whether rows have two columns each: where much is done to each score, and at most half of the fewest rows of a tile can be valid."""
     tile = launch.tile
     eight = tile.keys_first and tile.groups == 0 and tile.fold == 1 and tile.rows == 8
     return form.few_rows and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
 
 
-def _prefetch(form: facts.Format, launch: schedule.Launch) -> bool:
+def _prefetch(form: Format, launch: schedule.Launch) -> bool:
     """Whether programs ask for their first tile ahead: of packed rows, where each has a share to itself, and that is short."""
     tile = launch.tile
     short = launch.merge_waits and launch.least * tile.keys <= PREFETCHED_SHARE
-    return short and form.streams > 1 and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
+    return short and form.packed and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
 
 
-def _foldable(attention: Attention, form: facts.Format) -> bool:
+def _foldable(attention: Attention, form: Format) -> bool:
     """Whether two keys' lanes take less padding in one row than in two, and are neighbours in memory, in the same block."""
     size = attention.q.shape[2]
-    if form.streams == 1 or size != attention.out.shape[2] or attention.keys.block_size % 2:
+    if not (form.packed and form.alike) or size != attention.out.shape[2] or attention.keys.block_size % 2:
         return False
-    lanes = size // form.streams
-    spares = facts.multiplied_lanes(2 * lanes) < 2 * facts.multiplied_lanes(lanes)
+    lanes = size // form.key.streams
+    spares = multiplied_lanes(2 * lanes) < 2 * multiplied_lanes(lanes)
     return spares and all(plane.codes.stride(1) * plane.codes.element_size() == 2 * lanes for plane in (attention.keys, attention.values))
 
 
@@ -344,7 +343,7 @@ def _bundle_scoring(attention: Attention) -> args.Scoring:
 
 
 def _splits(
-    launched: Launched, attention: Attention, launch: schedule.Launch, items: int, config: facts.ReadConfig
+    launched: Launched, attention: Attention, launch: schedule.Launch, items: int, config: ReadConfig
 ) -> tuple[args.Splits, args.Partials]:
     if not launch.split:
         return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)

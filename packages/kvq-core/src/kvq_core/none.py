@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.spec import Attention, NewRows
 
 if TYPE_CHECKING:
-    from kvq_core.launched import Launched
+    from kvq_core.kernels.formats import Kernels
 
 
 class NoneBackend(QuantKVBackend):
@@ -29,14 +28,7 @@ class NoneBackend(QuantKVBackend):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return codes.float()
 
-    def write(self, rows: NewRows) -> Launched:
-        from kvq_core.kernels import copy, facts
-        from kvq_core.launch import launch_rows
+    def kernels(self) -> Kernels:
+        from kvq_core.kernels import plain
 
-        return launch_rows(copy.write, rows, facts.Format(streams=1))
-
-    def read(self, attention: Attention) -> Launched:
-        from kvq_core.kernels import dense, facts
-        from kvq_core.launch import launch_attention
-
-        return launch_attention(dense.attend, attention, facts.Format(streams=1), "kvq_core.kernels.warpgroups.dense")
+        return plain.KERNELS

@@ -18,7 +18,8 @@
 
 Sign and magnitude lie in two planes of eight, because one shift then brings a channel's two bits to where a half-precision number
 wants them: ``(word << i) & 0x8080 | 0x0037`` is the fp16 subnormal +-55 or +-183, whose ratio 3.327 stands in for 3.336
-(read.py; it moves a value by 0.09 %, the mode itself by 35 %). Levels and boundaries: Lloyd (1982), Max (1960), four levels, unit Gaussian.
+(format.py; it moves a value by 0.09 %, the mode itself by 35 %). Levels and boundaries: Lloyd (1982), Max (1960), four levels, unit
+Gaussian.
 
 No finite row comes back further from itself than zero is. For a fixed c the squared error of a scale t = s b is
 
@@ -26,7 +27,7 @@ No finite row comes back further from itself than zero is. For a fixed c the squ
 
 which is at most ||y||^2 for every t from 0 to 2 t*. With f the cosine of y and c, the keys' scale is t* / f and the values' t* / f^2: they
 leave that range where f < 1/2 and f^2 < 1/2, as for a row that turns into a single large number. The bound at 1.9 t* holds from there on
-(ordinary rows have f near 0.94), and leaves 1 - 0.19 f^2 of ||y||^2 at most, so that rounding and read.py's levels do not matter.
+(ordinary rows have f near 0.94), and leaves 1 - 0.19 f^2 of ||y||^2 at most, so that rounding and format.py's levels do not matter.
 
 The least squared error would have a smaller scale, and shrink every row by a ninth. Scores then are too flat, and a mean over many values
 too short, which more keys do not average out; the noise is what they average out.

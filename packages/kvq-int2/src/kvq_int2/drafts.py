@@ -1,4 +1,4 @@
-"""Decode of a few query rows over int2 pages by one warp group: what lanes of eight codes become. (The portable kernel: read.py.)
+"""Decode of a few query rows over int2 pages by one warp group: what lanes of eight codes become. (The portable kernel: kernels.py.)
 
 Operands are those of the portable kernel. Of values a warp unpacks two streams of the eight, whose bits it moves to where they are wanted
 by a distance of its own.
@@ -9,9 +9,12 @@ from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.warpgroups.drafts.kernel import attend_drafts
 from kvq_core.kernels.warpgroups.drafts.numbers import Numbers
-from kvq_int2.read import LEVEL, unpack_asm
+from kvq_int2.codec import READ_LEVEL
+from kvq_int2.format import SUBNORMAL, unpack_asm
 
 INT2 = gl.constexpr(Numbers(unit=2.0**-24))
+LEVEL = gl.constexpr(READ_LEVEL * SUBNORMAL)
+"""Of a value's operand of 1."""
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])

@@ -1,11 +1,11 @@
-"""Prefill over int2 pages by warp groups: what a word of sixteen codes becomes. (The portable kernel, and why these bits: read.py.)"""
+"""Prefill over int2 pages by warp groups: what a word of sixteen codes becomes. (Why these bits: format.py.)"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.warpgroups.kernel import as_stored, attend_in_groups
 from kvq_int2.codec import READ_LEVEL
-from kvq_int2.read import EIGHT_STREAMS
+from kvq_int2.format import EIGHT_STREAMS
 
 WORTH = gl.constexpr(READ_LEVEL * 2.0**24)
 

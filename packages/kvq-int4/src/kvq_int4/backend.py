@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.spec import Attention, NewRows
 from kvq_int4 import codec
 
 if TYPE_CHECKING:
-    from kvq_core.launched import Launched
+    from kvq_core.kernels.api import Kernels
 
 
 class Int4PerTokenHead(QuantKVBackend):
@@ -31,12 +30,7 @@ class Int4PerTokenHead(QuantKVBackend):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return codec.decode(codes, self.required(scales))
 
-    def write(self, rows: NewRows) -> Launched:
-        from kvq_int4.write import launch_write
+    def kernels(self) -> Kernels:
+        from kvq_int4.kernels import KERNELS
 
-        return launch_write(rows)
-
-    def read(self, attention: Attention) -> Launched:
-        from kvq_int4.read import launch_read
-
-        return launch_read(attention)
+        return KERNELS

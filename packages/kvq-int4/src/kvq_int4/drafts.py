@@ -1,4 +1,4 @@
-"""Decode of a few query rows over int4 pages by one warp group: what lanes of four codes become. (The portable kernel: read.py.)
+"""Decode of a few query rows over int4 pages by one warp group: what lanes of four codes become. (The portable kernel: kernels.py.)
 
 Keys are what they are in the portable kernel. Of values a warp unpacks two streams of the four, those of its nibble, as prefill.py does:
 four warps would have to meet for the sum that takes zero points off there.
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.warpgroups.drafts.kernel import attend_drafts
 from kvq_core.kernels.warpgroups.drafts.numbers import Numbers
-from kvq_int4.read import split_word, unpack_keys_asm
+from kvq_int4.format import split_word, unpack_keys_asm
 
 # A zero point is -1 of the numbers that it comes off: a seed for each key.
 INT4 = gl.constexpr(Numbers(zeros=True, unit=2.0**-24, offset=-1.0, odd=16.0))

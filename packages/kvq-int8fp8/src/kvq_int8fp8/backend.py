@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.spec import Attention, NewRows
 from kvq_int8fp8 import codec
 
 if TYPE_CHECKING:
-    from kvq_core.launched import Launched
+    from kvq_core.kernels.api import Kernels
 
 
 class _OneByte(QuantKVBackend):
@@ -26,16 +25,6 @@ class _OneByte(QuantKVBackend):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return codec.decode(codes.view(self.dtype), self.required(scales))
 
-    def write(self, rows: NewRows) -> Launched:
-        from kvq_int8fp8.write import launch_write
-
-        return launch_write(rows, is_int8=self.dtype == torch.int8, per_tensor=not self.needs_scale_caches)
-
-    def read(self, attention: Attention) -> Launched:
-        from kvq_int8fp8.read import launch_read
-
-        return launch_read(attention, is_int8=self.dtype == torch.int8, per_tensor=not self.needs_scale_caches)
-
 
 class Int8PerTokenHead(_OneByte):
     """Signed bytes, one float32 scale per (token, head) of K and of V: 1.94 times smaller than bf16."""
@@ -46,6 +35,11 @@ class Int8PerTokenHead(_OneByte):
     def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         return codec.encode_int8(x)
 
+    def kernels(self) -> Kernels:
+        from kvq_int8fp8 import kernels
+
+        return kernels.INT8
+
 
 class FP8PerTokenHead(_OneByte):
     """float8_e4m3fn codes, one float32 scale per (token, head) of K and of V: 1.94 times smaller than bf16."""
@@ -55,6 +49,11 @@ class FP8PerTokenHead(_OneByte):
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         return codec.encode_fp8(x)
+
+    def kernels(self) -> Kernels:
+        from kvq_int8fp8 import kernels
+
+        return kernels.FP8
 
 
 class FP8PerTensor(_OneByte):
@@ -69,3 +68,8 @@ class FP8PerTensor(_OneByte):
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return codes.view(self.dtype).float() * self.required(scales).reshape(())
+
+    def kernels(self) -> Kernels:
+        from kvq_int8fp8 import kernels
+
+        return kernels.FP8_PER_TENSOR

@@ -1,4 +1,4 @@
-"""Decode of a few query rows over int8 and fp8 pages by one warp group: what lanes of two codes become. (The portable kernel: read.py.)
+"""Decode of a few query rows over int8 and fp8 pages by one warp group: what lanes of two codes become. (The portable kernel: kernels.py.)
 
 Keys are what they are in the portable kernel. Of values no sum over a row is at hand, which would take an int8 code's 128 off afterwards: a
 code's byte beside 0x64 is the float16 1024 + n, n = code + 128, and one multiply-add makes it code * 2^-14, exactly.
@@ -36,13 +36,13 @@ def attend(
     num_blocks,
     C: gl.constexpr,
 ):
-    if C.format.variant == "int8":
+    if C.format.key.name == "int8":
         attend_drafts(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             1.0, 2.0**14,
             unpack_int8_asm, unpack_int8_values, None, None, INT8, C,
         )  # fmt: skip
-    elif C.format.variant == "fp8_per_tensor":
+    elif C.format.key.name == "fp8_per_tensor":
         attend_drafts(
             queries, keys, values, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
             gl.load(keys.scales), gl.load(values.scales),

@@ -1,4 +1,4 @@
-"""Prefill over int8 and fp8 pages by warp groups: what a word of four codes becomes. (The portable kernel: read.py.)
+"""Prefill over int8 and fp8 pages by warp groups: what a word of four codes becomes. (The portable kernel: kernels.py.)
 
 Operands are adjacent pairs of channels in float16. int8: a code's byte beside 0x64 is 1024 + n, n = code + 128; one multiply-add makes it
 code * 2^-14, exactly, and no sum of such operands overflows with its scale. fp8: the hardware's own conversion, which gives numbers as they
@@ -35,12 +35,12 @@ def attend(
     num_blocks,
     C: gl.constexpr,
 ):
-    if C.format.variant == "int8":
+    if C.format.key.name == "int8":
         attend_in_groups(
             queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
             INT8_WORTH, INT8_WORTH, SCALED=True, SHRUNK=1.0, FINITE=True, ADJACENT=True, UNPACK=unpack_int8, SCALE_OF=as_stored, C=C,
         )  # fmt: skip
-    elif C.format.variant == "fp8_per_tensor":
+    elif C.format.key.name == "fp8_per_tensor":
         attend_in_groups(
             queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
             gl.load(keys.scales), gl.load(values.scales),

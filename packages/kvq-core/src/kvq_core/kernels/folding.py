@@ -47,7 +47,7 @@ def unfold(acc, state, C: tl.constexpr):
     share = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top)[None, :])
     total = tl.sum(tl.reshape(state.sum, [FOLD, ROWS]) * share, 0)
     rows = ()
-    for s in tl.static_range(tl.constexpr(C.format.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.value.streams)):
         x = acc[s] * tl.reshape(share, [FOLD * ROWS])[:, None]
         rows = rows + (spread(tl.sum(own_lanes(x, C), 0), C),)
     return rows, SoftmaxState(spread(top, C), spread(total, C))
@@ -117,30 +117,30 @@ def paste(pieces, AT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def to_pieces(streams, C: tl.constexpr):
+def to_pieces(streams, ROW: tl.constexpr):
     """Streams [ROWS, lanes of a row, padded] -> operands: the streams of a piece, then those of the next."""
-    WIDTH: tl.constexpr = C.row_heads.width
-    LANES: tl.constexpr = C.row_lanes
+    WIDTH: tl.constexpr = ROW.width
+    LANES: tl.constexpr = ROW.lanes
     cuts = ()
-    for s in tl.static_range(tl.constexpr(C.format.streams)):
+    for s in tl.static_range(tl.constexpr(ROW.streams)):
         cuts = cuts + (cut(streams[s], LANES, WIDTH),)
     result = ()
-    for i in tl.static_range(len(C.pieces)):
-        for s in tl.static_range(tl.constexpr(C.format.streams)):
+    for i in tl.static_range(len(ROW.pieces)):
+        for s in tl.static_range(tl.constexpr(ROW.streams)):
             result = result + (cuts[s][i],)
     return result
 
 
 @triton.jit
-def from_pieces(operands, C: tl.constexpr):
+def from_pieces(operands, ROW: tl.constexpr):
     """The streams that :func:`to_pieces` would make these operands of."""
-    WIDTH: tl.constexpr = C.row_heads.width
-    LANES: tl.constexpr = C.row_lanes
-    STREAMS: tl.constexpr = C.format.streams
+    WIDTH: tl.constexpr = ROW.width
+    LANES: tl.constexpr = ROW.lanes
+    STREAMS: tl.constexpr = ROW.streams
     result = ()
     for s in tl.static_range(STREAMS):
         pieces = ()
-        for i in tl.static_range(len(C.pieces)):
+        for i in tl.static_range(len(ROW.pieces)):
             pieces = pieces + (operands[i * STREAMS + s],)
         result = result + (paste(pieces, 0, LANES, WIDTH),)
     return result

@@ -6,8 +6,8 @@ rows it is in, bits 0 and 2, and 4 and 5, which thread's they are, which k. The 
 which a thread holds eight numbers. Over bits 3 and 6 the transform is in products that add up, by the matrix or by its negative, and over
 bit 1 in a step of additions, which is left to whoever wants the streams (:func:`kvq_core.kernels.rotation.stream`).
 
-The portable kernels (each mode's write.py) go by shared memory twice, for the rows and for a matrix of 32 columns, and a thread has eight
-rows' places to find instead of two. What is done with rotated rows is theirs.
+The portable kernels go by shared memory twice, for the rows and for a matrix of 32 columns, and a thread has eight rows' places to find
+instead of two. What is done with rotated rows is each mode's (quantize.py).
 """
 
 from triton.experimental import gluon
@@ -62,8 +62,8 @@ def _of_rows(rows, warps, registers, threads, columns):
 
 @gluon.jit
 def write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, STREAMS: gl.constexpr, C: gl.constexpr):
-    """A write kernel. ``quantized``: the mode's, as in its write.py, which gets rows in STREAMS: those of the format, or finer ones, of
-    which a thread has fewer values each to put together."""
+    """A write kernel. ``quantized``: the mode's, which gets rotated rows in STREAMS: those of the format, or finer ones, of which a thread
+    has fewer values each to put together."""
     LOADED: gl.constexpr = gl.SliceLayout(1, loading(C.rows, C.warps, C.head_size))
     rows = rows_at(gl.arange(0, C.rows, LOADED), slot_mapping, num_tokens, num_slots, C)
     if gl.program_id(1) == 0:
@@ -75,10 +75,11 @@ def write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, qu
 @gluon.jit
 def write_plane(source, plane, rows, quantized, IS_VALUE: gl.constexpr, STREAMS: gl.constexpr, C: gl.constexpr):
     HEADS: gl.constexpr = C.unpadded_heads
+    SIGNS: gl.constexpr = C.format.key.signs
     LOADED: gl.constexpr = gl.SliceLayout(0, loading(C.rows, C.warps, HEADS.size))
     STORED: gl.constexpr = storing(C.rows, C.warps, HEADS.size, HEADS.streams)
     x = load_rows_at(gl.arange(0, HEADS.size, LOADED), source, rows, HEADS, C)
-    lanes, words = quantized(rotated_pairs(x, HEADS, STREAMS, C), IS_VALUE, APART, HEADS, C)
+    lanes, words = quantized(rotated_pairs(x, HEADS, SIGNS, STREAMS, C), IS_VALUE, APART, HEADS, C)
     lanes = from_streams(lanes, C.rows, HEADS.size // STREAMS, STREAMS // HEADS.streams)
     rows = moved(rows, gl.SliceLayout(1, STORED))
     lane = gl.arange(0, HEADS.lanes, gl.SliceLayout(0, STORED))
@@ -100,14 +101,14 @@ def moved(rows, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def rotated_pairs(x, HEADS: gl.constexpr, STREAMS: gl.constexpr, C: gl.constexpr):
+def rotated_pairs(x, HEADS: gl.constexpr, SIGNS: gl.constexpr, STREAMS: gl.constexpr, C: gl.constexpr):
     """ROOM times H D x (H x without signs) of rows [ROWS, size] in ``loading``, a step early: pairs (a, b), one after the other, each
     [ROWS, size / STREAMS], of which a + b and a - b are streams that are APART."""
     WARPS: gl.constexpr = C.warps
     UPPER: gl.constexpr = C.rows // (8 * WARPS)  # of a warp's rows, eight or twice eight
     HIGH: gl.constexpr = HEADS.size // 64  # values of channel bit 6
-    if C.format.signs is not None:
-        x = with_signs(x, HEADS.size, C)
+    if SIGNS is not None:
+        x = with_signs(x, HEADS.size, SIGNS, C)
     # Warps, and their rows; channel bits 6, 5 and 4, 3, 2, 1, 0. A product's rows, its k, and what is multiplied for itself.
     x = x.reshape([WARPS, UPPER, 8, HIGH, 4, 2, 2, 2, 2]).permute((0, 7, 2, 6, 4, 8, 1, 3, 5))
     COUNT: gl.constexpr = 2 * UPPER * HIGH
@@ -127,9 +128,9 @@ def rotated_pairs(x, HEADS: gl.constexpr, STREAMS: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def with_signs(x, SIZE: gl.constexpr, C: gl.constexpr):
+def with_signs(x, SIZE: gl.constexpr, SIGNS: gl.constexpr, C: gl.constexpr):
     """D x: an exclusive or of two channels at once with two bits of a word that has the signs of all that a thread holds."""
-    WORDS: gl.constexpr = sign_words(C.format.signs, SIZE)
+    WORDS: gl.constexpr = sign_words(SIGNS, SIZE)
     channel = gl.arange(0, SIZE, gl.SliceLayout(0, loading(C.rows, C.warps, SIZE)))
     thread = (channel >> 4) & 3
     word = gl.where(thread < 2, gl.where(thread == 0, WORDS[0], WORDS[1]), gl.where(thread == 2, WORDS[2], WORDS[3]))

@@ -116,7 +116,7 @@ def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.
     token, head, valid, row, step = first_share(r, block, splits, C)
     state = SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
     acc = ()
-    for _ in tl.static_range(tl.constexpr(C.format.streams)):
+    for _ in tl.static_range(tl.constexpr(C.format.value.streams)):
         acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)
     for piece in range(0, block.num_pieces, 2):
         one, one_acc = load_shares(row + piece * step, valid, partials, C)
@@ -125,7 +125,7 @@ def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.
         safe = tl.where(top == float("-inf"), 0.0, top)
         alpha, one_weight, two_weight = tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(two.max - safe)
         joined = ()
-        for s in tl.static_range(tl.constexpr(C.format.streams)):
+        for s in tl.static_range(tl.constexpr(C.format.value.streams)):
             joined = joined + (acc[s] * alpha[:, None] + one_acc[s] * one_weight[:, None] + two_acc[s] * two_weight[:, None],)
         acc = joined
         state = SoftmaxState(top, state.sum * alpha + one.sum * one_weight + two.sum * two_weight)
@@ -133,7 +133,7 @@ def merge_rows(r, block, output, output_scale, scoring, splits, partials, C: tl.
     store_lse(state, token, head, valid, output, C)
     scale = factor * reciprocal_sum(state.sum)
     result = ()
-    for s in tl.static_range(tl.constexpr(C.format.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.value.streams)):
         result = result + (acc[s] * scale[:, None],)
     store_rows(result, output, output_scale, token, head, valid, ROWS, C, MIXED=C.mixed)
 
@@ -148,7 +148,7 @@ def load_shares(at, valid, partials, C: tl.constexpr):
     )
     mask = valid[:, None] & (lane < C.value_heads.lanes)[None, :]
     acc = ()
-    for s in tl.static_range(tl.constexpr(C.format.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.value.streams)):
         place = at[:, None] * partials.row_stride + lane[None, :] + s * C.value_heads.lanes
         acc = acc + (tl.load(partials.acc + place, mask=mask, other=0.0),)
     return state, acc
@@ -162,14 +162,14 @@ def merge_row(r, part, block, output, output_scale, scoring, splits, partials, T
     Every TILE.pieces-th piece is summed on its own, and these sums in the end: nothing crosses threads within the loop.
     """
     HEADS: tl.constexpr = C.value_heads
-    SIGNS: tl.constexpr = C.format.signs
-    STREAMS: tl.constexpr = HEADS.streams // (TILE.slices if C.format.rotated else 1)
-    WIDTH: tl.constexpr = HEADS.width // (1 if C.format.rotated else TILE.slices)
+    SIGNS: tl.constexpr = C.format.value.signs
+    STREAMS: tl.constexpr = HEADS.streams // (TILE.slices if C.format.value.rotated else 1)
+    WIDTH: tl.constexpr = HEADS.width // (1 if C.format.value.rotated else TILE.slices)
     PIECES: tl.constexpr = TILE.pieces
     token, head, valid, row, step = first_share(r, block, splits, C)
     lane = tl.arange(0, WIDTH)[None, :]
     stream = tl.arange(0, STREAMS)[:, None]
-    if C.format.rotated:
+    if C.format.value.rotated:
         stream += part * STREAMS
     else:
         lane += part * WIDTH
@@ -198,6 +198,6 @@ def merge_row(r, part, block, output, output_scale, scoring, splits, partials, T
     state, factor = add_sink(SoftmaxState(largest, tl.sum(total * weight, 0)), head, valid, scoring)
     store_lse(state, token, head, tl.where(part == 0, valid, False), output, C)
     x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
-    if C.format.rotated:
+    if C.format.value.rotated:
         x = unrotate_row(x, channel, HEADS, SIGNS, C.mixed)
     store_channels(x, channel, tl.where(valid, inside, False), output, output_scale, token, head, C)

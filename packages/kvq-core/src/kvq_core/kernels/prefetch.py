@@ -14,10 +14,8 @@ SECTORS = tl.constexpr(64)  # bytes that memory sends together
 
 
 @triton.jit
-def prefetch_first(
-    keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, SCALED: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """Ask for the codes of a piece's first tile and, if SCALED, its scales, if C.prefetch."""
+def prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
+    """Ask for the codes of a piece's first tile and its scales, if C.prefetch."""
     if C.prefetch:
         K_HEADS: tl.constexpr = C.key_heads
         V_HEADS: tl.constexpr = C.value_heads
@@ -27,8 +25,9 @@ def prefetch_first(
         k_place, v_place = places(keys, values, tile, C)
         request_rows(keys, k_place, kv_head, K_HEADS, C)
         request_rows(values, v_place, kv_head, V_HEADS, C)
-        if SCALED:
+        if C.format.key.scales == "row":
             request_scales(keys, tile, kv_head, C)
+        if C.format.value.scales == "row":
             request_scales(values, tile, kv_head, C)
 
 

@@ -11,37 +11,41 @@ from kvq_core.kernels.packing import from_streams, to_streams
 
 
 @triton.jit
-def operand(streams, COUNT: tl.constexpr, C: tl.constexpr):
+def operand(streams, COUNT: tl.constexpr, ROW: tl.constexpr):
     """Unpacked streams [COUNT, WIDTH] (or turned) as the products take them: joined into channel order, or as they are."""
-    if C.joined:
+    if ROW.joined:
         WIDTH: tl.constexpr = streams[0].shape[1]
-        result = (from_streams(streams, COUNT, WIDTH, tl.constexpr(C.format.streams)),)
+        result = (from_streams(streams, COUNT, WIDTH, tl.constexpr(ROW.streams)),)
     else:
         result = streams
     return result
 
 
 @triton.jit
-def operands(pieces, UNPACK: tl.constexpr, C: tl.constexpr):
-    """Lanes of a tile in pieces -> the operands of all of them. UNPACK(lanes, C): a piece's."""
+def operands(pieces, PLANE: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr):
+    """Lanes of a tile in pieces -> the operands of all of them."""
     result = ()
     for i in tl.static_range(len(pieces)):
-        result = result + UNPACK(pieces[i], C)
+        if PLANE.packed:
+            result = result + operand(PLANE.unpack(pieces[i], C), tl.constexpr(C.keys), ROW)
+        else:
+            result = result + (pieces[i],)
     return result
 
 
 @triton.jit
 def query_operand(streams, C: tl.constexpr):
     """Query streams [ROWS, WIDTH], turned or joined once so that every tile can multiply them."""
+    ROW: tl.constexpr = C.key_row
     if C.keys_first:
         rows = streams
-        if len(C.pieces) > 1:
-            rows = to_pieces(streams, C)
+        if len(ROW.pieces) > 1:
+            rows = to_pieces(streams, ROW)
         result = ()
-        for s in tl.static_range(tl.constexpr(C.streams)):
+        for s in tl.static_range(tl.constexpr(ROW.operands)):
             result = result + (tl.trans(scattered(rows[s], C)),)
     else:
-        result = operand(streams, tl.constexpr(C.rows), C)
+        result = operand(streams, tl.constexpr(C.rows), ROW)
     return result
 
 
@@ -52,7 +56,7 @@ def scores(q, k, seed, C: tl.constexpr):
     A seed takes off what the codes' zero points will add, which costs less, and rounds better, than taking it off afterwards.
     """
     s = seed
-    for i in tl.static_range(tl.constexpr(C.streams)):
+    for i in tl.static_range(tl.constexpr(C.key_row.operands)):
         if C.keys_first:
             s = dot(k[i], q[i], s, C.upcast_dots)
         else:
@@ -79,7 +83,7 @@ def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
     if offset is not None:
         offset = spread(offset, offset, C)
     result = ()
-    for i in tl.static_range(tl.constexpr(C.streams)):
+    for i in tl.static_range(tl.constexpr(C.value_row.operands)):
         before = acc[i] * by_row(alpha, C)
         if offset is not None:
             before -= by_row(offset, C)
@@ -95,12 +99,13 @@ def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
 def accumulator(C: tl.constexpr):
     """Zero accumulators, float32 x STREAMS, in the shape of :func:`accumulate`."""
     ROWS: tl.constexpr = C.rows
+    ROW: tl.constexpr = C.value_row
     acc = ()
-    for i in tl.static_range(tl.constexpr(C.streams)):
+    for i in tl.static_range(tl.constexpr(ROW.operands)):
         if C.keys_first:
-            acc = acc + (tl.zeros([tl.constexpr(C.operand_lanes[i]), ROWS], tl.float32),)
+            acc = acc + (tl.zeros([tl.constexpr(ROW.operand_lanes[i]), ROWS], tl.float32),)
         else:
-            acc = acc + (tl.zeros([ROWS, tl.constexpr(C.value_heads.width * C.format.streams // C.streams)], tl.float32),)
+            acc = acc + (tl.zeros([ROWS, tl.constexpr(C.value_heads.width * ROW.streams // ROW.operands)], tl.float32),)
     return acc
 
 
@@ -109,17 +114,18 @@ def accumulated_rows(acc, unit, C: tl.constexpr):
     """What was accumulated, times a scalar, as the format's streams [ROWS, WIDTH] in either orientation."""
     ROWS: tl.constexpr = C.rows
     WIDTH: tl.constexpr = C.value_heads.width
-    if C.joined:
-        rows = to_streams(acc[0] * unit, ROWS, WIDTH, tl.constexpr(C.format.streams))
+    ROW: tl.constexpr = C.value_row
+    if ROW.joined:
+        rows = to_streams(acc[0] * unit, ROWS, WIDTH, tl.constexpr(ROW.streams))
     else:
         rows = ()
-        for i in tl.static_range(tl.constexpr(C.streams)):
+        for i in tl.static_range(tl.constexpr(ROW.operands)):
             x = acc[i] * unit
             if C.keys_first:
                 x = gathered(tl.trans(x), C)
             rows = rows + (x,)
-        if C.keys_first and len(C.pieces) > 1:
-            rows = from_pieces(rows, C)
+        if C.keys_first and len(ROW.pieces) > 1:
+            rows = from_pieces(rows, ROW)
     return rows
 
 

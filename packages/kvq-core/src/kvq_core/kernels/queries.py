@@ -24,7 +24,7 @@ def load_queries(queries, rows, C: tl.constexpr):
 
     Apart from :func:`query_streams`, so that a piece's other loads can be on their way before the first of these is waited for.
     """
-    HEADS: tl.constexpr = C.row_heads
+    HEADS: tl.constexpr = C.key_row.heads
     channel = tl.arange(0, HEADS.width * HEADS.streams)
     mask = rows.valid[:, None]
     if C.fold > 1:
@@ -43,11 +43,11 @@ def load_queries(queries, rows, C: tl.constexpr):
 @triton.jit
 def query_streams(x, work, C: tl.constexpr):
     """:func:`load_queries`' rows as streams [ROWS, WIDTH], rotated if the keys are (then float32)."""
-    HEADS: tl.constexpr = C.row_heads
-    FORMAT: tl.constexpr = C.format
+    HEADS: tl.constexpr = C.key_row.heads
+    FORMAT: tl.constexpr = C.format.key
     STREAMS: tl.constexpr = HEADS.streams
-    SIGNS: tl.constexpr = C.format.signs
-    if C.format.rotated and C.alone and STREAMS > 1:
+    SIGNS: tl.constexpr = FORMAT.signs
+    if FORMAT.rotated and C.alone and STREAMS > 1:
         # The shorter code. It pays where a program has a piece and no more (docs/dev/experiments/2026-11.md).
         pairs = rotated_pairs(x, HEADS, SIGNS, C)
         streams = ()
@@ -55,18 +55,37 @@ def query_streams(x, work, C: tl.constexpr):
             streams = streams + (stream(pairs, s),)
     else:
         streams = to_streams(x, C.rows, HEADS.width, STREAMS)
-        if C.format.rotated:
+        if FORMAT.rotated:
             streams = rotate(streams, HEADS, FORMAT, C.upcast_dots, zero_of(work.num_rows, C))
     return streams
 
 
 @triton.jit
-def in_own_dtype(streams, queries):
-    """Query streams for products with unquantized keys."""
-    result = ()
-    for s in tl.static_range(len(streams)):
-        result = result + (streams[s].to(queries.ptr.dtype.element_ty),)
-    return result
+def scaled_queries(streams, queries, factor, C: tl.constexpr):
+    """(query streams as K's operands need them, factor of their products [ROWS], what takes a zero point of 1 off these [ROWS]).
+
+    ``factor``: of all scores. For packed keys streams are float16, less what K's operands have in excess (C.key_gains), and what is left of
+    the factor is a power of two.
+    Padding lanes of keys decode to a level, not to 0: the queries' zeros there are what keeps them out.
+    """
+    K: tl.constexpr = C.format.key
+    if K.packed:
+        factors, left = row_factors(largest_in_row(streams), factor * K.level)
+        total = tl.zeros_like(left)
+        result = ()
+        for s in tl.static_range(tl.constexpr(K.streams)):
+            x = (streams[s].to(tl.float32) * (factors * (1.0 / C.key_gains[s]))[:, None]).to(tl.float16)
+            if K.zero != 0.0 or K.split is not None:
+                total += tl.sum(x.to(tl.float32), 1) * C.key_gains[s]
+            result = result + (x,)
+        left, total = left * C.key_unit, total * C.key_zero
+    else:
+        left = tl.full([C.rows], 1.0, tl.float32) * factor
+        total = left
+        result = ()
+        for s in tl.static_range(tl.constexpr(K.streams)):
+            result = result + (streams[s].to(queries.ptr.dtype.element_ty),)
+    return result, left, total
 
 
 @triton.jit
@@ -109,8 +128,8 @@ def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.const
     """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order. MIXED: see C.mixed. ``zero``: see
     :mod:`.anew`."""
     HEADS: tl.constexpr = C.value_heads
-    FORMAT: tl.constexpr = C.format
-    if C.format.rotated:
+    FORMAT: tl.constexpr = C.format.value
+    if FORMAT.rotated:
         streams = unrotate(streams, HEADS, FORMAT, C.upcast_dots, MIXED, zero)
     x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
     channel = tl.arange(0, HEADS.width * HEADS.streams)[None, :]
@@ -123,7 +142,7 @@ def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.const
 @triton.jit
 def store_channels(x, channel, mask, output, output_scale, token, head, C: tl.constexpr):
     """Give un-rotated float32 x its unit, convert it, and store it; channel, token and head have x's shape, or one that broadcasts."""
-    if C.format.signs is not None:
+    if C.format.value.divided:
         x = x * (1.0 / C.value_heads.block)
     if output_scale is not None:
         x = x / tl.load(output_scale)
@@ -133,7 +152,7 @@ def store_channels(x, channel, mask, output, output_scale, token, head, C: tl.co
         y = to_fp8_bits(x, 2, 15, 57344.0)
     else:
         y = x.to(output.ptr.dtype.element_ty)
-        if C.format.streams > 1 and output.ptr.dtype.element_ty == tl.float16:
+        if C.format.value.packed and output.ptr.dtype.element_ty == tl.float16:
             y = in_float16(y)
     offset = token.to(tl.int64) * output.token_stride + head_offset(head, output.head_stride, C)
     tl.store(output.ptr + offset + channel, y, mask=mask)

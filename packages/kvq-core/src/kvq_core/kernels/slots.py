@@ -20,6 +20,26 @@ class NewRows(NamedTuple):
 
 
 @triton.jit
+def write_share(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    """Quantize and store this program's rows of K or of V: all that a write kernel does."""
+    K: tl.constexpr = C.format.key
+    V: tl.constexpr = C.format.value
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
+    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
+    if tl.program_id(1) == 0:
+        K.write_plane(key, keys, rows, False, K_HEADS, C)
+    else:
+        V.write_plane(value, values, rows, True, V_HEADS, C)
+
+
+@triton.jit
+def copy_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """Rows as they are: the ``write_plane`` of unquantized pages."""
+    store_lanes(plane, rows, load_rows(source, rows, HEADS, C), HEADS, C)
+
+
+@triton.jit
 def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     """The program's rows and where they go."""
     return rows_at(tl.arange(0, C.rows), slot_mapping, num_tokens, num_slots, C)

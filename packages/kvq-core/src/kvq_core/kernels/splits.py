@@ -45,9 +45,9 @@ def write_share(acc, state, rows, work, kv_head, partials, splits, C: tl.constex
     lane = tl.arange(0, C.value_heads.width)
     mask = rows.valid[:, None] & (lane < C.value_heads.lanes)[None, :]
     if C.mixed:
-        acc = butterfly(acc, C.format.streams)
+        acc = butterfly(acc, C.format.value.streams)
     at = partials.acc + row[:, None] * partials.row_stride + lane[None, :]
-    for s in tl.static_range(tl.constexpr(C.format.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.value.streams)):
         tl.store(at + s * C.value_heads.lanes, acc[s], mask=mask)
     tl.store(partials.max + row, state.max, mask=rows.valid)
     tl.store(partials.sum + row, state.sum, mask=rows.valid)
@@ -68,7 +68,7 @@ def write_result(acc, state, output, output_scale, rows, work, scoring, C: tl.co
     store_lse(state, rows.token, rows.head, rows.valid, output, C)
     share = factor * reciprocal_sum(state.sum)
     result = ()
-    for s in tl.static_range(tl.constexpr(C.format.streams)):
+    for s in tl.static_range(tl.constexpr(C.format.value.streams)):
         result = result + (acc[s] * share[:, None],)
     # Of another number than the queries' matrix, or that would be kept for this.
     zero = zero_of(work.first_token, C)

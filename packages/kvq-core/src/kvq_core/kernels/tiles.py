@@ -264,12 +264,12 @@ def valid_lanes(tile, lane, TURNED: tl.constexpr, HEADS: tl.constexpr, C: tl.con
 
 @triton.jit
 def load_pieces(
-    plane, tile, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr = False, CLEAR: tl.constexpr = False
+    plane, tile, place, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, CLEAR: tl.constexpr
 ):
     """The codes of a tile in the pieces that its rows are multiplied in, a tuple of what :func:`load_lanes` gives."""
     result = ()
-    for i in tl.static_range(len(C.pieces)):
-        result = result + (load_lanes(plane, tile, place, kv_head, HEADS, C, TURNED, CLEAR, C.piece_starts[i], C.pieces[i]),)
+    for i in tl.static_range(len(ROW.pieces)):
+        result = result + (load_lanes(plane, tile, place, kv_head, HEADS, C, TURNED, CLEAR, ROW.piece_starts[i], ROW.pieces[i]),)
     return result
 
 

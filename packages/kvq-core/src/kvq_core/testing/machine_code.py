@@ -68,7 +68,7 @@ def merged_exponents(ptx: str) -> int:
 
 
 def _hot(kernel: Any, code: list[sass.Instruction]) -> Hot:
-    from kvq_core.kernels.facts import ReadConfig
+    from kvq_core.kernels.config import ReadConfig
 
     loop, keys = sass.pipelined_loop(code), 1
     if loop is not None:

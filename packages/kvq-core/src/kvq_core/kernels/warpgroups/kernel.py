@@ -48,7 +48,7 @@ def attend_in_groups(
     D: gl.constexpr = C.head_size
     KEYS: gl.constexpr = C.keys
     STAGES: gl.constexpr = C.stages
-    PACKED: gl.constexpr = C.format.streams > 1
+    PACKED: gl.constexpr = C.format.key.packed
     gl.static_assert(D == 128 and C.head_size_v == 128 and KEYS == 128 and C.rows == GROUPS * HALF, "heads of 128, tiles of 128 x 128")
     gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
@@ -66,7 +66,7 @@ def attend_in_groups(
         v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], OPERAND)
         q_tile = gl.allocate_shared_memory(dtype, [GROUPS, HALF, D], OPERAND)
         matrix = q_tile
-        if C.format.rotated:
+        if C.format.key.rotated:
             matrix = gl.allocate_shared_memory(gl.bfloat16, [D, D], OPERAND)
         places = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS], PLAIN)
         k_scales = places

@@ -70,7 +70,7 @@ def multiply(
         s = gl.where(place[None, :] <= position[:, None], s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1))
     safe = gl.where(new == float("-inf"), 0.0, new)
-    if C.format.streams > 1:
+    if C.format.key.packed:
         # A power of two: both products are exact, and the largest score is 0 away from itself, merged or not.
         p = gl.exp2(gl.fma(s, nothing + left[:, None], nothing - (safe * left)[:, None]))
     else:
@@ -83,7 +83,7 @@ def multiply(
         p = p * shared.v_scales.index(at).load(COLUMNS)[None, :]
         alpha = alpha * (largest / grown)
         largest = grown
-    elif C.format.streams > 1:
+    elif C.format.key.packed:
         p = p * 256.0
     weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
     acc = warpgroup_mma(weights, shared.v.index(at), acc * alpha[:, None], is_async=True)

@@ -14,7 +14,7 @@ def channel_at(place, ADJACENT: gl.constexpr, C: gl.constexpr):
 
     A pair of a word is (ADJACENT) of neighbours, or else of one stream in the word's two lanes.
     """
-    S: gl.constexpr = C.format.streams
+    S: gl.constexpr = C.format.key.streams
     channel = place
     if S > 1:
         WORDS: gl.constexpr = C.head_size // (2 * S)
@@ -48,7 +48,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
     place = gl.arange(0, D, gl.SliceLayout(0, QUERY))
     channel = place
-    if not C.format.rotated:
+    if not C.format.key.rotated:
         channel = channel_at(place, ADJACENT, C)
     offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
     x = gl.load(work.queries + offset[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
@@ -57,13 +57,13 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     if BALANCED:
         y = x.to(gl.float32) * gl.load(work.factor + work.kv_head * D + channel)[None, :]
     left = gl.full([HALF], 0.0, gl.float32, ROWS) + work.score_unit
-    if C.format.streams == 1:
+    if not C.format.key.packed:
         tile.store(y.to(x.dtype))
     else:
         # Eight bits are a part: what a dtype's numbers have of them.
         PARTS: gl.constexpr = 1 if y.dtype == gl.bfloat16 else (2 if y.dtype == gl.float16 else 3)
         y = y.to(gl.float32)
-        if C.format.rotated:
+        if C.format.key.rotated:
             y = rotated(y, tile, work, GROUP, ADJACENT, PARTS, C)
         top = gl.minimum(gl.maximum(gl.max(gl.abs(y), 1) * work.score_unit, 2.0**-100), 2.0**120)
         power = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
@@ -115,7 +115,7 @@ def high_part(x):
 def matrix_rows(FIRST: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
     """Rows FIRST to FIRST + 63 of [channel, place in an unpacked row], +-1 in bfloat16: the codec's rotation (kvq_core.hadamard)."""
     D: gl.constexpr = C.head_size
-    SIGNS: gl.constexpr = C.format.signs
+    SIGNS: gl.constexpr = C.format.key.signs
     channel = FIRST + gl.arange(0, HALF, gl.SliceLayout(1, QUERY))[:, None]
     odd = channel & channel_at(gl.arange(0, D, gl.SliceLayout(0, QUERY))[None, :], ADJACENT, C)
     odd = odd ^ (odd >> 4)
@@ -140,7 +140,7 @@ def sign_word(SIGNS: gl.constexpr, WORD: gl.constexpr, like):
 def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
     """A group's finished float32 rows [HALF, D]."""
     channel = gl.arange(0, C.head_size, COLUMNS)
-    if C.format.rotated:
+    if C.format.key.rotated:
         # Two parts are sixteen bits, more than a 16-bit output keeps.
         PARTS: gl.constexpr = 3 if work.output.dtype.element_ty == gl.float32 else 2
         y = unrotated(y, work, PARTS, C)
@@ -149,6 +149,6 @@ def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.con
     token, head, _, valid = rows_of(work, GROUP, ROWS, C)
     offset = token.to(gl.int64) * work.out_token_stride + head.to(gl.int64) * work.out_head_stride
     y = y.to(work.output.dtype.element_ty)
-    if C.format.streams > 1 and work.output.dtype.element_ty == gl.float16:
+    if C.format.key.packed and work.output.dtype.element_ty == gl.float16:
         y = in_float16(y)
     gl.store(work.output + offset[:, None] + channel[None, :], y, mask=valid[:, None])

@@ -17,7 +17,7 @@ def fill_tiles(
     SCALED: gl.constexpr, SHRUNK: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Tile after tile into the next free buffers."""
-    if C.format.streams == 1:
+    if not C.format.key.packed:
         copy_tiles(keys, values, span, shared, C)
     else:
         unpack_tiles(keys, values, span, shared, SCALED, SHRUNK, FINITE, UNPACK, SCALE_OF, C)
@@ -30,7 +30,7 @@ def unpack_tiles(
 ):  # fmt: skip
     """Tiles of packed rows. While one is unpacked, the next one's loads are on their way."""
     KEYS: gl.constexpr = C.keys
-    WORDS: gl.constexpr = C.head_size // (2 * C.format.streams)
+    WORDS: gl.constexpr = C.head_size // (2 * C.format.key.streams)
     LAYOUT: gl.constexpr = word_layout(WORDS)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     k_word = gl.zeros([KEYS], gl.float32, VECTOR)

@@ -12,7 +12,7 @@ from kvq_core.kernels.warpgroups.layouts import VECTOR
 @gluon.jit
 def find_tile(number, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
     """In which blocks a tile's keys lie, for :func:`copy_tile`: loads, and nothing that waits for them."""
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, copying(C.head_size // C.format.streams))
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, copying(C.head_size // C.format.key.streams))
     block, slot, exists = find_keys(number, span, BY_ROW, CHECKED, C)
     scale_block, scale_slot, scale_exists = block, slot, exists
     if SCALED:
@@ -55,7 +55,7 @@ def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constex
     v_place = k_place
     if not C.same_strides:
         v_place = (block * (v.block_stride // 8) + slot * (v.slot_stride // 8)) * 8
-    LANES: gl.constexpr = C.head_size // C.format.streams
+    LANES: gl.constexpr = C.head_size // C.format.key.streams
     lane = gl.arange(0, LANES, gl.SliceLayout(0, copying(LANES)))[None, :]
     copy(tiles.k.index(at), k.codes + (k_place[:, None] + lane), places.exists[:, None], CHECKED)
     copy(tiles.v.index(at), v.codes + (v_place[:, None] + lane), places.exists[:, None], CHECKED)

@@ -52,8 +52,8 @@ def attend_drafts(
     KEYS: gl.constexpr = C.keys
     STAGES: gl.constexpr = C.stages
     P: gl.constexpr = product(ROWS)
-    LANES: gl.constexpr = C.head_size // C.format.streams
-    gl.static_assert(C.head_size == 128 and C.head_size_v == 128 and C.format.streams > 1, "packed heads of 128")
+    LANES: gl.constexpr = C.head_size // C.format.key.streams
+    gl.static_assert(C.head_size == 128 and C.head_size_v == 128 and C.format.key.packed, "packed heads of 128")
     gl.static_assert(ROWS >= 16, "16 rows")
     OFFSET_ROWS: gl.constexpr = HALF // LANES
     gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")

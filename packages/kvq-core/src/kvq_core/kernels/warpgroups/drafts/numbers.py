@@ -30,7 +30,7 @@ class Numbers:
 def key_operands(tile, UNPACK: gl.constexpr, C: gl.constexpr):
     """A tile of lanes [KEYS, LANES] as two left operands [KEYS, 64], each of half of the streams, one beside the other."""
     KEYS: gl.constexpr = C.keys
-    S: gl.constexpr = C.format.streams
+    S: gl.constexpr = C.format.key.streams
     LEFT: gl.constexpr = left_operand(C.rows)
     streams = UNPACK(tile.load(LEFT))
     if S == 2:
@@ -48,7 +48,7 @@ def key_operands(tile, UNPACK: gl.constexpr, C: gl.constexpr):
 def four_beside(a, b, c, d, C: gl.constexpr):
     """Streams [KEYS, LANES] -> [KEYS, 4 LANES]."""
     together = gl.join(gl.join(a, c), gl.join(b, d))
-    return together.permute((0, 2, 3, 1)).reshape([C.keys, 4 * (C.head_size // C.format.streams)])
+    return together.permute((0, 2, 3, 1)).reshape([C.keys, 4 * (C.head_size // C.format.key.streams)])
 
 
 @gluon.jit
@@ -56,7 +56,7 @@ def value_operands(tile, offsets, UNPACK: gl.constexpr, N: gl.constexpr, C: gl.c
     """A tile of lanes [KEYS, LANES] as two left operands [64, KEYS], each of half of the streams, one above the other. Each warp unpacks
     the streams that its rows are, and no others."""
     KEYS: gl.constexpr = C.keys
-    LANES: gl.constexpr = C.head_size // C.format.streams
+    LANES: gl.constexpr = C.head_size // C.format.key.streams
     LEFT: gl.constexpr = left_operand(C.rows)
     turned = tile.permute((1, 0))
     if LANES == HALF:
@@ -78,7 +78,7 @@ def value_operands(tile, offsets, UNPACK: gl.constexpr, N: gl.constexpr, C: gl.c
 @gluon.jit
 def value_offsets(words, OFFSETS: gl.constexpr, C: gl.constexpr):
     """What takes a tile's zero points off: scale words [KEYS] in shared memory -> [64 / LANES, KEYS] float16, for each stream of a half."""
-    STREAMS: gl.constexpr = HALF // (C.head_size // C.format.streams)
+    STREAMS: gl.constexpr = HALF // (C.head_size // C.format.key.streams)
     LAYOUT: gl.constexpr = offsets_of(STREAMS)
     stream = gl.arange(0, STREAMS, gl.SliceLayout(1, LAYOUT))
     return OFFSETS(words.load(gl.SliceLayout(0, LAYOUT))[None, :], stream[:, None])

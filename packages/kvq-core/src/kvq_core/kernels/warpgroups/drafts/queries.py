@@ -31,7 +31,7 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
     x = gl.load(queries.ptr + at[:, None] + channel[None, :], mask=valid[:, None], other=0.0).to(gl.float32)
     if queries.factor is not None:
         x = x * gl.load(queries.factor + kv_head * C.head_size + channel)[None, :]
-    if C.format.rotated:
+    if C.format.key.rotated:
         x = rotated(x, C)
     peak = gl.maximum(gl.max(gl.abs(x), 1), 2.0**-100)
     top = gl.minimum(gl.maximum(peak * gl.abs(score_unit), 2.0**-100), 2.0**120)
@@ -44,7 +44,7 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
         fold = gl.where(channel % 2 == 1, 1.0 / N.odd, 1.0)[None, :]
         half = (x * fold).to(gl.float16)
         total = gl.sum(half.to(gl.float32) / fold, 1)
-    streams = half.reshape([ROWS, C.head_size // C.format.streams, C.format.streams]).permute((0, 2, 1))
+    streams = half.reshape([ROWS, C.head_size // C.format.key.streams, C.format.key.streams]).permute((0, 2, 1))
     low, high = gl.split(streams.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
     tiles.query.index(0).store(low)
     tiles.query.index(1).store(high)
@@ -60,7 +60,7 @@ def rotated(x, C: gl.constexpr):
     """H D x of float32 rows [ROWS, 128] in QUERY, the codec's rotation (kvq_core.hadamard), without its division.
 
     By additions, not as a product with a matrix: that would stay in registers through the whole kernel, and there are none."""
-    SIGNS: gl.constexpr = C.format.signs
+    SIGNS: gl.constexpr = C.format.key.signs
     if SIGNS is not None:
         channel = gl.arange(0, C.head_size, gl.SliceLayout(0, QUERY))
         kept = gl.zeros_like(channel)

@@ -1,25 +1,18 @@
-"""int4 write: rotate, quantize, pack and scatter K and V rows in one launch. The mathematics is codec.py's, word for word."""
+"""int4's writes in Triton: from rotated rows to codes and scale words. The mathematics is codec.py's, word for word."""
 
 import triton
 import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.hadamard import sign_bits
-from kvq_core.kernels.facts import Format
-from kvq_core.kernels.packing import from_streams
-from kvq_core.kernels.rotation import ROOM, rotated_pairs, streams_of
-from kvq_core.kernels.rounding import largest, reciprocal
-from kvq_core.kernels.slots import load_rows, new_rows, store_lanes, store_scales
-from kvq_core.launch import launch_rows
-from kvq_core.launched import Launched
-from kvq_core.spec import NewRows
+from kvq_core.kernels.api import ROOM, from_streams, largest, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, streams_of
 from kvq_int4.codec import CLIP as _CLIP
 from kvq_int4.codec import LARGEST_LENGTH as _LARGEST_LENGTH
 from kvq_int4.codec import LEVELS
 from kvq_int4.codec import MIN_SCALE as _MIN_SCALE
 from kvq_int4.codec import SMALLEST_LENGTH as _SMALLEST_LENGTH
 
-FORMAT = Format(streams=4, rotated=True, signs=sign_bits(0, 256))
+SIGNS = tl.constexpr(sign_bits(0, 256))
 # Of rows times ROOM.
 MIN_SCALE = tl.constexpr(_MIN_SCALE * ROOM.value)
 SMALLEST_LENGTH = tl.constexpr(_SMALLEST_LENGTH * ROOM.value**2)
@@ -29,29 +22,13 @@ CLIP = tl.constexpr(_CLIP)
 STEP = tl.constexpr((1 - 2 * _CLIP) / (LEVELS - 1))
 
 
-def launch_write(rows: NewRows) -> Launched:
-    """Run the kernel on validated rows."""
-    return launch_rows(write, rows, FORMAT, "kvq_int4.fragments")
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
-def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
-    K_HEADS: tl.constexpr = C.key_heads
-    V_HEADS: tl.constexpr = C.value_heads
-    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
-    if tl.program_id(1) == 0:
-        write_plane(key, keys, rows, K_HEADS, C)
-    else:
-        write_plane(value, values, rows, V_HEADS, C)
-
-
 @triton.jit
-def write_plane(source, plane, rows, HEADS: tl.constexpr, C: tl.constexpr):
-    SIGNS: tl.constexpr = C.format.signs
+def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """New rows into their slots, K and V alike."""
     # Of few rows the rotation's matrix would be most of the work.
     FINE: tl.constexpr = HEADS.finer if C.rows < 16 else HEADS
     STREAMS: tl.constexpr = FINE.streams
-    lanes, words = quantized(rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C, ROOM), False, 1, HEADS, C)
+    lanes, words = quantized(rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C, ROOM), IS_VALUE, 1, HEADS, C)
     store_lanes(plane, rows, from_streams(lanes, C.rows, FINE.width, STREAMS // 4), HEADS, C)
     store_scales(plane, rows, words)
 

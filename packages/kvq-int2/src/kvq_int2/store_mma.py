@@ -1,12 +1,12 @@
-"""int2 write of heads of 64 and 128 on sm_90. (The portable kernel, and what both do with rotated rows: write.py.)"""
+"""int2 write of heads of 64 and 128 on sm_90. (The portable kernel, and what both do with rotated rows: quantize.py.)"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.fragments import write_rows
-from kvq_int2.write import quantized
+from kvq_int2.quantize import quantized
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: gl.constexpr):
-    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, C.format.streams, C)
+    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, C.format.key.streams, C)

@@ -1,10 +1,10 @@
-"""int4 write of heads of 64 and 128 on sm_90. (The portable kernel, and what both do with rotated rows: write.py.)"""
+"""int4 write of heads of 64 and 128 on sm_90. (The portable kernel, and what both do with rotated rows: quantize.py.)"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.fragments import write_rows
-from kvq_int4.write import quantized
+from kvq_int4.quantize import quantized
 
 STREAMS = gl.constexpr(16)
 """Finer than the format's four: what a thread has of a row is added up in one chain."""

@@ -1,22 +1,15 @@
-"""int2 write: rotate, compare with the three boundaries, pack two bit planes and scatter. The mathematics is codec.py's."""
+"""int2's writes in Triton: rotate, compare with the three boundaries, pack two bit planes. The mathematics is codec.py's."""
 
 import triton
 import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
-from kvq_core.kernels.facts import Format
-from kvq_core.kernels.rotation import ROOM, rotated_pairs, streams_of
-from kvq_core.kernels.rounding import least, reciprocal
-from kvq_core.kernels.slots import in_head, load_rows, new_rows, store_lanes, store_scales
-from kvq_core.launch import launch_rows
-from kvq_core.launched import Launched
-from kvq_core.spec import NewRows
+from kvq_core.kernels.api import ROOM, in_head, least, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, streams_of
 from kvq_int2.codec import BOUNDARY as _BOUNDARY
 from kvq_int2.codec import INNER as _INNER
 from kvq_int2.codec import LARGEST_FACTOR as _LARGEST_FACTOR
 from kvq_int2.codec import OUTER as _OUTER
 
-FORMAT = Format(streams=8, rotated=True, few_rows=True)
 BOUNDARY = tl.constexpr(_BOUNDARY)
 INNER = tl.constexpr(_INNER)
 OUTER = tl.constexpr(_OUTER)
@@ -35,24 +28,9 @@ all n and each d up to 256: without the bound f LARGEST_FACTOR is above 1.02, wh
 SHORTEST = tl.constexpr(2.0**-90)
 
 
-def launch_write(rows: NewRows) -> Launched:
-    """Run the kernel on validated rows."""
-    return launch_rows(write, rows, FORMAT, "kvq_int2.fragments")
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
-def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
-    K_HEADS: tl.constexpr = C.key_heads
-    V_HEADS: tl.constexpr = C.value_heads
-    rows = new_rows(slot_mapping, num_tokens, num_slots, C)
-    if tl.program_id(1) == 0:
-        write_plane(key, keys, rows, False, K_HEADS, C)
-    else:
-        write_plane(value, values, rows, True, V_HEADS, C)
-
-
 @triton.jit
 def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """New rows into their slots, with the keys' scales or the values'."""
     pairs = rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, None, C, ROOM)
     lanes, scales = quantized(pairs, IS_VALUE, 1, HEADS, C)
     store_lanes(plane, rows, lanes[0], HEADS, C)

@@ -1,55 +1,11 @@
 """What the kernels are compiled for: frozen dataclasses, each of which is one constant."""
 
-import hashlib
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import triton
 
-SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-"""This file's, which decides what a kernel becomes as much as the kernel's own source does."""
-
-
-class Constant(dict[str, object]):
-    """Base of what a kernel gets as a compile-time argument.
-
-    Where a process has set one of Triton's JIT hooks, Triton writes the constants of a kernel as JSON, and json writes nothing but its own
-    types and those derived from them: hence a dict, whose one item is the fields by the class's name.
-    """
-
-    def __post_init__(self) -> None:
-        self[type(self).__name__] = vars(self)
-
-    @property
-    def cache_key(self) -> str:
-        """What Triton tells compiled kernels on disk apart by. By itself it would take the fields, and find a kernel of another version of
-        kvq, in which a property made something else of them."""
-        return f"{self} {SOURCE}"
-
-
-@dataclass(frozen=True)
-class Format(Constant):
-    """How a mode's rows look to the read and write kernels.
-
-    ``streams`` interleaved columns share a lane: channel ``streams * lane + s`` is in stream s. ``rotated`` rows went through a
-    Hadamard transform with ``signs`` (bit i set: +1; None: unsigned). ``variant`` is the mode's own switch.
-    """
-
-    streams: int
-    rotated: bool = False
-    signs: int | None = None
-    variant: str = ""
-    few_rows: bool = False  # whether the mode's kernel knows of rows that have two columns each (:mod:`.fewrows`)
-
-    @property
-    def stream_signs(self) -> tuple[int | None, ...]:
-        """``signs`` stream by stream: bit i of the s-th is that of channel ``streams * i + s``."""
-        signs = self.signs
-        if signs is None:
-            return (None,) * self.streams
-        lanes = range(-(-signs.bit_length() // self.streams))
-        return tuple(sum((signs >> (self.streams * i + s) & 1) << i for i in lanes) for s in range(self.streams))
+from kvq_core.kernels.formats import Constant, Format, PlaneFormat
 
 
 @dataclass(frozen=True)
@@ -92,6 +48,52 @@ class Heads:
 def multiplied_lanes(lanes: int) -> int:
     """Lanes that products take for a row of so many: no more if 16 divides it, in pieces (:mod:`.folding`), else a power of two."""
     return lanes if lanes % 16 == 0 else max(16, triton.next_power_of_2(lanes))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of lanes in a tile: of one key's or value's ``size`` channels, or of ``fold`` ones side by side, padded to ``width`` lanes.
+
+    ``cut``: it is multiplied in pieces without padding if it can be (:mod:`.folding`). ``joined``: its streams are one operand.
+    """
+
+    size: int
+    streams: int
+    fold: int
+    width: int
+    cut: bool
+    joined: bool
+
+    @property
+    def lanes(self) -> int:
+        return self.fold * self.size // self.streams
+
+    @property
+    def heads(self) -> Heads:
+        """A head as it lies in a row, padded."""
+        return Heads(self.size, self.streams, self.width)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Lanes of the pieces that a row is multiplied in: one, padded, or several that need no padding."""
+        if not self.cut or self.lanes % 16:
+            return (self.width,)
+        return tuple(1 << bit for bit in reversed(range(self.width.bit_length())) if self.lanes >> bit & 1)
+
+    @property
+    def piece_starts(self) -> tuple[int, ...]:
+        """Their first lanes."""
+        return tuple(sum(self.pieces[:i]) for i in range(len(self.pieces)))
+
+    @property
+    def operand_lanes(self) -> tuple[int, ...]:
+        """Lanes of each operand: a piece's streams, one after the other."""
+        return tuple(piece for piece in self.pieces for _ in range(self.streams))
+
+    @property
+    def operands(self) -> int:
+        """How many there are."""
+        return 1 if self.joined else len(self.operand_lanes)
 
 
 @dataclass(frozen=True)
@@ -149,33 +151,20 @@ class ReadConfig(Constant):
         """Rows of lanes in a tile."""
         return self.keys // self.fold
 
-    @property
-    def row_lanes(self) -> int:
-        """Lanes in each, padding apart."""
-        return self.fold * max(self.head_size, self.head_size_v) // self.format.streams
+    def _row(self, plane: PlaneFormat, size: int) -> Row:
+        lanes = self.fold * max(self.head_size, self.head_size_v) // plane.streams
+        width = max(self._width(plane), triton.next_power_of_2(lanes))
+        cut = self.keys_first and plane.packed and self.head_size == self.head_size_v
+        # Operands in channel order pay for many rows, and more than two streams.
+        return Row(size, plane.streams, self.fold, width, cut, joined=not self.decode and plane.streams > 2)
 
     @property
-    def row_heads(self) -> Heads:
-        """A head's keys or values as they share a row, padded."""
-        return Heads(self.head_size, self.format.streams, max(self.width, triton.next_power_of_2(self.row_lanes)))
+    def key_row(self) -> Row:
+        return self._row(self.format.key, self.head_size)
 
     @property
-    def pieces(self) -> tuple[int, ...]:
-        """Lanes of the pieces that a row is multiplied in: one, padded, or several that need no padding (:mod:`.folding`)."""
-        whole = self.row_heads.width
-        if not self.keys_first or self.format.streams == 1 or self.row_lanes % 16 or self.head_size != self.head_size_v:
-            return (whole,)
-        return tuple(1 << bit for bit in reversed(range(whole.bit_length())) if self.row_lanes >> bit & 1)
-
-    @property
-    def piece_starts(self) -> tuple[int, ...]:
-        """Their first lanes."""
-        return tuple(sum(self.pieces[:i]) for i in range(len(self.pieces)))
-
-    @property
-    def operand_lanes(self) -> tuple[int, ...]:
-        """Lanes of each operand: a piece's streams, one after the other."""
-        return tuple(piece for piece in self.pieces for _ in range(self.format.streams))
+    def value_row(self) -> Row:
+        return self._row(self.format.value, self.head_size_v)
 
     @property
     def keys_turned(self) -> bool:
@@ -186,7 +175,8 @@ class ReadConfig(Constant):
     def made_anew(self) -> bool:
         """Whether the rotation's matrix and the rows' places are made for each piece (:mod:`.anew`): where a program may have several, and
         the matrix takes many registers."""
-        return self.format.rotated and self.split == "shares" and not self.alone and self.value_heads.width >= 32
+        widest = max(self.key_heads.width, self.value_heads.width)
+        return self.format.rotated and self.split == "shares" and not self.alone and widest >= 32
 
     @property
     def edge_stages(self) -> int:
@@ -197,16 +187,6 @@ class ReadConfig(Constant):
     def sum_parts(self) -> int:
         """In how many parts a row's sum of weights is kept while its keys are gone through: threads of a warp need not meet for it."""
         return 8 if self.decode and self.warps == 1 else 1
-
-    @property
-    def joined(self) -> bool:
-        """Whether a tile's streams are joined into one operand in channel order: worth it for many rows, and more than two streams."""
-        return not self.decode and self.format.streams > 2
-
-    @property
-    def streams(self) -> int:
-        """Operands that a tile's channels are multiplied in."""
-        return 1 if self.joined else len(self.operand_lanes)
 
     @property
     def small_vectors(self) -> bool:
@@ -220,25 +200,68 @@ class ReadConfig(Constant):
         row of lanes are slower so (int2's heads of 64)."""
         return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.decode and self.fold == 1 else 1
 
-    @property
-    def width(self) -> int:
-        """Lanes of a key or value tile: the same for both. Triton 3.6 addresses shared memory wrongly where they differ (seen on sm_90)."""
-        return max(Heads(size, self.format.streams).width for size in (self.head_size, self.head_size_v))
+    def _width(self, plane: PlaneFormat) -> int:
+        """Lanes of a tile: the same for K and V where they have as many streams. Triton 3.6 addresses shared memory wrongly where they
+        differ (seen on sm_90)."""
+        return max(Heads(size, plane.streams).width for size in (self.head_size, self.head_size_v))
 
     @property
     def key_heads(self) -> Heads:
-        return Heads(self.head_size, self.format.streams, self.width)
+        return Heads(self.head_size, self.format.key.streams, self._width(self.format.key))
 
     @property
     def value_heads(self) -> Heads:
-        return Heads(self.head_size_v, self.format.streams, self.width)
+        return Heads(self.head_size_v, self.format.value.streams, self._width(self.format.value))
+
+    @property
+    def key_gains(self) -> tuple[float, ...]:
+        """:attr:`PlaneFormat.gains`, of every stream."""
+        key = self.format.key
+        return key.gains[0 if self.decode else 1] or (1.0,) * key.streams
+
+    @property
+    def key_unit(self) -> float:
+        """What a score's product is multiplied by, a power of two."""
+        key = self.format.key
+        block = self.key_heads.block if key.divided else 1
+        return self._unit(key) / block
+
+    @property
+    def key_zero(self) -> float:
+        """What each unit of a query's sum adds to a product, of a zero point of 1."""
+        return -1.0 / self._unit(self.format.key)
+
+    @property
+    def value_unit(self) -> float:
+        return self._unit(self.format.value) * self.format.value.level
+
+    @property
+    def value_zero(self) -> float:
+        """What a weight of 1 adds to a product, of a zero point of 1."""
+        return 1.0 / self._unit(self.format.value)
+
+    def _unit(self, plane: PlaneFormat) -> float:
+        return 1.0 if plane.converts and self.fp8_hardware else plane.unit
+
+    @property
+    def clear_keys(self) -> bool:
+        return self._clear(self.format.key)
+
+    @property
+    def clear_values(self) -> bool:
+        return self._clear(self.format.value)
+
+    def _clear(self, plane: PlaneFormat) -> bool:
+        """Whether codes of keys that are not there are read as 0: 0 * NaN is NaN. e4m3's is none where its bits are only moved."""
+        return plane.has_nan and (self.fp8_hardware or not plane.converts)
 
     @property
     def slices(self) -> int:
         """The most slices that a row can be merged in: of its streams if they are mixed already, of lanes if nothing mixes them."""
-        if self.format.rotated:
-            return self.format.streams if self.mixed else 1
-        return self.width
+        value = self.format.value
+        if value.rotated:
+            return value.streams if self.mixed else 1
+        return self.value_heads.width
 
 
 @dataclass(frozen=True)
@@ -258,16 +281,16 @@ class WriteConfig(Constant):
 
     @property
     def key_heads(self) -> Heads:
-        return Heads(self.head_size, self.format.streams)
+        return Heads(self.head_size, self.format.key.streams)
 
     @property
     def value_heads(self) -> Heads:
-        return Heads(self.head_size_v, self.format.streams)
+        return Heads(self.head_size_v, self.format.value.streams)
 
     @property
     def unpadded_heads(self) -> Heads:
         """Those of keys, where values' are the same, in as many lanes as there are."""
-        return Heads(self.head_size, self.format.streams, 1)
+        return Heads(self.head_size, self.format.key.streams, 1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,142 @@
+"""Attention over pages of any format: the loop over a program's share of the work, and over the tiles of each piece of it.
+
+What a format's codes are as numbers is data, and what its lanes become a jit function (:class:`~kvq_core.kernels.config.PlaneFormat`).
+Neither scales nor zero points touch an element:
+
+    sum_c q_c (n_c - z) s = s (sum_c q_c n_c - z sum_c q_c)        K: one multiplication a score; the zero point is the product's start
+    sum_j p_j s_j (n_j - z_j) = sum_j w_j n_j - sum_j w_j z_j      V: w = p s, and one sum a row and tile
+
+Queries are rotated as K is, outputs un-rotated once as V is. Query rows are scaled to fit float16 (:func:`.queries.row_factors`).
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.fewrows import narrow, narrow_rows
+from kvq_core.kernels.masks import by_key, by_row
+from kvq_core.kernels.prefetch import prefetch_first
+from kvq_core.kernels.products import (
+    accumulate,
+    accumulated_rows,
+    accumulator,
+    operands,
+    query_operand,
+    scores,
+    seed_of_rows,
+    unweigh,
+    weigh,
+)
+from kvq_core.kernels.queries import load_queries, query_streams, scaled_queries
+from kvq_core.kernels.scores import finish_scores, score_base, score_unit, softmax_unit
+from kvq_core.kernels.shares import next_work, query_rows, take_share
+from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
+from kvq_core.kernels.splits import finish
+from kvq_core.kernels.tiles import first_blocks, key_tile, load_pieces, load_scales, places, seen_tiles, tiles_of, unmasked_tiles
+
+UNSPECIALIZED = ("num_seqs", "table_stride", "table_width", "num_blocks")
+"""Arguments of an attention kernel that it must not be compiled anew for."""
+
+
+@triton.jit
+def attend_share(
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Attend to every piece of this program's share: all that an attention kernel does.
+
+    A row block on its own leaves a program one piece at most. Then there is no loop, out of which the compiler would take all that is the
+    same for each piece, and do it before the first load.
+    """
+    kv_head = tl.program_id(1)
+    share = take_share(num_seqs, batch, scoring, splits, C)
+    if C.alone:
+        if share.next < share.stop:
+            work, _ = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
+            attend_piece(
+                work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C
+            )  # fmt: skip
+    else:
+        while share.next < share.stop:
+            work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
+            attend_piece(
+                work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C
+            )  # fmt: skip
+
+
+@triton.jit
+def attend_piece(
+    work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C: tl.constexpr
+):
+    """Some query rows against some keys."""
+    K: tl.constexpr = C.format.key
+    V: tl.constexpr = C.format.value
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
+    K_ROW: tl.constexpr = C.key_row
+    V_ROW: tl.constexpr = C.value_row
+    tl.static_assert(K.scales == V.scales, "scales of K and V are of one kind")
+    rows = query_rows(work, queries, kv_head, scoring, C)
+    factor = score_unit(scoring)
+    if K.scales == "plane":
+        factor = factor * tl.load(keys.scales)
+    x = load_queries(queries, rows, C)
+    seen = seen_tiles(work, scoring, C)
+    ids = first_blocks(seen, work, batch, table_stride, C)
+    prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C)
+    q, unit, q_zero = scaled_queries(query_streams(x, work, C), queries, factor, C)
+    q, unit, scored = query_operand(q, C), narrow(unit, C), narrow_rows(rows, C)
+    common_seed = None
+    if K.zero != 0.0:
+        common_seed = seed_of_rows(q_zero * K.zero, C)
+    score_factor = unit
+    if K.huge_scales:
+        score_factor = tl.full(unit.shape, 1.0, tl.float32)
+    left = softmax_unit(score_factor, scoring)
+    state = softmax_start(C)
+    acc = accumulator(C)
+    largest = 1e-30
+    unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
+    for part in tl.static_range(tl.constexpr(C.parts)):
+        tiles = tiles_of(work, unmasked, part, C)
+        for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
+            tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
+            k_place, v_place = places(keys, values, tile, C)
+            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, K_ROW, C, TURNED=C.keys_turned, CLEAR=C.clear_keys)
+            k_scale = None
+            if K.scales == "row":
+                k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+                v_word = v_scale
+                if K.split is not None:
+                    k_scale, k_zero = K.split(k_scale)
+                if V.split is not None:
+                    v_scale, _ = V.split(v_word)
+            v = load_pieces(values, tile, v_place, kv_head, V_HEADS, V_ROW, C, TURNED=C.keys_first, CLEAR=C.clear_values)
+            k, v = operands(k, K, K_ROW, C), operands(v, V, V_ROW, C)
+            seed = common_seed
+            if K.split is not None:
+                seed = by_key(k_zero, C) * by_row(q_zero, C)
+            s = scores(q, k, seed, C)
+            if K.huge_scales:
+                s = s * by_row(unit, C)
+            s = finish_scores(s, score_factor, k_scale, scored, tile, work, scoring, part, C)
+            p, alpha, state = softmax_step(s, left, state, C, EXACT=K.packed)
+            zeros = None
+            if V.scales == "row":
+                weights, shrink, largest = weigh(p, v_scale, largest, C)
+                alpha = alpha * shrink
+                if V.split is not None:
+                    zeros = V.weighted_zeros(weights, v_word, C) * C.value_zero
+            elif V.scales == "plane":
+                weights = (p * 256.0).to(tl.float16)
+            else:
+                weights = p.to(v[0].dtype)
+            if V.zero != 0.0:
+                zeros = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (V.zero * C.value_zero)
+            acc = accumulate(weights, v, acc, alpha, zeros, C)
+    if V.scales == "plane":
+        largest = tl.load(values.scales)
+    if V.packed:
+        acc = accumulated_rows(acc, C.value_unit * unweigh(largest), C)
+    else:
+        acc = accumulated_rows(acc, 1.0, C)
+    finish(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)

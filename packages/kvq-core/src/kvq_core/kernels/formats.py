@@ -1,0 +1,142 @@
+"""How a mode's rows look to the kernels, as data and as jit functions. What else kernels are compiled for is in :mod:`.config`."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton.runtime import JITFunction
+
+SOURCE = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("config.py", "formats.py"))).hexdigest()
+"""That of the files of constants, which decides what a kernel becomes as much as the kernel's own source does."""
+
+
+class Constant(dict[str, object]):
+    """Base of what a kernel gets as a compile-time argument.
+
+    Where a process has set one of Triton's JIT hooks, Triton writes the constants of a kernel as JSON, and json writes nothing but its own
+    types and those derived from them: hence a dict, whose one item is the fields by the class's name, jit functions as strings.
+    """
+
+    def __post_init__(self) -> None:
+        fields = vars(self).items()
+        self[type(self).__name__] = {name: str(value) if callable(value) else value for name, value in fields}
+
+    def jit_functions(self) -> Iterator[JITFunction[Any]]:
+        """Those among the fields, and among the fields of fields."""
+        for value in vars(self).values():
+            if isinstance(value, Constant):
+                yield from value.jit_functions()
+            elif isinstance(value, JITFunction):
+                yield value
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton tells compiled kernels on disk apart by. By itself it would take the fields, and find a kernel of another version of
+        kvq, in which a property or a jit function among the fields was another."""
+        return f"{self} {SOURCE} {[function.cache_key for function in self.jit_functions()]}"
+
+
+@dataclass(frozen=True)
+class PlaneFormat(Constant):
+    """How the rows of K or of V look to the read and write kernels: numbers, and the mode's mathematics as jit functions (*hooks*).
+
+    ``streams`` interleaved columns share a 16-bit lane: channel ``streams * lane + s`` is in stream s (1: rows are not packed). ``rotated``
+    rows went through a Hadamard transform with ``signs`` (bit i set: +1; None: unsigned); if ``divided``, decoding divides by its block.
+    ``scales``: one float32 for each (token, head), "row"; one for all, "plane"; or "".
+
+    An operand of a product is what ``unpack(lanes, C)`` makes of lanes, a tuple of ``streams`` float16 tensors: a number, zero point
+    included, over ``level * unit``, ``unit`` a power of two; or over ``level`` where the hardware ``converts``. ``gains``: of K, what the
+    operands of each stream are in excess, in decode and otherwise; nothing if empty.
+
+    Zero points: ``zero`` is that of all codes. Or ``split(word)`` makes (scale, zero point) of scale words, float32; of V,
+    ``weighted_zeros(weights, words, C)`` sums the zero points up, [ROWS] float32.
+
+    ``huge_scales``: of K, sums of operands times the scale of a huge row overflow, unless the query's factor comes first. ``has_nan``: a
+    code can be NaN, so that what is read for keys that are not there must be cleared.
+
+    ``write_plane(source, plane, rows, IS_VALUE, HEADS, C)`` quantizes and stores new rows (:mod:`.slots`).
+    """
+
+    name: str
+    streams: int
+    rotated: bool = False
+    signs: int | None = None
+    divided: bool = False
+    scales: str = "row"
+    level: float = 1.0
+    unit: float = 1.0
+    converts: bool = False
+    gains: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    zero: float = 0.0
+    huge_scales: bool = False
+    has_nan: bool = False
+    unpack: Any = None
+    split: Any = None
+    weighted_zeros: Any = None
+    write_plane: Any = None
+
+    @property
+    def packed(self) -> bool:
+        return self.streams > 1
+
+    @property
+    def stream_signs(self) -> tuple[int | None, ...]:
+        """``signs`` stream by stream: bit i of the s-th is that of channel ``streams * i + s``."""
+        signs = self.signs
+        if signs is None:
+            return (None,) * self.streams
+        lanes = range(-(-signs.bit_length() // self.streams))
+        return tuple(sum((signs >> (self.streams * i + s) & 1) << i for i in lanes) for s in range(self.streams))
+
+
+@dataclass(frozen=True)
+class Format(Constant):
+    """The formats of K and of V, which need not be the same, and ``few_rows``: whether a read with much to do for each score may give rows
+    two columns each (:mod:`.fewrows`)."""
+
+    key: PlaneFormat
+    value: PlaneFormat
+    few_rows: bool = False
+
+    @property
+    def halves(self) -> tuple[PlaneFormat, PlaneFormat]:
+        return (self.key, self.value)
+
+    @property
+    def wider(self) -> PlaneFormat:
+        """The half with more bytes, which launch plans go by."""
+        return min(self.halves, key=lambda half: half.streams)
+
+    @property
+    def alike(self) -> bool:
+        """Whether both halves have the same lanes."""
+        return self.key.streams == self.value.streams
+
+    @property
+    def packed(self) -> bool:
+        return self.key.packed and self.value.packed
+
+    @property
+    def rotated(self) -> bool:
+        return self.key.rotated or self.value.rotated
+
+
+class Sm90Kernels(NamedTuple):
+    """A mode's kernels in Gluon, for sm_90 alone: :mod:`.warpgroups`, its ``drafts``, and :mod:`.fragments`."""
+
+    attend: Any = None
+    attend_drafts: Any = None
+    write: Any = None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A mode's kernels: of the entries ``write`` and ``attend``, and where they are quicker those of ``sm90()``, which imports them: not
+    every Triton has what they are written in."""
+
+    format: Format
+    write: Any
+    attend: Any
+    sm90: Callable[[], Sm90Kernels] | None = None

@@ -1,0 +1,32 @@
+"""int2's kernels: write rows into pages, attend over pages. What they do with codes is quantize.py's and format.py's."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.api import UNSPECIALIZED, Kernels, Sm90Kernels, attend_share, write_share
+from kvq_int2.format import FORMAT
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    write_share(key, value, keys, values, slot_mapping, num_tokens, num_slots, C)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attend(
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
+    C: tl.constexpr,
+):  # fmt: skip
+    attend_share(
+        queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks, C
+    )  # fmt: skip
+
+
+def sm90() -> Sm90Kernels:
+    """The kernels for Hopper."""
+    from kvq_int2 import drafts, prefill, store_mma
+
+    return Sm90Kernels(prefill.attend, drafts.attend, store_mma.write)
+
+
+KERNELS = Kernels(FORMAT, write, attend, sm90)

@@ -1,0 +1,34 @@
+"""The kernels of int8 and fp8: write rows into pages, attend over pages. What they do with codes is quantize.py's and format.py's."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.api import UNSPECIALIZED, Kernels, Sm90Kernels, attend_share, write_share
+from kvq_int8fp8 import format
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    write_share(key, value, keys, values, slot_mapping, num_tokens, num_slots, C)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attend(
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
+    C: tl.constexpr,
+):  # fmt: skip
+    attend_share(
+        queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks, C
+    )  # fmt: skip
+
+
+def sm90() -> Sm90Kernels:
+    """The kernels for Hopper."""
+    from kvq_int8fp8 import drafts, prefill
+
+    return Sm90Kernels(prefill.attend, drafts.attend)
+
+
+INT8 = Kernels(format.INT8, write, attend, sm90)
+FP8 = Kernels(format.FP8, write, attend, sm90)
+FP8_PER_TENSOR = Kernels(format.FP8_PER_TENSOR, write, attend, sm90)

@@ -158,7 +158,7 @@ def _fault(backend: QuantKVBackend, problem: Read, device: torch.device) -> tupl
     options = {name: arguments[name] for name in ("softmax_scale", "softcap", "sinks", "alibi_slopes")}
     scoring = Scoring(**options, window_left=arguments["window_size"][0])
     attention = Attention(arguments["q"], arguments["out"], *planes, batch, scoring)
-    exact = reference.attention(attention, lambda plane, blocks: eager.gather(backend, plane, blocks), torch.float64)
+    exact = reference.attention(attention, eager.gathering(backend, attention), torch.float64)
     out = arguments["out"].double().unflatten(0, (problem.num_seqs, -1))
     exact = exact.unflatten(0, (problem.num_seqs, -1))
     errors = (out - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
@@ -176,10 +176,9 @@ def _worse_rows(
     """How many stored (token, head) rows are farther from ``rows`` than what ``encode`` makes of them."""
     block, offset = slots // codes.shape[1], slots % codes.shape[1]
     given = None if backend.needs_scale_caches else scale
-    # Checkouts from before the modes told the two apart have one encoder.
-    encode = getattr(backend, "encode_value", backend.encode) if half == "value" else backend.encode
-    codes_wanted, scales_wanted = encode(rows, scale=given)
-    wanted = backend.decode(codes_wanted, scales_wanted if given is None else given)
-    got = backend.decode(codes[block, offset], scale[block, offset] if scale is not None and given is None else given)
+    stored = backend.key_half if half == "key" else backend.value_half
+    codes_wanted, scales_wanted = (stored.encode if half == "key" else stored.encode_value)(rows, scale=given)
+    wanted = stored.decode(codes_wanted, scales_wanted if given is None else given)
+    got = stored.decode(codes[block, offset], scale[block, offset] if scale is not None and given is None else given)
     off, best, size = ((x - rows.float()).norm(dim=-1) for x in (got, wanted, torch.zeros_like(wanted)))
     return int((~(off <= (1 + STORED_SLACK) * best + 1e-4 * size)).sum())

@@ -56,11 +56,12 @@ def allocate(
 
 def fill(backend: QuantKVBackend, caches: Caches, head_size: int) -> None:
     """Draw every slot of ``caches`` from a pool of encoded standard normal rows."""
-    for codes, scale in ((caches.key, caches.k_scale), (caches.value, caches.v_scale)):
+    key, value = (backend.key_half, caches.key, caches.k_scale), (backend.value_half, caches.value, caches.v_scale)
+    for half, codes, scale in (key, value):
         pages = codes.view(torch.uint8)
         slots = codes.shape[:3].numel()
         rows = torch.randn(min(POOL, slots), head_size, device=codes.device, dtype=torch.float32).to(DTYPE)
-        pool, pool_scales = backend.encode(rows, scale=None if backend.needs_scale_caches else scale)
+        pool, pool_scales = half.encode(rows, scale=None if backend.needs_scale_caches else scale)
         pool = pool.view(torch.uint8).contiguous()
         blocks = max(_STEP * codes.shape[0] // slots, 1)
         for first in range(0, codes.shape[0], blocks):

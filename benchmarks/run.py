@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = plan_of(options)
         # The widest first, as the tables of the documentation have them.
-        backends = sorted(modes.backends_of(options.modes, "none"), key=lambda backend: -shapes.row_bytes(backend, 128))
+        backends = sorted(modes.backends_of(options.modes, "none"), key=lambda backend: -shapes.stored_bytes(backend, 128))
         old = report.load(options.compare) if options.compare else None
     except (ValueError, KVQError) as error:
         print(f"run.py: {error}", file=sys.stderr)

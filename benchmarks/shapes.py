@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvq_core.layout import cell_size, fields
+
 if TYPE_CHECKING:
     from kvq_core import QuantKVBackend
 
@@ -14,10 +16,9 @@ DTYPE = torch.bfloat16
 """Of queries, outputs and new rows, everywhere."""
 
 
-def row_bytes(backend: QuantKVBackend, head_size: int) -> int:
-    """Bytes that ``backend`` stores for one K or V row of one token and head: the codes, and the float32 scale if it has one."""
-    codes = backend.packed_head_size(head_size) * backend.cache_dtype(DTYPE).itemsize
-    return codes + (4 if backend.needs_scale_caches else 0)
+def stored_bytes(backend: QuantKVBackend, head_size: int) -> int:
+    """Bytes that ``backend`` stores for one token of one head, K and V: the codes, and the float32 scales if it has some."""
+    return cell_size(fields(backend, head_size, head_size, DTYPE))
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Read:
 
     def bytes(self, backend: QuantKVBackend) -> int:
         """Packed bytes of K and V that must be read once: codes and scales of all keys that some row sees."""
-        return 2 * sum(self._reach(n) for n in self.seq_lens) * self.kv_heads * row_bytes(backend, self.head_size)
+        return sum(self._reach(n) for n in self.seq_lens) * self.kv_heads * stored_bytes(backend, self.head_size)
 
     @property
     def flops(self) -> int:
@@ -121,7 +122,7 @@ class Write:
 
     def bytes(self, backend: QuantKVBackend) -> int:
         """Rows read and packed rows written, K and V, and the slots."""
-        rows = 2 * self.tokens * self.kv_heads * (self.head_size * DTYPE.itemsize + row_bytes(backend, self.head_size))
+        rows = self.tokens * self.kv_heads * (2 * self.head_size * DTYPE.itemsize + stored_bytes(backend, self.head_size))
         return self.layers * (rows + 8 * self.tokens)
 
     def __str__(self) -> str:

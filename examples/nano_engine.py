@@ -137,20 +137,20 @@ class Engine:
     @torch.inference_mode()
     def _allocate(self, calibration: list[int] | None) -> list[LayerCache]:
         config, backend = self.model.config, self.backend
-        shape = (self.num_blocks, self.block_size, config.num_kv_heads, backend.packed_head_size(config.head_size))
+        shape = (self.num_blocks, self.block_size, config.num_kv_heads)
         given = None
         if backend.takes_scales:
             if not calibration:
                 raise ValueError(f"calibration: got nothing, need some text: mode {backend.mode} takes its scales from the caller")
             given = given_scales(self.model, calibration)
 
-        def pages() -> torch.Tensor:
-            return torch.zeros(shape, dtype=backend.cache_dtype(self.rows_dtype), device=self.device)
+        def pages(half: QuantKVBackend) -> torch.Tensor:
+            return torch.zeros(*shape, half.packed_head_size(config.head_size), dtype=half.cache_dtype(self.rows_dtype), device=self.device)
 
         caches = []
         for layer in range(config.num_layers):
-            scales = given[layer] if given else backend.allocate_scale_caches(*shape[:3], self.device)
-            caches.append(LayerCache(pages(), pages(), *scales))
+            scales = given[layer] if given else backend.allocate_scale_caches(*shape, self.device)
+            caches.append(LayerCache(pages(backend.key_half), pages(backend.value_half), *scales))
         return caches
 
     @property

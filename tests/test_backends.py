@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.testing import BackendTests, budgets
+from kvq_core.testing import BackendTests, ComposedTests, budgets
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
 from kvq_int2 import codec as int2
@@ -103,3 +103,13 @@ class TestInt2PerTokenHead(Int2Bounds, QuantizedTests):
         of_key, of_value = ((int2.LARGEST_FACTOR * share).clamp(max=1) for share in (cosine, cosine.square()))
         torch.testing.assert_close(key.square().sum(-1), length * of_key.square(), rtol=1e-5, atol=0)
         torch.testing.assert_close((value * x).sum(-1), length * of_value, rtol=1e-5, atol=0)
+
+
+class TestInt8Int4(ComposedTests):
+    mode = "int8_per_token_head/int4_per_token_head"
+    key_tests, value_tests = TestInt8PerTokenHead, TestInt4PerTokenHead
+
+
+class TestInt4Int2(ComposedTests):
+    mode = "int4_per_token_head/int2_per_token_head"
+    key_tests, value_tests = TestInt4PerTokenHead, TestInt2PerTokenHead

@@ -54,7 +54,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_are_those_of_the_packed_cache(mode: str, per_row: int) -> None:
     backend = get_backend(mode)
     a, _, c = shapes.HEADLINE
-    assert shapes.row_bytes(backend, 128) == per_row
+    assert shapes.stored_bytes(backend, 128) == 2 * per_row
     assert a.bytes(backend) == 2 * 64 * 8192 * 8 * per_row
     assert c.bytes(backend) == 2 * 128 * 4096 * 8 * per_row
     w64 = next(s for s in shapes.WRITE if s.name == "w64")
@@ -299,7 +299,7 @@ def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> Non
             arguments["out"][-1] = 0
 
     read = type(backend).unified_attention
-    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True}
+    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True, "side_bytes": False}
     facts |= {"rows": 8, "folded": False, "keys_per_sm": 0, "longest": 0}
     monkeypatch.setattr(type(backend), "unified_attention", wrong_when_wide)
     plain, planned = gate.check_all([gate.Check(backend, CASES[0]), gate.Check(backend, CASES[0], (wide,))], CPU)

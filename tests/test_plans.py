@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 SHIPPED = sorted(path.stem for path in lookup.SHIPPED.glob("*.json"))
 INT4 = {
-    **{"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True},
+    **{"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "side_bytes": False},
     **{"rows": 8, "folded": False, "keys_per_sm": 31775, "longest": 8192},
 }
 """Of setting A of the benchmarks on an H200."""

@@ -93,6 +93,7 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
         "width": 128,
         "lane_bytes": 2,
         "scaled": True,
+        "side_bytes": False,
         "rows": 8,
         "folded": False,
         "keys_per_sm": 16384,
@@ -129,7 +130,17 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
 @pytest.mark.parametrize("name", ["sm_90", "generic"])
 def test_shipped_tables_change_only_where_a_class_ends(name: str) -> None:
     """So that all problems of a class have one present choice, and an entry that is tuned for it replaces that one."""
-    facts = {"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "rows": 8, "folded": False, "fragments": False}
+    facts = {
+        "variant": "",
+        "streams": 4,
+        "width": 128,
+        "lane_bytes": 2,
+        "scaled": True,
+        "side_bytes": False,
+        "rows": 8,
+        "folded": False,
+        "fragments": False,
+    }
     facts |= {"keys_per_sm": 0, "longest": 0, "rows_per_sm": 1, "pieces": 1}
     for kind, entries in Table.read(lookup.SHIPPED / f"{name}.json").entries.items():
         for fact, condition in ((fact, condition) for entry in entries for fact, condition in entry.where.items()):

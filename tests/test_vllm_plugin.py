@@ -17,6 +17,7 @@ from kvq_core import get_backend, list_backends
 from kvq_core.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.layout import cell_size, fields
+from kvq_core.registry import short_pairs
 from kvq_core.testing import places
 from kvq_vllm import plugin, probe
 from kvq_vllm.demands import demand_of
@@ -74,8 +75,8 @@ def test_every_installed_mode_gets_a_name(vllm: dict[str, Any]) -> None:
     made = offer()
     assert TAKEN == {Slots.CUSTOM: PATH}
     assert made.problem == "" and set(made.names) == {*VLLM_NAMES, *vllm}
-    assert {mode_of(name) for name in vllm} == {entry.mode for entry in list_backends()}
-    assert {"kvq_int4", "kvq_int2", "kvq_none", "kvq_fp8_per_tensor"} <= set(vllm)
+    assert {mode_of(name) for name in vllm} == {*(entry.mode for entry in list_backends()), *short_pairs()}
+    assert {"kvq_int4", "kvq_int2", "kvq_none", "kvq_fp8_per_tensor", "kvq_k8v4", "kvq_k4v2"} <= set(vllm)
     handler = vllm["kvq_int4"]
     assert (handler.name, handler.torch_dtype(), handler.quant_mode()) == ("kvq_int4", torch.uint8, 12)
     assert offer() is made

@@ -66,6 +66,16 @@ class QuantKVBackend(ABC):
     (``int2``). Checks of reads allow for it."""
 
     @property
+    def key_half(self) -> QuantKVBackend:
+        """The mode that K is stored in: this one, unless the mode is composed of two (:mod:`kvq_core.composed`)."""
+        return self
+
+    @property
+    def value_half(self) -> QuantKVBackend:
+        """The mode that V is stored in, as :attr:`key_half`."""
+        return self
+
+    @property
     def takes_scales(self) -> bool:
         """Whether the caller gives the scales, one float32 for all keys of a layer and one for all its values."""
         return self.reads_scales and not self.needs_scale_caches

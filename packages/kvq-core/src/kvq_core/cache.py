@@ -313,7 +313,8 @@ class PagedKVCache:
         if rows.device != self.device:
             raise ArgumentError(argument, f"a tensor on {rows.device}", f"one on {self.device}")
         stored = self.geometry.dtype
-        if rows.dtype not in FLOATS or self.backend.cache_dtype(rows.dtype) != self.backend.cache_dtype(stored):
+        half = self.backend.key_half
+        if rows.dtype not in FLOATS or half.cache_dtype(rows.dtype) != half.cache_dtype(stored):
             raise ArgumentError(argument, rows.dtype, f"{stored}, the dtype this cache was made for")
         if torch.is_grad_enabled():
             refuse_gradients((argument,), (rows,))

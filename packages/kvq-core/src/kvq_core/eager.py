@@ -19,7 +19,8 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
     kept = (rows.slot_mapping >= 0) & (rows.slot_mapping < num_slots)
     slots = rows.slot_mapping[kept]
     key = rows.key if rows.smoothing is None else rows.smoothing.smooth(rows.key)
-    for x, plane, encode in ((key, rows.keys, backend.encode), (rows.value, rows.values, backend.encode_value)):
+    key_half, value_half = backend.key_half, backend.value_half
+    for x, plane, encode in ((key, rows.keys, key_half.encode), (rows.value, rows.values, value_half.encode_value)):
         given = None if backend.needs_scale_caches else plane.scales
         codes, scales = encode(x[kept], scale=given)
         block, offset = slots // plane.block_size, slots % plane.block_size
@@ -30,12 +31,21 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
 
 def read(backend: QuantKVBackend, attention: Attention) -> None:
     """Dense float32 attention over the decoded pages, one sequence at a time."""
-    result, lse = reference.attention_and_lse(attention, lambda plane, blocks: gather(backend, plane, blocks))
+    result, lse = reference.attention_and_lse(attention, gathering(backend, attention))
     # Rows past the last sequence's, an engine's padding, stay as they are.
     owned = slice(int(attention.batch.cu_seqlens_q[-1]))
     attention.out[owned] = reference.to_output_dtype(result[owned], attention.out.dtype, attention.output_scale)
     if attention.lse is not None:
         attention.lse[owned] = lse[owned]
+
+
+def gathering(backend: QuantKVBackend, attention: Attention) -> reference.Gather:
+    """:func:`gather` from K's pages of ``attention`` as K is stored, and from V's as V is."""
+
+    def gathered(plane: Plane, blocks: torch.Tensor) -> torch.Tensor:
+        return gather(backend.key_half if plane is attention.keys else backend.value_half, plane, blocks)
+
+    return gathered
 
 
 def gather(backend: QuantKVBackend, plane: Plane, blocks: torch.Tensor) -> torch.Tensor:

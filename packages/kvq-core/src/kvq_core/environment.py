@@ -137,6 +137,9 @@ def kernels_of(backend: QuantKVBackend) -> frozenset[str]:
     """Which of ``write`` and ``read`` the mode brings kernels for; the contract's own are plain torch."""
     from kvq_core.backend import QuantKVBackend
 
+    halves = {backend.key_half, backend.value_half}
+    if halves != {backend}:
+        return frozenset.intersection(*map(kernels_of, halves))
     own = {name for name in ("kernels", "write", "read") if getattr(type(backend), name) is not getattr(QuantKVBackend, name)}
     return frozenset({"write", "read"} if "kernels" in own else own)
 

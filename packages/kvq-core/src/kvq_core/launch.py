@@ -68,7 +68,7 @@ def launch_rows(kernels: Kernels, rows: NewRows) -> Launched:
     width = Heads(max(head_size, rows.value.shape[2]), plane.streams).width * plane.streams
     in_fragments = _sm90(kernels, fragments_fit, rows).write
     fit = in_fragments is not None
-    tile = schedule.write_tile(device.arch, plane.name, plane.streams, width, total, rows.batch_invariant, fit)
+    tile = schedule.write_tile(device.arch, plane.variant, plane.streams, width, total, rows.batch_invariant, fit)
     config = WriteConfig(
         format=form,
         head_size=head_size,
@@ -160,7 +160,8 @@ def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> schedul
         may_split=may_split,
         batch_invariant=attention.batch_invariant,
         arch=device.arch,
-        variant=plane.name,
+        variant=plane.variant,
+        side_bytes=any(half.side_bytes for half in form.halves),
         groups_fit=sm90.attend is not None,
         drafts_fit=sm90.attend_drafts is not None,
     )

@@ -94,10 +94,9 @@ class LayerCaches:
 
 def fields(backend: QuantKVBackend, head_size: int, head_size_v: int, dtype: torch.dtype) -> tuple[Field, ...]:
     """What a mode stores per (token, head), in the order of a cell."""
-    codes = backend.cache_dtype(dtype)
     stored: list[Field] = []
-    for name, size in (("key", head_size), ("value", head_size_v)):
-        stored.append(Field(f"{name}_cache", backend.packed_head_size(size), codes))
+    for name, half, size in (("key", backend.key_half, head_size), ("value", backend.value_half, head_size_v)):
+        stored.append(Field(f"{name}_cache", half.packed_head_size(size), half.cache_dtype(dtype)))
         if backend.needs_scale_caches:
             stored.append(Field(f"{name[0]}_scale_cache", None, torch.float32))
     return tuple(stored)

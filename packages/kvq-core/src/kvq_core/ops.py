@@ -166,7 +166,7 @@ class _Ops:
 
     def _define(self, library: torch.library.Library, verb: _Verb, backend: QuantKVBackend) -> None:
         mode = backend.mode
-        name = f"{mode}_{verb.name}"
+        name = _op_name(mode, verb.name)
         library.define(name + schema(verb.args, verb.written(backend)))
 
         def run(*arguments: Any) -> None:
@@ -222,6 +222,11 @@ def planning_with(table: Table) -> Iterator[None]:
             forget()
 
 
+def _op_name(mode: str, verb: str) -> str:
+    """``<mode>_<verb>``; of a composed mode, whose name has a slash in it, ``<mode of K>_with_<mode of V>_<verb>``."""
+    return f"{mode.replace('/', '_with_')}_{verb}"
+
+
 def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
     if target.current() is not None:
         # Tensors may lie where ops do not go.
@@ -229,7 +234,7 @@ def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
     if _OPS.current(backend.mode) is not backend:
         variables.check()
         _OPS.bind(backend)
-    op: Callable[..., None] = getattr(torch.ops.kvq, f"{backend.mode}_{verb}").default
+    op: Callable[..., None] = getattr(torch.ops.kvq, _op_name(backend.mode, verb)).default
     return op
 
 

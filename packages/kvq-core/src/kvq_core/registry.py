@@ -39,6 +39,10 @@ FIRST_PARTY: Final = MappingProxyType(
     }
 )
 ALIASES: Final = MappingProxyType({short: f"{short}_per_token_head" for short in ("int8", "fp8", "int4", "int2")})
+SEPARATOR: Final = "/"
+"""Between the mode of K and that of V, where the two differ: ``int8/int4``."""
+_SHORT_PAIR: Final = re.compile(r"k(\d)v(\d)")
+"""``k8v4``: so many bits for K, so many for V."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,6 +62,7 @@ class _Registry:
     lock: RLock = field(default_factory=RLock)
     backends: dict[InstalledMode, QuantKVBackend] = field(default_factory=dict)
     answers: dict[tuple[str, str], QuantKVBackend] = field(default_factory=dict)
+    pairs: dict[tuple[QuantKVBackend, QuantKVBackend], QuantKVBackend] = field(default_factory=dict)
 
     def offers(self) -> list[InstalledMode]:
         """Registered modes, then installed ones."""
@@ -80,6 +85,9 @@ def list_backends() -> tuple[InstalledMode, ...]:
 
 def has_backend(mode: str) -> bool:
     """Whether anyone offers ``mode`` (a full name, an alias, or ``distribution:mode``). Imports nothing."""
+    pair = halves_of(mode)
+    if pair is not None:
+        return all(map(has_backend, pair))
     distribution, mode = _parse(mode)
     return any(entry.mode == mode and distribution in ("", _canonical(entry.distribution)) for entry in _REGISTRY.offers())
 
@@ -98,6 +106,8 @@ def find_backend(mode: str) -> InstalledMode:
 def get_backend(mode: str) -> QuantKVBackend:
     """The one instance of ``mode``: a full name, an alias (``int4``), or ``distribution:mode`` to pick among distributions.
 
+    ``int8/int4`` is K in one mode and V in another, each named as above; ``k8v4`` is short for it (:mod:`kvq_core.composed`).
+
     The mode's package is imported at the first call. A backend registered in this process goes first; otherwise
     ``KVQ_BACKENDS="mode=distribution,..."``, read at each call, settles which distribution provides a mode.
 
@@ -105,8 +115,11 @@ def get_backend(mode: str) -> QuantKVBackend:
         UnknownModeError: nobody provides the mode, or the distribution chosen for it does not.
         DuplicateModeError: several distributions provide it, and nothing chooses between them.
         BrokenBackendError: its package fails to import, or what it offers is no backend of that mode.
-        ArgumentError: an environment variable of kvq's is misspelled, or has a value that it does not take.
+        ArgumentError: an environment variable of kvq's is misspelled, or has a value that it does not take; or two modes do not compose.
     """
+    pair = halves_of(mode)
+    if pair is not None:
+        return compose(*map(get_backend, pair))
     distribution, full = _parse(mode)
     variables.check()
     question = (mode, os.environ.get(OVERRIDE, ""))
@@ -156,6 +169,47 @@ def unregister_backend(mode: str) -> None:
     """Withdraw what :func:`register_backend` offered; an installed backend of that mode shows again."""
     if not _withdraw(_parse(mode)[1]):
         raise UnknownModeError(f"mode {mode!r} was not registered in this process")
+
+
+def alias_of(mode: str) -> str:
+    """The short name of a mode: ``int4``, ``k8v4``; "" if it has none. Imports nothing."""
+    pair = halves_of(mode)
+    if pair is None:
+        return next((short for short, full in ALIASES.items() if full == mode), "")
+    bits = [found[1] for half in pair if (found := re.fullmatch(r"int(\d)_per_token_head", half))]
+    return f"k{bits[0]}v{bits[1]}" if len(bits) == 2 else ""
+
+
+def compose(key_half: QuantKVBackend, value_half: QuantKVBackend) -> QuantKVBackend:
+    """The one instance of the mode with K in one mode and V in another; of two that are the same, that mode.
+
+    Raises:
+        ArgumentError: a half has no scale for each (token, head), or is composed itself.
+    """
+    if key_half is value_half:
+        return key_half
+    from kvq_core.composed import ComposedBackend
+
+    with _REGISTRY.lock:
+        found = _REGISTRY.pairs.get((key_half, value_half))
+        return found or _REGISTRY.pairs.setdefault((key_half, value_half), ComposedBackend(key_half, value_half))
+
+
+def short_pairs() -> tuple[str, ...]:
+    """``k8v4`` and the like: the short names of pairs of installed modes with so many bits. Imports nothing."""
+    bits = sorted({found[1] for entry in _REGISTRY.offers() if (found := re.fullmatch(r"int(\d)_per_token_head", entry.mode))})
+    return tuple(f"k{key}v{value}" for key in bits for value in bits if key != value)
+
+
+def halves_of(name: object) -> tuple[str, str] | None:
+    """The modes of K and of V in the name of a composed mode; ``None`` for others."""
+    if not isinstance(name, str):
+        return None
+    short = _SHORT_PAIR.fullmatch(name.strip())
+    if short is not None:
+        return (f"int{short[1]}_per_token_head", f"int{short[2]}_per_token_head")
+    key, separator, value = name.partition(SEPARATOR)
+    return (key, value) if separator else None
 
 
 def _withdraw(mode: str) -> bool:

@@ -48,7 +48,8 @@ class Problem:
     ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
     ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``in_pieces``: they
     are multiplied in pieces, without padding. ``arch``: ``sm_90``, ``gfx942``;
-    "" for what is no GPU. ``variant``: the format's own. ``groups_fit``, ``drafts_fit``: warp groups can take many rows; one can take few.
+    "" for what is no GPU. ``variant``: the format's own. ``side_bytes``: a byte beside each lane.
+    ``groups_fit``, ``drafts_fit``: warp groups can take many rows; one can take few.
     """
 
     num_seqs: int
@@ -71,6 +72,7 @@ class Problem:
     batch_invariant: bool = False
     arch: str = ""
     variant: str = ""
+    side_bytes: bool = False
     groups_fit: bool = False
     drafts_fit: bool = False
 
@@ -87,7 +89,7 @@ class Problem:
     @property
     def plane_facts(self) -> dict[str, plans.Fact]:
         """What they choose tiles by."""
-        return {**self.format_facts, "lane_bytes": self.lane_bytes, "scaled": self.scaled}
+        return {**self.format_facts, "lane_bytes": self.lane_bytes, "scaled": self.scaled, "side_bytes": self.side_bytes}
 
 
 @dataclass(frozen=True)

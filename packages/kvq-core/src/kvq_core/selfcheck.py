@@ -71,14 +71,16 @@ def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens
 
     caches = cache.layer(0)
     planes = [Plane(c, s, size) for c, s in ((caches.key_cache, caches.k_scale_cache), (caches.value_cache, caches.v_scale_cache))]
-    stored = [eager.gather(backend, plane, step.block_table[0].long())[:tokens] for plane in planes]
+    halves = (backend.key_half, backend.value_half)
+    stored = [eager.gather(half, plane, step.block_table[0].long())[:tokens] for half, plane in zip(halves, planes, strict=True)]
     lost = max(float((s - x).square().sum() / x.square().sum()) for s, x in zip(stored, (key.float(), value.float()), strict=True))
     if not lost < 1:
         raise SelfCheckError(f"mode {backend.mode}: stored rows are off by {lost:.2g} of their own energy on {device}")
     batch = Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, tokens, tokens)
     attention = Attention(q, out, planes[0], planes[1], batch, Scoring(size**-0.5))
-    exact = reference.attention(attention, lambda plane, blocks: eager.gather(backend, plane, blocks))
+    exact = reference.attention(attention, eager.gathering(backend, attention))
     error = float((out.float() - exact).norm() / exact.norm())
-    if not error <= READ_TOLERANCE + max(map(abs, backend.read_level_errors), default=0.0):
+    levels = max((abs(error) for half in halves for error in half.read_level_errors), default=0.0)
+    if not error <= READ_TOLERANCE + levels:
         raise SelfCheckError(f"mode {backend.mode}: its read is off by {error:.2g} from attention over its own bytes on {device}")
     return SelfCheck(cache.bits_per_element, lost, error)

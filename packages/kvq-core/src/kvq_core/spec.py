@@ -344,12 +344,16 @@ class Attention:
 
 def _check_planes(backend: QuantKVBackend, named: dict[str, Plane], device: torch.device, dtype: torch.dtype) -> None:
     """Check K's and V's plane, under the names the door gives them, and that the two belong together."""
-    for name, plane in named.items():
-        plane.validate(backend, name, device, dtype)
+    halves = (backend.key_half, backend.value_half)
+    for (name, plane), half in zip(named.items(), halves, strict=True):
+        plane.validate(half, name, device, dtype)
     (key_name, keys), (value_name, values) = named.items()
+    fits = values.codes.shape[:3] == keys.codes.shape[:3]
     need(
-        values.codes.shape[:3] == keys.codes.shape[:3] and values.codes.dtype == keys.codes.dtype,
+        fits and (halves[0] is not halves[1] or values.codes.dtype == keys.codes.dtype),
         value_name,
         f"{shape_of(values.codes)}, {values.codes.dtype}",
-        f"the blocks, slots and heads {tuple(keys.codes.shape[:3])} and dtype {keys.codes.dtype} of {key_name}",
+        f"the blocks, slots and heads {tuple(keys.codes.shape[:3])} and dtype {keys.codes.dtype} of {key_name}"
+        if halves[0] is halves[1]
+        else f"the blocks, slots and heads {tuple(keys.codes.shape[:3])} of {key_name}",
     )

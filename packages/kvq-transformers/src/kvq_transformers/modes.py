@@ -7,7 +7,7 @@ from numbers import Integral
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError, described
-from kvq_core.registry import get_backend
+from kvq_core.registry import compose, get_backend
 
 Mode = str | QuantKVBackend | tuple[str | QuantKVBackend, str | QuantKVBackend]
 Modes = Mode | Mapping[int | str, Mode]
@@ -18,7 +18,7 @@ def layer_modes(mode: Modes, layers: list[int], num_layers: int) -> dict[int, Qu
     """The backend of each of ``layers``, the attention layers of a model of ``num_layers``.
 
     Raises:
-        ArgumentError: a layer that is not there or has no K and V, no default for some layer, or different modes for K and V.
+        ArgumentError: a layer that is not there or has no K and V, no default for some layer, or modes for K and V that do not compose.
         UnknownModeError: no installed package provides a mode.
     """
     if not isinstance(mode, Mapping):
@@ -45,9 +45,8 @@ def _backend(mode: Mode, argument: str) -> QuantKVBackend:
     if isinstance(mode, tuple):
         if len(mode) != 2:
             raise ArgumentError(argument, f"{len(mode)} modes", "one, or a pair for K and V")
-        key, value = _backend(mode[0], argument), _backend(mode[1], argument)
-        if key is not value:
-            need = "the same mode for both: a mode's kernels read K and V in one format (give layers different modes instead)"
-            raise ArgumentError(argument, f"{key.mode} for K and {value.mode} for V", need)
-        return key
+        try:
+            return compose(_backend(mode[0], argument), _backend(mode[1], argument))
+        except ArgumentError as problem:
+            raise ArgumentError(argument, problem.got, problem.need) from problem
     return mode if isinstance(mode, QuantKVBackend) else get_backend(mode)

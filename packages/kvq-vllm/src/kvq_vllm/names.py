@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvq_core.registry import list_backends
+from kvq_core.registry import list_backends, short_pairs
 
 PREFIX: Final = "kvq_"
 VLLM_NAMES: Final = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
@@ -15,9 +15,10 @@ _SUFFIX: Final = "_per_token_head"
 
 
 def own_names() -> dict[str, str]:
-    """The names that kvq adds to vLLM, each with the full name of its mode: one for every installed mode, whoever provides it."""
+    """The names that kvq adds to vLLM, each with a name of its mode: for every installed mode, whoever provides it, and every pair of them
+    that has a short name (``kvq_k8v4``)."""
     modes = sorted({entry.mode for entry in list_backends()})
-    return {PREFIX + mode.removesuffix(_SUFFIX): mode for mode in modes}
+    return {PREFIX + mode.removesuffix(_SUFFIX): mode for mode in modes} | {PREFIX + pair: pair for pair in short_pairs()}
 
 
 def mode_of(name: str, override: str | None = None) -> str | None:

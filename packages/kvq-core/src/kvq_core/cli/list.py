@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Final
 
 import click
 
 from kvq_core import variables
 from kvq_core.cli import output
+from kvq_core.cli.modes import mode_option
 from kvq_core.errors import KVQError, told
-from kvq_core.registry import ALIASES, IN_PROCESS, InstalledMode, find_backend, get_backend, list_backends
+from kvq_core.registry import IN_PROCESS, InstalledMode, alias_of, find_backend, get_backend, halves_of, list_backends
 
 FIRST_PARTY_BITS: Final = {
     "none": 16.0,
@@ -40,10 +41,20 @@ class Listed:
 
 def listed(entry: InstalledMode, rivals: int) -> Listed:
     """What metadata says of ``entry``; ``rivals`` is the number of distributions that offer its mode."""
-    alias = next((short for short, full in ALIASES.items() if full == entry.mode), "")
     error = _choice_error(entry.mode) if rivals > 1 else ""
     status = "duplicate" if error else "installed"
-    return Listed(entry.mode, alias, FIRST_PARTY_BITS.get(entry.mode), entry.distribution, entry.version, entry.value, status, error)
+    bits = FIRST_PARTY_BITS.get(entry.mode)
+    return Listed(entry.mode, alias_of(entry.mode), bits, entry.distribution, entry.version, entry.value, status, error)
+
+
+def named(name: str) -> InstalledMode:
+    """The offer of a mode that was asked for by name; of a mode composed of two, both offers in one."""
+    pair = halves_of(name)
+    if pair is None:
+        return find_backend(name)
+    offers = [find_backend(half) for half in pair]
+    joined = ("/".join(dict.fromkeys(parts)) for parts in zip(*map(astuple, offers), strict=True))
+    return InstalledMode(*joined)
 
 
 def checked(entry: InstalledMode, rivals: int) -> Listed:
@@ -55,7 +66,8 @@ def checked(entry: InstalledMode, rivals: int) -> Listed:
 
     line = listed(entry, rivals)
     try:
-        name = entry.mode if entry.distribution == IN_PROCESS else f"{entry.distribution}:{entry.mode}"
+        plain = entry.distribution == IN_PROCESS or halves_of(entry.mode) is not None
+        name = entry.mode if plain else f"{entry.distribution}:{entry.mode}"
         found = selfcheck.check(get_backend(name), default_device())
     except KeyboardInterrupt:
         raise
@@ -76,19 +88,23 @@ def _choice_error(mode: str) -> str:
     return ""
 
 
-@click.command("list", epilog="Examples:\n\n\b\nkvq list\nkvq list --check\nkvq list --json | jq -r '.[].mode'")
+@click.command(
+    "list", epilog="Examples:\n\n\b\nkvq list\nkvq list --check\nkvq list --mode k8v4 --check\nkvq list --json | jq -r '.[].mode'"
+)
 @click.option("--check", is_flag=True, help="Load each mode, and write and read a few rows with it.")
+@mode_option
 @output.output_options
-def list_modes(check: bool, form: str) -> None:
+def list_modes(check: bool, modes: tuple[str, ...], form: str) -> None:
     """The installed modes: bits a value, package and version.
 
     Reads metadata only, so that a broken package is listed like any other; --check finds it, and then the exit status is 1.
     Bits are those of heads of 128, scales included; for modes of other packages only --check can tell them.
+    K and V may have modes of their own: --mode int8/int4, or k8v4.
     """
     variables.check()
-    entries = list_backends()
+    entries = tuple(map(named, modes)) if modes else list_backends()
     offers = [entry.mode for entry in entries]
-    found = [(checked if check else listed)(entry, offers.count(entry.mode)) for entry in entries]
+    found = [(checked if check else listed)(entry, 1 if modes else offers.count(entry.mode)) for entry in entries]
     if form == "json":
         output.say(output.as_json([asdict(line) for line in found]))
     elif form == "csv":

@@ -13,7 +13,7 @@ from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.packing import from_streams, to_streams
 from kvq_core.kernels.rotation import ROOM, rotated_pairs, streams_of
 from kvq_core.kernels.rounding import e4m3_pair, floor_bits, largest, least, reciprocal, to_float, widest
-from kvq_core.kernels.slots import in_head, load_rows, store_lanes, store_scales, write_share
+from kvq_core.kernels.slots import in_head, load_rows, store_lanes, store_scales, store_side_bytes, write_share
 
 __all__ = [
     "ROOM",
@@ -40,6 +40,7 @@ __all__ = [
     "rotated_pairs",
     "store_lanes",
     "store_scales",
+    "store_side_bytes",
     "streams_of",
     "to_float",
     "to_streams",

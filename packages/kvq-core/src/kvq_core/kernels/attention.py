@@ -101,7 +101,7 @@ def attend_piece(
         for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
             tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
             k_place, v_place = places(keys, values, tile, C)
-            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, K_ROW, C, TURNED=C.keys_turned, CLEAR=C.clear_keys)
+            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, K_ROW, K.side_bytes, C, TURNED=C.keys_turned, CLEAR=C.clear_keys)
             k_scale = None
             if K.scales == "row":
                 k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
@@ -110,7 +110,7 @@ def attend_piece(
                     k_scale, k_zero = K.split(k_scale)
                 if V.split is not None:
                     v_scale, _ = V.split(v_word)
-            v = load_pieces(values, tile, v_place, kv_head, V_HEADS, V_ROW, C, TURNED=C.keys_first, CLEAR=C.clear_values)
+            v = load_pieces(values, tile, v_place, kv_head, V_HEADS, V_ROW, V.side_bytes, C, TURNED=C.keys_first, CLEAR=C.clear_values)
             k, v = operands(k, K, K_ROW, C), operands(v, V, V_ROW, C)
             seed = common_seed
             if K.split is not None:

@@ -214,10 +214,21 @@ class ReadConfig(Constant):
         return Heads(self.head_size_v, self.format.value.streams, self._width(self.format.value))
 
     @property
+    def side_alignment(self) -> int:
+        """What the bytes beside a row's lanes start at a multiple of: they follow the lanes."""
+        return math.gcd(self.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
+
+    @property
     def key_gains(self) -> tuple[float, ...]:
         """:attr:`PlaneFormat.gains`, of every stream."""
-        key = self.format.key
-        return key.gains[0 if self.decode else 1] or (1.0,) * key.streams
+        return self._gains(self.format.key)
+
+    @property
+    def value_gains(self) -> tuple[float, ...]:
+        return self._gains(self.format.value)
+
+    def _gains(self, plane: PlaneFormat) -> tuple[float, ...]:
+        return plane.gains[0 if self.decode else 1] or (1.0,) * plane.streams
 
     @property
     def key_unit(self) -> float:

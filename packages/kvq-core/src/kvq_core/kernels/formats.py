@@ -46,9 +46,11 @@ class PlaneFormat(Constant):
     rows went through a Hadamard transform with ``signs`` (bit i set: +1; None: unsigned); if ``divided``, decoding divides by its block.
     ``scales``: one float32 for each (token, head), "row"; one for all, "plane"; or "".
 
+    ``side_bytes``: the lanes of a row, an even number, are followed by a byte for each: ``unpack`` gets (lanes uint16, bytes uint8).
+
     An operand of a product is what ``unpack(lanes, C)`` makes of lanes, a tuple of ``streams`` float16 tensors: a number, zero point
-    included, over ``level * unit``, ``unit`` a power of two; or over ``level`` where the hardware ``converts``. ``gains``: of K, what the
-    operands of each stream are in excess, in decode and otherwise; nothing if empty.
+    included, over ``level * unit``, ``unit`` a power of two; or over ``level`` where the hardware ``converts``. ``gains``: powers of two
+    that the operands of each stream are times that, in decode; and otherwise, where all are the same. Empty: 1.
 
     Zero points: ``zero`` is that of all codes. Or ``split(word)`` makes (scale, zero point) of scale words, float32; of V,
     ``weighted_zeros(weights, words, C)`` sums the zero points up, [ROWS] float32.
@@ -72,6 +74,7 @@ class PlaneFormat(Constant):
     zero: float = 0.0
     huge_scales: bool = False
     has_nan: bool = False
+    side_bytes: bool = False
     unpack: Any = None
     split: Any = None
     weighted_zeros: Any = None
@@ -80,6 +83,11 @@ class PlaneFormat(Constant):
     @property
     def packed(self) -> bool:
         return self.streams > 1
+
+    @property
+    def variant(self) -> str:
+        """The name by which launch plans tell formats of two streams apart."""
+        return self.name if self.streams == 2 else ""
 
     @property
     def stream_signs(self) -> tuple[int | None, ...]:

@@ -86,7 +86,7 @@ def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
     for i in tl.static_range(tl.constexpr(C.value_row.operands)):
         before = acc[i] * by_row(alpha, C)
         if offset is not None:
-            before -= by_row(offset, C)
+            before -= by_row(offset * C.value_gains[i % C.value_row.streams], C)
         if C.keys_first:
             after = dot(v[i], weights, before, C.upcast_dots)
         else:
@@ -116,11 +116,11 @@ def accumulated_rows(acc, unit, C: tl.constexpr):
     WIDTH: tl.constexpr = C.value_heads.width
     ROW: tl.constexpr = C.value_row
     if ROW.joined:
-        rows = to_streams(acc[0] * unit, ROWS, WIDTH, tl.constexpr(ROW.streams))
+        rows = to_streams(acc[0] * (unit * (1.0 / C.value_gains[0])), ROWS, WIDTH, tl.constexpr(ROW.streams))
     else:
         rows = ()
         for i in tl.static_range(tl.constexpr(ROW.operands)):
-            x = acc[i] * unit
+            x = acc[i] * (unit * (1.0 / C.value_gains[i % ROW.streams]))
             if C.keys_first:
                 x = gathered(tl.trans(x), C)
             rows = rows + (x,)

@@ -106,6 +106,18 @@ def store_lanes_at(lane, plane, rows, lanes, HEADS: tl.constexpr):
 
 
 @triton.jit
+def store_side_bytes(plane, rows, side, HEADS: tl.constexpr, C: tl.constexpr):
+    """Scatter the bytes beside the lanes of packed rows, [ROWS, WIDTH], behind them."""
+    lane = tl.arange(0, HEADS.width)
+    mask = rows.valid[:, None]
+    if HEADS.padded:
+        mask = mask & (lane < HEADS.lanes)[None, :]
+    offset = offsets(rows, plane.block_stride, plane.slot_stride, plane.head_stride) + HEADS.lanes
+    at = plane.codes.to(tl.pointer_type(tl.uint8), bitcast=True) + offset[:, None] * 2 + lane[None, :]
+    tl.store(at, side.to(tl.uint8), mask=mask)
+
+
+@triton.jit
 def store_scales(plane, rows, scales):
     """Scatter [ROWS] scales into their slots."""
     offset = offsets(rows, plane.scale_block_stride, plane.scale_slot_stride, plane.scale_head_stride)

@@ -263,13 +263,43 @@ def valid_lanes(tile, lane, TURNED: tl.constexpr, HEADS: tl.constexpr, C: tl.con
 
 
 @triton.jit
+def load_side_bytes(
+    plane, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """The bytes beside COUNT lanes of a tile's rows, from lane FIRST on, uint8 in the shape of :func:`load_lanes`.
+
+    Of invalid keys some existing block's."""
+    lane = FIRST + tl.arange(0, COUNT)
+    ALIGNMENT: tl.constexpr = C.side_alignment
+    base = (plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes).to(tl.pointer_type(tl.uint8), bitcast=True)
+    base = tl.multiple_of(base, ALIGNMENT)
+    if TURNED:
+        at = base + place[None, :] * 2 + lane[:, None]
+        inside = (lane < HEADS.lanes)[:, None]
+    else:
+        at = base + place[:, None] * 2 + lane[None, :]
+        inside = (lane < HEADS.lanes)[None, :]
+    if FIRST + COUNT > HEADS.lanes:
+        side = tl.load(at, mask=inside, other=0)
+    else:
+        side = tl.load(at)
+    return side
+
+
+@triton.jit
 def load_pieces(
-    plane, tile, place, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, CLEAR: tl.constexpr
-):
-    """The codes of a tile in the pieces that its rows are multiplied in, a tuple of what :func:`load_lanes` gives."""
+    plane, tile, place, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr,
+    CLEAR: tl.constexpr,
+):  # fmt: skip
+    """The codes of a tile in the pieces that its rows are multiplied in, a tuple of what :func:`load_lanes` gives.
+
+    SIDE: of pairs, with :func:`load_side_bytes`."""
     result = ()
     for i in tl.static_range(len(ROW.pieces)):
-        result = result + (load_lanes(plane, tile, place, kv_head, HEADS, C, TURNED, CLEAR, ROW.piece_starts[i], ROW.pieces[i]),)
+        piece = load_lanes(plane, tile, place, kv_head, HEADS, C, TURNED, CLEAR, ROW.piece_starts[i], ROW.pieces[i])
+        if SIDE:
+            piece = (piece, load_side_bytes(plane, place, kv_head, HEADS, C, TURNED, ROW.piece_starts[i], ROW.pieces[i]))
+        result = result + (piece,)
     return result
 
 

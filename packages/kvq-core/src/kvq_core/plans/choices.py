@@ -20,6 +20,7 @@ _PLANE_FACTS: Final[Mapping[str, type]] = MappingProxyType(
         **FORMAT_FACTS,
         "lane_bytes": int,  # of a lane; 4 is float32
         "scaled": bool,  # whether each row has a scale
+        "side_bytes": bool,  # whether there is a byte beside each lane, which takes registers to unpack
     }
 )
 

@@ -26,6 +26,7 @@ _PARTS = (
     "extreme_tests",
     "fuzz_tests",
     "input_tests",
+    "lse_tests",
     "memory_tests",
     "read_tests",
     "subject",
@@ -36,6 +37,6 @@ _PARTS = (
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 from kvq_core.testing.cases import Case  # noqa: E402
-from kvq_core.testing.suite import BackendTests  # noqa: E402
+from kvq_core.testing.suite import BackendTests, ComposedTests  # noqa: E402
 
-__all__ = ["BackendTests", "Case"]
+__all__ = ["BackendTests", "Case", "ComposedTests"]

@@ -82,9 +82,9 @@ class ExtremeTests(Subject):
                 self.assert_encodes(backend, torch.cat([*by_peak.values()]), None, f"largest {', '.join(f'{p:.3g}' for p in by_peak)}")
 
     def assert_encodes(self, backend: QuantKVBackend, x: torch.Tensor, scale: torch.Tensor | None, what: str) -> None:
-        for encode in (backend.encode, backend.encode_value):
+        for half, encode in ((backend.key_half, backend.key_half.encode), (backend.value_half, backend.value_half.encode_value)):
             codes, scales = encode(x, scale=scale)
-            decoded = backend.decode(codes, scales if scale is None else scale)
+            decoded = half.decode(codes, scales if scale is None else scale)
             assert_not_worse_than_zero(x, decoded, f"{encode.__name__}, {x.dtype}, heads of {x.shape[-1]}, {what}")
 
     @pytest.mark.parametrize(("dtype", "size"), list(zip(strategies.DTYPES, (64, 80, 128), strict=True)))
@@ -113,5 +113,5 @@ class ExtremeTests(Subject):
         if backend.needs_scale_caches:
             words = built.stored("k_scale_cache", built.slots)
         assert_not_worse_than_zero(
-            x.flatten(0, 1), backend.decode(built.stored("key_cache", built.slots), words).cpu().flatten(0, 1), f"key, {dtype}"
+            x.flatten(0, 1), backend.key_half.decode(built.stored("key_cache", built.slots), words).cpu().flatten(0, 1), f"key, {dtype}"
         )

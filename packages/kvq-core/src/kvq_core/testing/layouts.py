@@ -30,9 +30,8 @@ def pages(case: Case, backend: QuantKVBackend, num_blocks: int, device: torch.de
 
 def regions(case: Case, backend: QuantKVBackend, num_blocks: int) -> list[tuple[int, dict[str, Field]]]:
     """The stretches of memory that a cache of ``case`` takes: (bytes of a block, fields that lie in them block by block) each."""
-    dtype = backend.cache_dtype(case.dtype)
-    widths = {"key_cache": backend.packed_head_size(case.head_size), "value_cache": backend.packed_head_size(case.value_size)}
-    parts = {name: (dtype, width) for name, width in widths.items()}
+    halves = {"key_cache": (backend.key_half, case.head_size), "value_cache": (backend.value_half, case.value_size)}
+    parts = {name: (half.cache_dtype(case.dtype), half.packed_head_size(size)) for name, (half, size) in halves.items()}
     if backend.needs_scale_caches:
         parts |= {"k_scale_cache": (torch.float32, 0), "v_scale_cache": (torch.float32, 0)}
     if case.layout == "interleaved":

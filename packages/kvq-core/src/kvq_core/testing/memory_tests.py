@@ -52,7 +52,8 @@ class MemoryTests(Subject):
         """Most of a large GPU for one test at a time, whatever runs in other processes."""
         if not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < _NEEDED_BYTES:
             pytest.skip(f"needs a GPU with {_NEEDED_BYTES >> 30} GiB")
-        with FileLock(Path(tempfile.gettempdir()) / "kvq-memory-tests.lock"):
+        number = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        with FileLock(Path(tempfile.gettempdir()) / f"kvq-memory-tests-{number}.lock"):
             yield
             gc.collect()
             torch.cuda.empty_cache()
@@ -66,8 +67,11 @@ class MemoryTests(Subject):
         """What a write or read would reach with an offset cut to 32 bits lies in the same buffer, and is watched."""
         wide = case.layout == "interleaved"
         # Under "many blocks" codes alone have 2^31 elements, whatever their size: their scales would take more memory than there is.
-        itemsize = backend.cache_dtype(case.dtype).itemsize
-        built = far_scene(self.sized(backend, case), backend, place.device, 2**33 + 2**29 if wide else max(2**32, 2**31 * itemsize) + 2**20)
+        itemsize = backend.key_half.cache_dtype(case.dtype).itemsize
+        # Of halves with rows of two sizes, K may be the larger one.
+        sizes = [half.packed_head_size(self.size(backend, case.head_size)) for half in (backend.key_half, backend.value_half)]
+        least = max(2**32, 2**31 * itemsize) * max(1, sizes[0] // sizes[1]) + 2**20
+        built = far_scene(self.sized(backend, case), backend, place.device, 2**33 + 2**29 if wide else least)
         for name, field in built.pages.fields.items():
             if wide or name.endswith(("key_cache", "value_cache")):
                 assert furthest(built, name) > 2**31 and furthest(built, name) * field.dtype.itemsize > 2**32

@@ -218,7 +218,7 @@ class ReadTests(Subject):
         if backend.needs_scale_caches:
             codes, scales = built.stored("value_cache"), built.stored("v_scale_cache")
             any_codes = torch.randint(256, codes.view(torch.uint8).shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-            largest = backend.decode(any_codes.to(codes.device).view(codes.dtype), scales).nan_to_num().abs().amax()
+            largest = backend.value_half.decode(any_codes.to(codes.device).view(codes.dtype), scales).nan_to_num().abs().amax()
             rounding = 4 * budgets.F32 * float(largest)
         for judged in self.judge(backend, built, place, built.read()):
             assert_within(judged.got, judged.wanted, judged.bound + rounding, f"sequence {judged.seq}")

@@ -123,7 +123,7 @@ class Scene:
 
     def encoded(self, half: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the mode's specification makes of rows of a half, ``key`` or ``value``."""
-        encode = self.backend.encode if half == "key" else self.backend.encode_value
+        encode = self.backend.key_half.encode if half == "key" else self.backend.value_half.encode_value
         return encode(x, scale=self.given_scales.get(f"{half[0]}_scale_cache"))
 
     def stored(self, name: str, slots: torch.Tensor | None = None) -> torch.Tensor:
@@ -136,7 +136,11 @@ class Scene:
         """The rows that the pages hold at ``slots``, by the mode's ``decode``: float64. ``half`` is ``key`` or ``value``."""
         scale_name = f"{half[0]}_scale_cache"
         scales = self.stored(scale_name, slots) if self.backend.needs_scale_caches else self.given_scales.get(scale_name)
-        return self.backend.decode(self.stored(f"{half}_cache", slots), scales).double()
+        return self.half(half).decode(self.stored(f"{half}_cache", slots), scales).double()
+
+    def half(self, name: str) -> QuantKVBackend:
+        """The mode of ``key`` or of ``value``."""
+        return self.backend.key_half if name == "key" else self.backend.value_half
 
     # -- the read door --------------------------------------------------------------------------------------------------
 

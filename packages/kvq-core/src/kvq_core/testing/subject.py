@@ -90,6 +90,10 @@ class Subject:
         """What the mode's kernels round queries and probabilities to, for a model of ``dtype``."""
         return torch.float16 if dtype == torch.float32 else dtype
 
+    def of_half(self, half: str) -> Subject:
+        """The subject that says the above of ``key`` or of ``value``: another one in a mode that stores them in two formats."""
+        return self
+
     # -- shared by the parts --------------------------------------------------------------------------------------------
 
     @pytest.fixture
@@ -183,7 +187,7 @@ class Subject:
         So a code may differ only where the value lies midway between two levels, and then by one step. A scale that is fitted to the codes
         is held to the codes that are stored. ``kept`` [rows, heads]: only these rows are looked at.
         """
-        backend, scale_name = built.backend, f"{half[0]}_scale_cache"
+        subject, backend, scale_name = self.of_half(half), built.half(half), f"{half[0]}_scale_cache"
         given = built.given_scales.get(scale_name)
         stored = built.stored(f"{half}_cache", slots)
         words = built.stored(scale_name, slots) if backend.needs_scale_caches else None
@@ -191,21 +195,21 @@ class Subject:
             # As integers: not every device can index fp8.
             x, stored = x[kept], stored.view(torch.uint8)[kept].view(stored.dtype)
             words = words if words is None else words[kept]
-        codes, scales = self.encoded(built, half, x, words)
+        codes, scales = subject.encoded(built, half, x, words)
         if words is not None:
             assert scales is not None
-            fitted = self.fitted(half, x, stored, words)
+            fitted = subject.fitted(half, x, stored, words)
             fitted = scales if fitted is None else fitted
-            bound = fitted.double().abs() * self.scale_tolerance + budgets.SMALLEST
+            bound = fitted.double().abs() * subject.scale_tolerance + budgets.SMALLEST
             assert_within(words, fitted, bound, f"{what}: {scale_name} [row, head]")
         else:
             words = scales = given
         if not backend.reads_scales:
             assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8)), f"{what}: {half}_cache is not a copy"
-        y = self.space(x)
-        wanted, got = self.levels(backend, x, codes, scales), self.levels(backend, x, stored, words)
+        y = subject.space(x)
+        wanted, got = subject.levels(backend, x, codes, scales), subject.levels(backend, x, stored, words)
         largest = wanted.abs().amax(-1, keepdim=True) if wanted.numel() else wanted
-        tolerance = 2 * self.rounding(x) + (2 * self.scale_tolerance + 64 * budgets.F32) * largest + x.shape[-1] * budgets.SMALLEST
+        tolerance = 2 * subject.rounding(x) + (2 * subject.scale_tolerance + 64 * budgets.F32) * largest + x.shape[-1] * budgets.SMALLEST
         nearness = "distance of stored levels from the rows [row, head, channel]"
         assert_within((y - got).abs(), (y - wanted).abs(), tolerance, f"{what}: {half}: {nearness}")
         differ = (got - wanted).abs() > tolerance

@@ -79,7 +79,7 @@ def problems_of(backend: QuantKVBackend, device: Device, known: Container[str] =
 
 def _tried(backend: QuantKVBackend) -> Iterator[Problem]:
     dtypes = [torch.bfloat16]
-    if backend.cache_dtype(torch.float32) != backend.cache_dtype(torch.bfloat16):
+    if backend.key_half.cache_dtype(torch.float32) != backend.key_half.cache_dtype(torch.bfloat16):
         dtypes.append(torch.float32)
     for dtype in dtypes:
         for head_size in HEAD_SIZES:

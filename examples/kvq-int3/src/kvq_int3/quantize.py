@@ -1,0 +1,44 @@
+"""int3's writes in Triton: from rotated rows to codes and scales. The mathematics is codec.py's."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
+from kvq_core.hadamard import sign_bits
+from kvq_core.kernels.api import ROOM, least, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, store_side_bytes, streams_of
+from kvq_int3.codec import STEP as _STEP
+
+SIGNS = tl.constexpr(sign_bits(0, 256))
+STEP = tl.constexpr(_STEP)
+LARGEST_SCALE = tl.constexpr(_LARGEST_SCALE)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """New rows into their slots, K and V alike."""
+    y = streams_of(rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, SIGNS, C, ROOM), 1)
+    peak = tl.abs(y[0])
+    for s in tl.static_range(1, 8):
+        peak = tl.maximum(peak, tl.abs(y[s]))
+    # The largest magnitude out first: squares of huge rows stay finite, those of tiny rows above zero.
+    peak = tl.maximum(tl.max(peak, 1), SMALLEST_NORMAL)
+    inverse = reciprocal(peak, C.use_asm)
+    squares = y[0] * inverse[:, None] * (y[0] * inverse[:, None])
+    for s in tl.static_range(1, 8):
+        squares += y[s] * inverse[:, None] * (y[s] * inverse[:, None])
+    step = tl.sqrt(tl.sum(squares, 1) * (1.0 / HEADS.size)) * STEP
+    per_step = inverse * reciprocal(tl.maximum(step, SMALLEST_NORMAL), C.use_asm)
+    word = (y[0].to(tl.int32, bitcast=True) & 0).to(tl.int32)
+    side = word
+    for s in tl.static_range(8):
+        # Clamped below 8 first: flooring gives the same code, and NaN one, too.
+        code = tl.floor(tl.minimum(tl.maximum(y[s] * per_step[:, None] + 4.0, 0.0), 7.5)).to(tl.int32)
+        if s < 5:
+            word |= code << (3 * s)
+        else:
+            side |= code << (3 * (s - 5))
+    word |= (side >> 8) << 15
+    store_lanes(plane, rows, word.to(tl.uint16), HEADS, C)
+    store_side_bytes(plane, rows, side & 0xFF, HEADS, C)
+    store_scales(plane, rows, least(peak * step * (1.0 / (ROOM * HEADS.block)), LARGEST_SCALE))

@@ -4,7 +4,7 @@ Microseconds of Python for one layer's write and read, both in a small setting, 
 
 * ``dispatch``: the door and torch's dispatcher, with an op that does nothing;
 * ``whole way``: a call with new facts: validated, planned, bundled, and launched by Triton;
-* ``repeated``: a call with the facts of an earlier one (:mod:`kvq_core.repeat`), which is what layers and steps mostly make.
+* ``repeated``: a call with the facts of an earlier one (:mod:`kvq_core.replay_cache`), which is what layers and steps mostly make.
 
 Medians over rounds; of ``repeated``, the quickest and the slowest round too. Virtual machines have been seen to run everything at half
 their speed for seconds at a time: a loop of plain Python, timed in the same rounds, says whether this one did.
@@ -46,7 +46,7 @@ CALLS, ROUNDS = 50, 60
 Call = Callable[[], None]
 STAGES: dict[str, Any] = {
     "dispatch": lambda: mock.patch.object(ops._Bound, "call", lambda self, verb, arguments: None),
-    "whole way": lambda: mock.patch.object(ops, "launches_repeat_on", lambda device: False),
+    "whole way": lambda: mock.patch.object(ops, "replays_on", lambda device: False),
     "repeated": contextlib.nullcontext,
 }
 

@@ -54,7 +54,7 @@ SETTINGS: dict[str, tuple[shapes.Setting, ...]] = {
     "prefill": shapes.PREFILL,
     "groups": (*shapes.PREFILL, *(setting for setting in shapes.VARIED if setting.query_len == 8)),
     "write": shapes.WRITE,
-    "merge": shapes.DECODE,
+    "combine": shapes.DECODE,
 }
 """What each kind of kernel is timed in; settings whose plans are looked up by facts of one class are judged together."""
 QUICK: dict[str, tuple[shapes.Setting, ...]] = {
@@ -62,7 +62,7 @@ QUICK: dict[str, tuple[shapes.Setting, ...]] = {
     "prefill": shapes.PREFILL[:1],
     "groups": shapes.PREFILL[:1],
     "write": shapes.WRITE,
-    "merge": shapes.HEADLINE[:2],
+    "combine": shapes.HEADLINE[:2],
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from triton import knobs
 
 from kvq_core import get_backend, list_backends, ops
-from kvq_core.kernels.merge import merge_kernel
+from kvq_core.kernels.combine import combine_kernel
 from kvq_core.offline import compiling_for
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -56,8 +56,8 @@ def hooked(names: tuple[str, ...]) -> Iterator[tuple[Counter[str], list[Any]]]:
                 stack.callback(before.remove, one)
         if names == HOOKS:
             # And one that is of a kernel.
-            merge_kernel.add_pre_run_hook(hook("merge_kernel"))
-            stack.callback(merge_kernel.pre_run_hooks.clear)
+            combine_kernel.add_pre_run_hook(hook("combine_kernel"))
+            stack.callback(combine_kernel.pre_run_hooks.clear)
         yield calls, told
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     for mode, names in (*alone, *((entry.mode, HOOKS) for entry in list_backends())):
         plain, _, _ = launches(mode, ())
         started, calls, told = launches(mode, names)
-        merges = [kernel for kernel, _ in started].count("merge_kernel")
+        merges = [kernel for kernel, _ in started].count("combine_kernel")
         seen.append({"mode": mode, "launches": len(started), "merges": merges, "same": started == plain, "calls": calls, "told": told})
     print(json.dumps({"hooks": HOOKS, "seen": seen}))
 

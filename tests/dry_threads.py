@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvq_core import get_backend, launch, launched, ops, schedule, workspace
+from kvq_core import get_backend, launch, ops, replay, schedule, workspace
 from kvq_core.spec import Attention
 from kvq_core.testing import dry_launch, scene
 from kvq_core.testing.cases import Case
@@ -84,7 +84,7 @@ def interleaved(starts: list[tuple[int, Started]]) -> int:
         if not any(isinstance(value, int) and any(value in place for place in places) for value in started.values):
             continue
         wrong += owner not in (None, thread)
-        owner = None if started.kernel == "merge_kernel" else thread
+        owner = None if started.kernel == "combine_kernel" else thread
     return wrong
 
 
@@ -138,8 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unlocked", action="store_true")
     if parser.parse_args().unlocked:
-        launched._CHOOSING = contextlib.nullcontext()
-        launched.sole_use = launch.sole_use = lambda *place: contextlib.nullcontext()
+        replay._CHOOSING = contextlib.nullcontext()
+        replay.sole_use = launch.sole_use = lambda *place: contextlib.nullcontext()
     kept_plan = keeps_its_plan()
     # As on a GPU, where threads start on one stream; on the CPU each would have a workspace of its own.
     workspace._place = lambda device, stream: (device, 0)

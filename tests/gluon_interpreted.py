@@ -112,7 +112,7 @@ def interpreted_gluon(*kernels: str, seed: int = 0) -> Iterator[list[ModuleType]
     """
     tl.block_type.layout = Layout()
     try:
-        with _replaced({}, "kvq_core.kernels.warpgroups", *kernels), interpreted_ptx():
+        with _replaced({}, "kvq_core.kernels.sm90", *kernels), interpreted_ptx():
             # Only to be imported: Triton itself asks for its Gluon when it launches something.
             with _replaced(_modules(seed), _GLUON):
                 modules = [import_module(name) for name in kernels]

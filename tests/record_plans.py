@@ -9,18 +9,18 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from kvq_core.schedule import Launch, Problem, merge_tile, plan, write_tile
+from kvq_core.schedule import Launch, Problem, combine_tile, plan, write_tile
 
 FILE = Path(__file__).parent / "data" / "plans.json"
 ARCHITECTURES = ("", "sm_90")
 """None that any table knows, and the one that choices were measured on."""
 FORMATS = {
-    "16 bits": {"streams": 1, "lane_bytes": 2, "scaled": False},
-    "32 bits": {"streams": 1, "lane_bytes": 4, "scaled": False},
-    "8 bits, scaled": {"streams": 2, "lane_bytes": 2, "scaled": True},
-    "8 bits": {"streams": 2, "lane_bytes": 2, "scaled": False},
-    "4 bits": {"streams": 4, "lane_bytes": 2, "scaled": True},
-    "2 bits": {"streams": 8, "lane_bytes": 2, "scaled": True},
+    "16 bits": {"ways": 1, "lane_bytes": 2, "scaled": False},
+    "32 bits": {"ways": 1, "lane_bytes": 4, "scaled": False},
+    "8 bits, scaled": {"ways": 2, "lane_bytes": 2, "scaled": True},
+    "8 bits": {"ways": 2, "lane_bytes": 2, "scaled": False},
+    "4 bits": {"ways": 4, "lane_bytes": 2, "scaled": True},
+    "2 bits": {"ways": 8, "lane_bytes": 2, "scaled": True},
 }
 WIDTHS = (64, 128, 256, 512, 1024)
 BATCHES = {
@@ -40,7 +40,7 @@ def problems() -> Iterator[tuple[str, Problem]]:
     """(format, width of a head, batch, group) and the problem, over the grid."""
     for (form, facts), width, (batch, lengths), group in product(FORMATS.items(), WIDTHS, BATCHES.items(), GROUPS):
         usual = {"max_keys": lengths["max_seqlen_k"], "uniform": True, "num_kv_heads": 8, "num_sms": 132}
-        shape = {"lanes": width // facts["streams"], "group": group}
+        shape = {"lanes": width // facts["ways"], "group": group}
         yield f"{form}, {width}, {batch}, {group}", Problem(**{**usual, **facts, **shape, **lengths})
 
 
@@ -49,13 +49,13 @@ def in_words(problem: Problem, launch: Launch) -> str:
     limit = "" if tile.registers is None else f", {tile.registers} registers"
     first = "keys first" if tile.keys_first else "rows first"
     words = f"{tile.rows} x {tile.keys}, {tile.warps} warps, {tile.stages} stages, {first}, {tile.programs_per_sm} an SM{limit}"
-    words += f", {tile.parts} loops" if tile.decode else ""
+    words += f", {tile.loops} loops" if tile.decode else ""
     words += f"; rows {launch.min_query_len} to {launch.max_query_len} in {launch.max_row_blocks}"
     if launch.split:
         row_blocks = problem.num_seqs * launch.max_row_blocks
-        merge = merge_tile(problem, launch, row_blocks)
+        combine = combine_tile(problem, launch, row_blocks)
         words += f"; {launch.split}: {launch.programs} programs, {launch.max_items} items, least {launch.least}, chunk {launch.chunk}"
-        words += f"; merge {merge.few}, {merge.pieces}, {merge.blocks}, {merge.slices} slices, {merge.warps} warps"
+        words += f"; combine {combine.few}, {combine.splits}, {combine.blocks}, {combine.slices} slices, {combine.warps} warps"
     return words
 
 
@@ -68,8 +68,8 @@ def recorded(architecture: str) -> dict[str, list[str]]:
         plans.setdefault(words, []).append(name)
     for rows in (1, 512, 8191, 8192, 65536):
         for fit in (False, True):
-            tile = write_tile(architecture, "", 4, 128, rows, fragments_fit=fit)
-            words = f"write: {tile.rows} rows, {tile.warps} warps" + ", in fragments" * tile.fragments
+            tile = write_tile(architecture, "", 4, 128, rows, store_mma_fits=fit)
+            words = f"write: {tile.rows} rows, {tile.warps} warps" + ", in fragments" * tile.store_mma
             plans.setdefault(words, []).append(f"{rows} rows" + " that fit" * fit)
     return plans
 

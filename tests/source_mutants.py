@@ -53,20 +53,22 @@ MUTANTS = (
     # Which keys.
     Mutant(
         "last block lost in a table without spare columns",
-        f"{KERNELS}/shares.py",
+        f"{KERNELS}/scheduler.py",
         "table_width * C.block_size)",
         "(table_width - 1) * C.block_size)",
     ),
-    Mutant("newest key lost", f"{KERNELS}/shares.py", "tl.maximum(end_position, 0), seq_len)", "tl.maximum(end_position, 0), seq_len - 1)"),
+    Mutant(
+        "newest key lost", f"{KERNELS}/scheduler.py", "tl.maximum(end_position, 0), seq_len)", "tl.maximum(end_position, 0), seq_len - 1)"
+    ),
     Mutant(
         "last tile lost where it has one key",
-        f"{KERNELS}/tiles.py",
+        f"{KERNELS}/paged_kv.py",
         "tl.cdiv(work.stop, C.keys) - (end - begin)",
         "tl.cdiv(work.stop - 1, C.keys) - (end - begin)",
     ),
     Mutant(
         "share of a split a tile too short",
-        f"{KERNELS}/shares.py",
+        f"{KERNELS}/scheduler.py",
         "tl.minimum(origin + (unit + count) * length, high)",
         "tl.minimum(origin + (unit + count) * length - tl.where(count > 1, C.keys, 0), high)",
     ),
@@ -75,29 +77,29 @@ MUTANTS = (
     Mutant("window a key too wide", f"{KERNELS}/masks.py", "(p - j <= scoring.window_left)", "(p - j <= scoring.window_left + 1)"),
     Mutant(
         "window's start rounded up to a tile",
-        f"{KERNELS}/shares.py",
+        f"{KERNELS}/scheduler.py",
         "tl.maximum(context_len - window_left, 0) // KEYS * KEYS",
         "tl.cdiv(tl.maximum(context_len - window_left, 0), KEYS) * KEYS",
     ),
-    Mutant("ids outside the cache are read", f"{KERNELS}/tiles.py", "        valid = valid & block_exists(block, num_blocks)\n", ""),
+    Mutant("ids outside the cache are read", f"{KERNELS}/paged_kv.py", "        valid = valid & block_exists(block, num_blocks)\n", ""),
     # Where they lie.
     Mutant("block table taken for contiguous", f"{CORE}/launch.py", "batch.block_table.stride(0),", "batch.block_table.shape[1],"),
     Mutant(
         "block table's row of the first sequence",
-        f"{KERNELS}/tiles.py",
+        f"{KERNELS}/paged_kv.py",
         "    table = batch.block_table + work.seq.to(tl.int64) * table_stride\n    if C.decode:",
         "    table = batch.block_table + 0 * work.seq.to(tl.int64) * table_stride\n    if C.decode:",
     ),
     Mutant(
         "entries wrong where blocks do not divide tiles",
-        f"{KERNELS}/tiles.py",
+        f"{KERNELS}/paged_kv.py",
         "entry, place = (number * COUNT + i) // SIZE,",
         "entry, place = number * COUNT // SIZE + i // SIZE,",
         BLOCKS_OF_24,
     ),
     Mutant(
         "value codes at the keys' strides",
-        f"{KERNELS}/tiles.py",
+        f"{KERNELS}/paged_kv.py",
         "        v = row_offset(tile, values, C)",
         "        v = row_offset(tile, keys, C)",
         TWO_SIZES,
@@ -111,18 +113,18 @@ MUTANTS = (
     ),
     Mutant(
         "scales at the codes' head stride",
-        f"{KERNELS}/tiles.py",
-        "k_at = head * keys.scale_head_stride + k_place",
-        "k_at = head * keys.head_stride + k_place",
+        f"{KERNELS}/paged_kv.py",
+        "k_at = head * keys.scale_head_stride + k_offset",
+        "k_at = head * keys.head_stride + k_offset",
     ),
     Mutant(
         "query heads interleaved over kv heads",
-        f"{KERNELS}/shares.py",
+        f"{KERNELS}/scheduler.py",
         "kv_head * C.group + r % C.group",
         "kv_head + r % C.group * tl.num_programs(1)",
     ),
     # What is computed.
-    Mutant("accumulator not rescaled", f"{KERNELS}/products.py", "before = acc[i] * by_row(alpha, C)", "before = acc[i] * 1.0"),
+    Mutant("accumulator not rescaled", f"{KERNELS}/mma.py", "before = acc[i] * by_row(alpha, C)", "before = acc[i] * 1.0"),
     Mutant("sum of weights not rescaled", f"{KERNELS}/softmax.py", "total = state.sum * by_row(alpha, C) + ", "total = state.sum + "),
     Mutant(
         "softcap's tanh of half the score", f"{KERNELS}/scores.py", "return 2.0 * LOG2E / scoring.softcap", "return LOG2E / scoring.softcap"
@@ -137,14 +139,14 @@ MUTANTS = (
     ),
     Mutant(
         "signs of the rotation inverted",
-        f"{KERNELS}/rotation.py",
+        f"{KERNELS}/hadamard.py",
         "minus = (~words >> (channel % 32)) & 1",
         "minus = (words >> (channel % 32)) & 1",
         suite=INT4_SUITE,
     ),
     Mutant(
         "signs of the rotation repeat after 32 channels",
-        f"{KERNELS}/rotation.py",
+        f"{KERNELS}/hadamard.py",
         "words = tl.where(channel // 32 == word, sign_word(SIGNS, word, channel), words)",
         "words = words",
         suite=INT4_SUITE,
@@ -152,27 +154,27 @@ MUTANTS = (
     # Split and combined.
     Mutant(
         "shares not weighted by their maximum",
-        f"{KERNELS}/merge.py",
+        f"{KERNELS}/combine.py",
         "tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(two.max - safe)",
         "tl.exp2(state.max - safe), tl.exp2(one.max - safe), tl.exp2(one.max - safe)",
         SPLITS,
     ),
     Mutant(
         "last of many shares lost",
-        f"{KERNELS}/merge.py",
-        "exists = pieces < block.num_pieces\n",
-        "exists = pieces < block.num_pieces - 1\n",
+        f"{KERNELS}/combine.py",
+        "exists = numbers < block.num_splits\n",
+        "exists = numbers < block.num_splits - 1\n",
     ),
     Mutant(
         "sinks counted in each share, too",
-        f"{KERNELS}/splits.py",
-        "            write_share(acc, state, rows, work,",
-        "            write_share(acc, add_sink(state, rows.head, rows.valid, scoring)[0], rows, work,",
+        f"{KERNELS}/epilogue.py",
+        "            write_partial(acc, state, rows, work,",
+        "            write_partial(acc, add_sink(state, rows.head, rows.valid, scoring)[0], rows, work,",
         SPLITS,
     ),
     Mutant(
-        "query heads interleaved in the merge",
-        f"{KERNELS}/merge.py",
+        "query heads interleaved in the combine kernel",
+        f"{KERNELS}/combine.py",
         "head = kv_head * C.group + r % C.group",
         "head = kv_head + r % C.group * num_kv_heads",
         SPLIT_HEADS,
@@ -180,19 +182,19 @@ MUTANTS = (
     # Writes.
     Mutant(
         "slot after the last one taken",
-        f"{KERNELS}/slots.py",
+        f"{KERNELS}/store.py",
         "valid = slot < num_slots.to(tl.uint64)",
         "valid = slot <= num_slots.to(tl.uint64)",
     ),
     Mutant(
         "slot and head strides swapped",
-        f"{KERNELS}/slots.py",
+        f"{KERNELS}/store.py",
         "strides(rows.slot, slot_stride) + strides(rows.head, head_stride)",
         "strides(rows.slot, head_stride) + strides(rows.head, slot_stride)",
     ),
     Mutant(
         "scales stored at the codes' slot stride",
-        f"{KERNELS}/slots.py",
+        f"{KERNELS}/store.py",
         "offsets(rows, plane.scale_block_stride, plane.scale_slot_stride,",
         "offsets(rows, plane.scale_block_stride, plane.slot_stride,",
     ),
@@ -251,8 +253,8 @@ MUTANTS = (
     Mutant(
         "workspace without room for ragged shares",
         f"{CORE}/schedule.py",
-        '"shares", programs, programs + blocks,',
-        '"shares", programs, programs,',
+        '"equal", programs, programs + blocks,',
+        '"equal", programs, programs,',
         SPLITS,
     ),
     Mutant("batch not validated", f"{CORE}/spec.py", "        self.batch.validate(device)\n", ""),

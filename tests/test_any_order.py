@@ -22,7 +22,7 @@ from nano_engine import Engine, Request
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 BLOCK, LAYERS, HEADS, SIZE, SIZE_V = 8, 2, 2, 16, 32
 GENERATED = (Phase.explicit, Phase.generate)
-"""Not shrunk: that takes minutes, and thirty steps can be read."""
+"""Not key_prescale: that takes minutes, and thirty steps can be read."""
 BAD = (-1, 0, 2**40, True + 1.5, "3", None)
 
 

@@ -274,13 +274,13 @@ def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(known: bo
     under a Triton whose Gluon is ``known``, whichever is installed here."""
     monkeypatch.setenv(lookup.SWITCH, "")
     monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: known)
-    kinds = {"decode", "merge", "prefill", "write", *(["groups"] if known else [])}
+    kinds = {"decode", "combine", "prefill", "write", *(["groups"] if known else [])}
     checks = gate.checks_of([get_backend("int4"), get_backend("int2")], [*shapes.HEADLINE, *shapes.PREFILL, *shapes.WRITE], tune.ASSUMED)
     assert len(checks) == len(set(checks))
     for mode in ("int4", "int2"):
         of_mode = [check for check in checks if check.backend is get_backend(mode)]
         large = precompile.choices_of(get_backend(mode), shapes.HEADLINE[0], tune.ASSUMED)
-        assert {type(choice).kind for choice in large} == {"decode", "merge"}
+        assert {type(choice).kind for choice in large} == {"decode", "combine"}
         assert {check.problem.seq_lens for check in of_mode if check.choices == large} == {p.seq_lens for p in gate.PROBLEMS[:2]}
         small = [precompile.choices_of(get_backend(mode), check.problem, tune.ASSUMED) for check in of_mode]
         assert large[0] not in [choice for choices in small for choice in choices]
@@ -291,7 +291,7 @@ def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(known: bo
 
 def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """In force while the mode reads, so that a fault of theirs alone is seen, and said with their names."""
-    backend, wide = get_backend("int4"), Decode(keys=128, warps=1, stages=2, programs_per_sm=8, registers=None, least_share=128, parts=1)
+    backend, wide = get_backend("int4"), Decode(keys=128, warps=1, stages=2, programs_per_sm=8, registers=None, min_keys=128, loops=1)
 
     def wrong_when_wide(self: Any, **arguments: Any) -> None:
         read(self, **arguments)
@@ -299,7 +299,7 @@ def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> Non
             arguments["out"][-1] = 0
 
     read = type(backend).unified_attention
-    facts = {"variant": "", "streams": 4, "width": 64, "lane_bytes": 2, "scaled": True, "side_bytes": False}
+    facts = {"variant": "", "ways": 4, "width": 64, "lane_bytes": 2, "scaled": True, "side_bytes": False}
     facts |= {"rows": 8, "folded": False, "keys_per_sm": 0, "longest": 0}
     monkeypatch.setattr(type(backend), "unified_attention", wrong_when_wide)
     plain, planned = gate.check_all([gate.Check(backend, CASES[0]), gate.Check(backend, CASES[0], (wide,))], CPU)
@@ -612,7 +612,7 @@ def test_a_fault_that_loses_the_device_ends_the_run(
 
 
 @pytest.mark.quick
-def test_repeats_fit_the_time() -> None:
+def test_replays_fit_the_time() -> None:
     assert repeats_for(500.0) == 100
     assert (repeats_for(0.0), repeats_for(1e9)) == (MOST_REPEATS, LEAST_REPEATS)
 

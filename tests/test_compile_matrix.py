@@ -18,16 +18,16 @@ import triton
 
 from kvq_core import get_backend, ops
 from kvq_core.kernels.config import Heads
-from kvq_core.launched import triton_is_known
 from kvq_core.offline import planning_for
 from kvq_core.plans import Decode, Groups, Prefill, Table, choose, lookup
 from kvq_core.plans.lookup import SWITCH, listening
+from kvq_core.replay import triton_is_known
 from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_reads
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
 from kvq_core.testing.table_choices import name_of, problems_of
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
-KERNELS = {("decode", "write"), ("decode", "attend"), ("decode", "merge_kernel"), ("prefill", "attend")}
+KERNELS = {("decode", "write"), ("decode", "attend"), ("decode", "combine_kernel"), ("prefill", "attend")}
 MEASURED = ("sm_90",)
 """Targets that kvq ships a table of launch plans for: each tile there that can be chosen is built (``-m matrix``)."""
 
@@ -141,8 +141,8 @@ def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) 
         next(iter(found.values())).read()
     fixed = dict(asked)["decode"]
     every = set()
-    for width in {Heads(2**n, fixed["streams"]).width * fixed["streams"] for n in range(4, 11) if 2**n <= backend.max_head_size}:
-        for lane_bytes in (2, 4) if fixed["streams"] == 1 else (2,):
+    for width in {Heads(2**n, fixed["ways"]).width * fixed["ways"] for n in range(4, 11) if 2**n <= backend.max_head_size}:
+        for lane_bytes in (2, 4) if fixed["ways"] == 1 else (2,):
             facts = fixed | {"width": width, "lane_bytes": lane_bytes}
             every.add(name_of(choose(target, Prefill, facts)))
             for rows in (32, 64, 256):

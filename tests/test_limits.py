@@ -33,15 +33,15 @@ READ = (
         limits._WAITS["wait"]: "1.75",
     },
 )
-MERGE = ("merge_kernel", {limits._METRICS["ns"]: "6000", limits._METRICS["registers"]: "64"})
+MERGE = ("combine_kernel", {limits._METRICS["ns"]: "6000", limits._METRICS["registers"]: "64"})
 COPY = ("void at::native::copy()", {})
 
 
 def test_kernels_are_found_and_told_longest_wait_first() -> None:
-    said = words({"int4:A": ["attend", "merge_kernel"], "int2:A": ["attend"]}, [READ, COPY, MERGE, READ])
+    said = words({"int4:A": ["attend", "combine_kernel"], "int2:A": ["attend"]}, [READ, COPY, MERGE, READ])
     read, merge, other = limits.limits_of(said)
     assert (read.call, read.kernel, read.us, read.memory, read.registers) == ("int4:A", "attend", 158.464, 83.5, 168)
-    assert (merge.call, merge.kernel, merge.us, other.call) == ("int4:A", "merge_kernel", 6.0, "int2:A")
+    assert (merge.call, merge.kernel, merge.us, other.call) == ("int4:A", "combine_kernel", 6.0, "int2:A")
     line = limits.table([read]).splitlines()[-1]
     assert line.split()[:4] == ["int4:A", "attend", "158.5", "84"] and "168  wait 1.8, " in line
 
@@ -59,9 +59,9 @@ def test_what_a_profiler_does_not_know_of_a_gpu() -> None:
     [
         "",
         "==ERROR== ERR_NVGPUCTRPERM",
-        words({"int4:A": ["attend", "merge_kernel"]}, [READ]),
+        words({"int4:A": ["attend", "combine_kernel"]}, [READ]),
         words({"int4:A": ["attend"]}, [READ, READ]),
-        words({"int4:A": ["attend", "merge_kernel"]}, [MERGE, READ]),
+        words({"int4:A": ["attend", "combine_kernel"]}, [MERGE, READ]),
     ],
 )
 def test_words_that_are_not_whole_are_refused(said: str) -> None:

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.quick
 
 SHIPPED = sorted(path.stem for path in lookup.SHIPPED.glob("*.json"))
 INT4 = {
-    **{"variant": "", "streams": 4, "width": 128, "lane_bytes": 2, "scaled": True, "side_bytes": False},
+    **{"variant": "", "ways": 4, "width": 128, "lane_bytes": 2, "scaled": True, "side_bytes": False},
     **{"rows": 8, "folded": False, "keys_per_sm": 31775, "longest": 8192},
 }
 """Of setting A of the benchmarks on an H200."""
-FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, least_share=256, parts=1)
+FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, min_keys=256, loops=1)
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")
 MEASURED = Measurement("r", "int4_per_token_head", "A", 160.5, "us", (Alternative({"stages": 2}, 170.0),))
-WHERE = {"streams": 4, "width": Range(65, 128), "rows": Range(None, 8), "keys_per_sm": Range(16384, None)}
+WHERE = {"ways": 4, "width": Range(65, 128), "rows": Range(None, 8), "keys_per_sm": Range(16384, None)}
 MINE = Table("sm_90", {"decode": (Entry(WHERE, FEW, (MEASURED,)),)}, {"r": RUN})
 
 
@@ -65,7 +65,7 @@ def test_the_chain_of_tables() -> None:
 
 
 def test_one_s_own_table_answers_first_and_only_for_its_classes() -> None:
-    outside = [{**INT4, **other} for other in ({"rows": 16}, {"width": 64}, {"keys_per_sm": 16383}, {"streams": 8})]
+    outside = [{**INT4, **other} for other in ({"rows": 16}, {"width": 64}, {"keys_per_sm": 16383}, {"ways": 8})]
     before, generic, others = choose("sm_90", Decode, INT4), choose("", Decode, INT4), [choose("sm_90", Decode, f) for f in outside]
     own(MINE)
     lookup.forget()
@@ -76,7 +76,7 @@ def test_one_s_own_table_answers_first_and_only_for_its_classes() -> None:
 
 def test_a_plan_is_made_of_what_was_chosen() -> None:
     own(MINE)
-    shape = {"uniform": True, "group": 4, "num_kv_heads": 8, "lane_bytes": 2, "lanes": 32, "streams": 4, "num_sms": 132}
+    shape = {"uniform": True, "group": 4, "num_kv_heads": 8, "lane_bytes": 2, "lanes": 32, "ways": 4, "num_sms": 132}
     problem = Problem(num_seqs=64, max_seqlen_q=1, max_seqlen_k=8192, max_keys=8192, arch="sm_90", **shape)
     (launch,) = plan.__wrapped__(problem)
     tile = launch.tile
@@ -168,15 +168,15 @@ RIGHT: dict[str, Any] = {
     "runs": {"r": {"gpu": "g", "triton": "3", "commit": "c", "date": "d"}},
     "write": [
         {
-            "where": {"streams": 4, "rows": {"min": 8}},
-            "choice": {"rows": 16, "warps": 1, "fragments": 0},
+            "where": {"ways": 4, "rows": {"min": 8}},
+            "choice": {"rows": 16, "warps": 1, "store_mma": 0},
             "measured": [{"run": "r", "mode": "m", "setting": "w64", "us": 5, "alternatives": [{"choice": {"warps": 2}, "us": 6.5}]}],
         }
     ],
     "decode": [
         {
             "where": {"scaled": True},
-            "choice": {"keys": 32, "warps": 1, "stages": 2, "programs_per_sm": 8, "registers": None, "least_share": 128, "parts": 1},
+            "choice": {"keys": 32, "warps": 1, "stages": 2, "programs_per_sm": 8, "registers": None, "min_keys": 128, "loops": 1},
         }
     ],
 }
@@ -195,17 +195,17 @@ WRONG: list[tuple[list[Any], Any, str]] = [
     (["format"], 2, "format: got 2, need 1, the format that this version of kvq reads"),
     (["format"], KeyError, "format: got None, need a value: it is missing"),
     (["arch"], 90, "arch: got 90, need text"),
-    (["prefil"], [], "prefil: got [], need one of arch, decode, format, groups, merge, prefill, runs, write in its place"),
+    (["prefil"], [], "prefil: got [], need one of arch, combine, decode, format, groups, prefill, runs, write in its place"),
     (["write"], {}, "write: got {}, need a list"),
     (["write", 0], 7, "write[0]: got 7, need an object"),
-    (["write", 0, "where", "keys"], 3, "write[0].where.keys: got 3, need one of fragments, rows, streams, variant, width in its place"),
-    (["write", 0, "where", "streams"], True, "write[0].where.streams: got True, need a whole number, or its bounds {min, max}"),
+    (["write", 0, "where", "keys"], 3, "write[0].where.keys: got 3, need one of rows, store_mma, variant, ways, width in its place"),
+    (["write", 0, "where", "ways"], True, "write[0].where.ways: got True, need a whole number, or its bounds {min, max}"),
     (["write", 0, "where", "rows"], {}, "write[0].where.rows: got {}, need bounds min and max"),
     (["write", 0, "where", "rows"], {"min": 9, "max": 8}, "write[0].where.rows: got {'min': 9, 'max': 8}, need bounds"),
     (["write", 0, "where", "rows", "max"], 8.5, "write[0].where.rows.max: got 8.5, need a whole number"),
     (["decode", 0, "where", "scaled"], 1, "decode[0].where.scaled: got 1, need true or false"),
     (["write", 0, "choice", "rows"], 48, "write[0].choice.rows: got 48, need a power of two from 4 to 128"),
-    (["write", 0, "choice"], {"rows": 32, "warps": 1, "fragments": 1}, "need 8 or 16 rows a warp with fragments 1"),
+    (["write", 0, "choice"], {"rows": 32, "warps": 1, "store_mma": 1}, "need 8 or 16 rows a warp with fragments 1"),
     (["write", 0, "choice", "warps"], KeyError, "write[0].choice.warps: got None, need a value: it is missing"),
     (["decode", 0, "choice", "stages"], 0, "decode[0].choice.stages: got 0, need a whole number from 1 to 8"),
     (["decode", 0, "choice", "registers"], 300, "decode[0].choice.registers: got 300, need null or a whole number from 24 to 255"),
@@ -222,8 +222,8 @@ def test_what_is_right_is_read(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(RIGHT))
     table = Table.read(path)
-    assert table.entries["write"][0].choice == Write(rows=16, warps=1, fragments=0)
-    assert table.entries["write"][0].where == {"streams": 4, "rows": Range(8, None)}
+    assert table.entries["write"][0].choice == Write(rows=16, warps=1, store_mma=0)
+    assert table.entries["write"][0].where == {"ways": 4, "rows": Range(8, None)}
     assert table.entries["write"][0].measured[0].alternatives == (Alternative({"warps": 2}, 6.5),)
 
 
@@ -313,7 +313,7 @@ def test_a_broken_table_is_doctor_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> 
 def test_entries_take_the_place_of_their_class() -> None:
     slower = replace(FEW, stages=2)
     again = Entry(MINE.entries["decode"][0].where, slower, (replace(MEASURED, run="s"),))
-    other = Entry({"streams": 8}, FEW)
+    other = Entry({"ways": 8}, FEW)
     table = MINE.with_entries({"decode": [other, again], "write": [Entry({}, Write(8, 1, 0))]}, {"s": RUN})
     assert table.entries["decode"] == (other, again)
     assert table.entries["write"] == (Entry({}, Write(8, 1, 0)),)

@@ -32,8 +32,8 @@ MEMCHECK = """\
 """
 RACECHECK = """\
 ========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at merge_kernel+0x2f0 in splits.py:60
-=========     and Read access at merge_kernel+0x310 in splits.py:61 [64 hazards]
+========= Error: Race reported between Write access at combine_kernel+0x2f0 in splits.py:60
+=========     and Read access at combine_kernel+0x310 in splits.py:61 [64 hazards]
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
@@ -51,7 +51,7 @@ CLEAN = "========= COMPUTE-SANITIZER\n" + REPORT + '{"attend": 19, "write": 14}\
     ("said", "wanted"),
     [
         (MEMCHECK, {"attend": 2, "write": 1}),
-        (RACECHECK, {"merge_kernel": 1}),
+        (RACECHECK, {"combine_kernel": 1}),
         (INITCHECK, {"attend": 1, ELSEWHERE: 4}),
         (CLEAN, {}),
     ],
@@ -100,4 +100,4 @@ def test_the_slice_gives_the_right_results() -> None:
         env=dict(os.environ),
     )
     assert done.returncode == 0, done.stderr
-    assert judge("", "none", 0, done.stdout).launches == {"write": 15, "attend": 21, "merge_kernel": 9}
+    assert judge("", "none", 0, done.stdout).launches == {"write": 15, "attend": 21, "combine_kernel": 9}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import record_plans
 from kvq_core import ops, schedule
 from kvq_core.plans import Decode, Entry, Table, Write, lookup
-from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, is_batch_invariant, merge_tile, plan, power_of_two, write_tile
+from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, combine_tile, is_batch_invariant, plan, power_of_two, write_tile
 
 A = Problem(
     num_seqs=64,
@@ -23,7 +23,7 @@ A = Problem(
     num_kv_heads=8,
     lane_bytes=2,
     lanes=32,
-    streams=4,
+    ways=4,
     num_sms=132,
 )
 """int4 at batch 64, context 8192, 32/8 heads of 128 on an H200."""
@@ -42,7 +42,7 @@ def problems(draw: st.DrawFn) -> Problem:
         num_kv_heads=draw(st.integers(1, 32)),
         lane_bytes=draw(st.sampled_from([1, 2, 4])),
         lanes=draw(st.sampled_from([16, 32, 64, 128, 256])),
-        streams=streams,
+        ways=streams,
         num_sms=draw(st.sampled_from([4, 84, 132])),
         engine_segments=draw(st.sampled_from([0, 0, 1, 16])),
         scaled=draw(st.booleans()),
@@ -51,9 +51,9 @@ def problems(draw: st.DrawFn) -> Problem:
         arch=draw(st.sampled_from(record_plans.ARCHITECTURES)),
         head_lanes=draw(st.sampled_from([4, 8, 12, 16, 24, 32, 64])),
         foldable=draw(st.booleans()),
-        in_pieces=draw(st.booleans()),
-        groups_fit=draw(st.booleans()),
-        drafts_fit=draw(st.booleans()),
+        in_chunks=draw(st.booleans()),
+        sm90_fits=draw(st.booleans()),
+        multirow_fits=draw(st.booleans()),
     )
 
 
@@ -88,7 +88,7 @@ def test_tiles_hold_their_rows(problem: Problem) -> None:
 def test_pieces_have_room(problem: Problem) -> None:
     """A piece's number is that of its program, or of its unit, plus that of its row block: all must be below ``max_items``."""
     for launch in plan(problem):
-        if launch.split in ("shares", "chunks"):
+        if launch.split in ("equal", "chunks"):
             assert launch.max_items >= launch.programs + problem.num_seqs * launch.max_row_blocks
         if launch.split == "chunks":
             assert launch.programs * launch.chunk >= problem.max_keys
@@ -113,13 +113,13 @@ def test_batch_invariance_ignores_the_rest_of_the_batch(problem: Problem, num_se
 
 @pytest.mark.parametrize("num_seqs", [2, 3, 8, 64, 500])
 def test_batch_invariant_sums_have_one_order(num_seqs: int) -> None:
-    """Of a merge and of a write."""
+    """Of a combine kernel and of a write."""
     alone = replace(A, num_seqs=1, max_keys=70000, num_kv_heads=1, batch_invariant=True)
     merges = []
     for problem in (alone, replace(alone, num_seqs=num_seqs)):
         (launch,) = plan(problem)
         assert launch.split == "chunks"
-        merges.append(merge_tile(problem, launch, problem.num_seqs * launch.max_row_blocks))
+        merges.append(combine_tile(problem, launch, problem.num_seqs * launch.max_row_blocks))
     assert len(set(merges)) == 1
     few, many = (write_tile("sm_90", "int4", 4, 128, rows, batch_invariant=True) for rows in (num_seqs, 10_000 * num_seqs))
     assert few == many
@@ -128,7 +128,7 @@ def test_batch_invariant_sums_have_one_order(num_seqs: int) -> None:
 def test_decode_takes_one_wave() -> None:
     """As many programs as are resident at once, none of which waits for another: each takes an equal share."""
     (launch,) = plan(A)
-    assert launch.split == "shares"
+    assert launch.split == "equal"
     assert launch.programs * A.num_kv_heads <= A.num_sms * launch.tile.programs_per_sm
     assert launch.tile.registers == 168 and launch.tile.programs_per_sm == 12
 
@@ -137,7 +137,7 @@ def test_decode_takes_one_wave() -> None:
 @pytest.mark.parametrize("query_len", [1, 2, 8, 16])
 def test_query_rows_over_packed_keys_are_spread_over_tiles(query_len: int, group: int) -> None:
     """More than 16 rows beside packed keys have no registers; rows of one group stay together, and every token has its tile."""
-    packed, plain = (plan(replace(A, streams=n, lanes=128 // n, max_seqlen_q=query_len, group=group))[0] for n in (4, 1))
+    packed, plain = (plan(replace(A, ways=n, lanes=128 // n, max_seqlen_q=query_len, group=group))[0] for n in (4, 1))
     assert packed.tile.rows == min(plain.tile.rows, max(16, power_of_two(group)))
     for launch in (packed, plain):
         assert (launch.max_row_blocks - 1) * (launch.tile.rows // group) < query_len <= launch.max_row_blocks * (launch.tile.rows // group)
@@ -145,13 +145,13 @@ def test_query_rows_over_packed_keys_are_spread_over_tiles(query_len: int, group
 
 @pytest.mark.parametrize(("query_len", "group", "rows"), [(5, 4, 32), (8, 4, 32), (16, 4, 64), (9, 7, 64), (1, 32, 32)])
 def test_one_warp_group_takes_drafts_where_it_can(query_len: int, group: int, rows: int) -> None:
-    drafts = replace(A, max_seqlen_q=query_len, group=group, streams=2, lanes=64, variant="int8", arch="sm_90", drafts_fit=True)
+    drafts = replace(A, max_seqlen_q=query_len, group=group, ways=2, lanes=64, variant="int8", arch="sm_90", multirow_fits=True)
     (launch,) = plan(drafts)
     assert (launch.tile.groups, launch.tile.rows, launch.tile.keys, launch.tile.warps) == (1, rows, 64, 4)
-    assert (launch.split, launch.max_row_blocks, launch.programs) == ("shares", 1, 2 * 132 // 8)
+    assert (launch.split, launch.max_row_blocks, launch.programs) == ("equal", 1, 2 * 132 // 8)
     # Two programs find their registers on a multiprocessor.
     assert launch.tile.programs_per_sm == 2 and 2 * 128 * (launch.tile.registers or 255) <= 65536
-    for other in ({"drafts_fit": False}, {"uniform": False}, {"may_split": False}, {"batch_invariant": True}, {"max_seqlen_k": 128}):
+    for other in ({"multirow_fits": False}, {"uniform": False}, {"may_split": False}, {"batch_invariant": True}, {"max_seqlen_k": 128}):
         assert all(launch.tile.groups == 0 for launch in plan(replace(drafts, **other)))
 
 
@@ -167,7 +167,7 @@ def test_one_warp_group_takes_drafts_where_it_can(query_len: int, group: int, ro
 )
 def test_a_merge_waits_from_the_start_where_programs_get_no_share(changed: dict[str, Any], waits: bool) -> None:
     (launch,) = plan(replace(A, arch="sm_90", **changed))
-    assert launch.split and launch.merge_waits == waits
+    assert launch.split and launch.combine_waits == waits
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_decode_tiles_are_looked_up_by_the_keys_there_are_for_a_multiprocessor(c
 def test_long_decode_takes_other_tiles_where_that_was_measured() -> None:
     """On sm_90: two buffers from 4096 keys a multiprocessor, and int2 wider tiles."""
     one = {"num_seqs": 1, "max_seqlen_k": 131072}
-    problems = [replace(A, arch="sm_90", lanes=128 // n, streams=n, **facts) for facts in ({}, one) for n in (4, 8)]
+    problems = [replace(A, arch="sm_90", lanes=128 // n, ways=n, **facts) for facts in ({}, one) for n in (4, 8)]
     tiles = [plan(problem)[0].tile for problem in problems]
     assert [(tile.keys, tile.stages) for tile in tiles] == [(64, 5), (128, 5)] * 2
     short = {plan(replace(problem, max_seqlen_k=4096, num_seqs=1))[0].tile for problem in problems}
@@ -200,10 +200,10 @@ def test_long_decode_takes_other_tiles_where_that_was_measured() -> None:
 def test_one_short_sequence_takes_shorter_tiles_and_shares() -> None:
     """On sm_90, from 16 to 63 keys a multiprocessor."""
     for streams in (1, 2, 4, 8):
-        problem = replace(A, arch="sm_90", num_seqs=1, lanes=128 // streams, streams=streams)
+        problem = replace(A, arch="sm_90", num_seqs=1, lanes=128 // streams, ways=streams)
         short, longer = (plan(replace(problem, max_seqlen_k=keys))[0].tile for keys in (512, 2048))
         assert (short.keys, short.least) == (32, 1) and longer.keys * longer.least == 64
-        # However short: a piece more costs a merge.
+        # However short: a piece more costs a combine kernel.
         assert plan(replace(problem, max_seqlen_k=64))[0].split == ""
 
 
@@ -221,7 +221,7 @@ def test_an_engine_s_segments_are_for_single_rows() -> None:
     (launch,) = plan(replace(A, engine_segments=16))
     assert (launch.split, launch.segments) == ("segments", 16)
     (launch,) = plan(replace(A, engine_segments=16, max_seqlen_q=2))
-    assert launch.split == "shares"
+    assert launch.split == "equal"
 
 
 def test_mixed_batches_take_two_launches() -> None:
@@ -238,12 +238,12 @@ def test_mixed_batches_take_two_launches() -> None:
 def test_the_merge_suits_the_number_of_rows(num_seqs: int, rows_together: bool, blocks: int) -> None:
     problem = replace(A, num_seqs=num_seqs)
     (launch,) = plan(problem)
-    merge = merge_tile(problem, launch, num_seqs * launch.max_row_blocks)
-    assert (merge.few > 1) == rows_together
-    assert merge.blocks == blocks
+    combine = combine_tile(problem, launch, num_seqs * launch.max_row_blocks)
+    assert (combine.few > 1) == rows_together
+    assert combine.blocks == blocks
     if num_seqs == 1:
         shares = problem.max_seqlen_k // (launch.least * launch.tile.keys)
-        assert 2 * merge.pieces >= min(launch.programs, shares)  # a row's pieces in two steps
+        assert 2 * combine.splits >= min(launch.programs, shares)  # a row's pieces in two steps
 
 
 @pytest.mark.parametrize(("keys", "pieces"), [(512, 32), (1024, 32), (4096, 64), (131072, 128)])
@@ -251,8 +251,8 @@ def test_the_merge_of_a_short_sequence_expects_few_pieces(keys: int, pieces: int
     """As many as the longest sequence has shares, which may be fewer than programs would be resident."""
     problem = replace(A, arch="sm_90", num_seqs=1, max_seqlen_k=keys, max_keys=keys)
     (launch,) = plan(problem)
-    merge = merge_tile(problem, launch, launch.max_row_blocks)
-    assert merge.pieces == pieces
+    combine = combine_tile(problem, launch, launch.max_row_blocks)
+    assert combine.splits == pieces
     resident = launch.tile.programs_per_sm * problem.num_sms // problem.num_kv_heads
     assert launch.programs == min(resident, keys // (launch.least * launch.tile.keys))
 
@@ -260,14 +260,14 @@ def test_the_merge_of_a_short_sequence_expects_few_pieces(keys: int, pieces: int
 def test_no_program_is_launched_that_there_can_be_no_share_for() -> None:
     """Programs that find nothing to do take their time, too: 16 shares of 32 keys of one sequence of 512, 32 of 64 keys of two of 1024."""
     for num_seqs, keys, shares in ((1, 512, 16), (2, 1024, 32), (2, 700, 32), (1, 131072, 132)):
-        (launch,) = plan(replace(A, arch="sm_90", num_seqs=num_seqs, max_seqlen_k=power_of_two(keys), streams=4, lanes=32))
-        assert launch.split == "shares" and launch.programs == shares
+        (launch,) = plan(replace(A, arch="sm_90", num_seqs=num_seqs, max_seqlen_k=power_of_two(keys), ways=4, lanes=32))
+        assert launch.split == "equal" and launch.programs == shares
         assert launch.max_items == launch.programs + num_seqs
 
 
 def test_write_programs_are_small() -> None:
-    assert write_tile("sm_90", "", 4, 128, 8192 * 8) == Write(rows=16, warps=1, fragments=0)
-    assert write_tile("sm_90", "", 4, 128, 64 * 8) == Write(rows=8, warps=1, fragments=0)
+    assert write_tile("sm_90", "", 4, 128, 8192 * 8) == Write(rows=16, warps=1, store_mma=0)
+    assert write_tile("sm_90", "", 4, 128, 64 * 8) == Write(rows=8, warps=1, store_mma=0)
 
 
 @pytest.mark.parametrize("arch", record_plans.ARCHITECTURES)
@@ -304,9 +304,9 @@ def test_rows_come_first_where_they_fill_the_long_side_of_a_product() -> None:
     four = replace(A, max_seqlen_q=4)
     assert first(A) == "keys" and first(replace(A, max_seqlen_q=2)) == "keys" and first(four) == first(replace(A, group=16)) == "rows"
     assert first(four, warps=2) == "keys" and first(replace(A, group=64)) == "rows"
-    halves = replace(A, max_seqlen_q=2, lanes=16, streams=8, head_lanes=8, foldable=True)
+    halves = replace(A, max_seqlen_q=2, lanes=16, ways=8, head_lanes=8, foldable=True)
     assert first(halves) == "keys" and first(replace(halves, max_seqlen_q=4)) == "rows"
-    assert first(replace(four, in_pieces=True)) == "keys"
+    assert first(replace(four, in_chunks=True)) == "keys"
 
 
 def folded(problem: Problem) -> tuple[int, int, int]:
@@ -318,7 +318,7 @@ def folded(problem: Problem) -> tuple[int, int, int]:
 
 def test_keys_share_rows_of_lanes_where_they_can_and_sixteen_rows_have_room() -> None:
     """A tile has no more lanes than it would have had: twice the keys of 8 lanes, as many of 24."""
-    eight = replace(A, lanes=16, streams=8, head_lanes=8, foldable=True)
+    eight = replace(A, lanes=16, ways=8, head_lanes=8, foldable=True)
     assert folded(eight) == (2, 8, 128) and folded(replace(eight, head_lanes=24, lanes=32)) == (2, 8, 64)
     assert folded(replace(eight, group=1)) == (2, 8, 128) and folded(replace(eight, group=8)) == (2, 16, 128)
     assert folded(replace(eight, group=9)) == (1, 16, 64) and folded(replace(eight, max_seqlen_q=4)) == (1, 16, 64)

@@ -10,7 +10,7 @@ from kvq_core.plans import Decode, Entry, Table
 from kvq_core.testing.cases import Case
 
 CASE = Case(query_lens=(1, 1, 1), seq_lens=(700, 3, 301), head_size=128, num_kv_heads=2, queries_per_kv=2)
-WIDE = Decode(keys=128, warps=1, stages=2, programs_per_sm=2, registers=None, least_share=64, parts=2)
+WIDE = Decode(keys=128, warps=1, stages=2, programs_per_sm=2, registers=None, min_keys=64, loops=2)
 READS: dict[str, tuple[Case, Decode, int]] = {
     "four keys a thread": (CASE, WIDE, 4),
     "blocks of a tile": (replace(CASE, block_size=128), WIDE, 4),
@@ -42,4 +42,4 @@ def assert_together(mode: str, read: str, place: str, monkeypatch: pytest.Monkey
     case, choice, together = READS[read]
     table = Table("sm_90" if place == "gpu" else "", {"decode": (Entry({}, choice),)})
     constants = [one["C"] for one in read_exactly(mode, case, place, monkeypatch, table) if "C" in one]
-    assert {one.keys_an_id for one in constants} == {together} and {one.parts for one in constants} == {2}
+    assert {one.keys_an_id for one in constants} == {together} and {one.loops for one in constants} == {2}

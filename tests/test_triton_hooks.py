@@ -29,13 +29,13 @@ def test_hooks_change_no_launch_and_see_all_of_them() -> None:
         calls = one["calls"]
         assert one["same"], one
         assert all(calls[name] == one["launches"] for name in OF_LAUNCHES if name in calls), one
-        assert calls.get("merge_kernel", one["merges"]) == one["merges"] > 0, one
+        assert calls.get("combine_kernel", one["merges"]) == one["merges"] > 0, one
         assert sum(calls.get(name, 0) for name in OF_KERNELS) == one["told"], one
         assert all(calls[name] > 0 for name in OF_KERNELS if name in calls), one
 
 
 def test_kernels_compile_with_every_hook_set() -> None:
-    """Their constants come as JSON, by name: a mode's write, its attention and the merge, before and after the compiler."""
+    """Their constants come as JSON, by name: a mode's write, its attention and the combine kernel, before and after the compiler."""
     told = [constants[-1] for _, constants in dry_hooks("--compile", "int2_per_token_head")]
     assert [kind for constant in told for kind in constant] == ["WriteConfig"] * 2 + ["ReadConfig"] * 4
-    assert all(constant["ReadConfig"]["format"]["Format"]["streams"] == 8 for constant in told[2:])
+    assert all(constant["ReadConfig"]["format"]["Format"]["key"]["PlaneFormat"]["ways"] == 8 for constant in told[2:])

@@ -17,20 +17,20 @@ from kvq_core import get_backend, offline, ops
 from kvq_core.cli import suite
 from kvq_core.cli.app import app
 from kvq_core.errors import KVQError
-from kvq_core.plans import KINDS, Choice, Decode, Groups, Merge, Prefill, Range, Run, Table, Write, choose, lookup
+from kvq_core.plans import KINDS, Choice, Combine, Decode, Groups, Prefill, Range, Run, Table, Write, choose, lookup
 from kvq_core.plans.candidates import candidates, class_of
 from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select
 
 ROOT = Path(__file__).parents[1]
 
 PRESENT = {
-    "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, least_share=128, parts=1),
+    "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, min_keys=128, loops=1),
     "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
     "groups": Groups(groups=0, stages=2, registers=184),
-    "write": Write(rows=16, warps=1, fragments=0),
-    "merge": Merge(few=8, pieces=32, blocks=8, slices=1, warps=4),
+    "write": Write(rows=16, warps=1, store_mma=0),
+    "combine": Combine(few=8, splits=32, blocks=8, slices=1, warps=4),
 }
-ONE, TWO, FOUR, EIGHT = (Write(rows=rows, warps=1, fragments=0) for rows in (8, 16, 32, 64))
+ONE, TWO, FOUR, EIGHT = (Write(rows=rows, warps=1, store_mma=0) for rows in (8, 16, 32, 64))
 RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")
 Times = dict[Choice, dict[str, Any]]
 
@@ -69,17 +69,17 @@ def test_one_group_is_tried_beside_none_and_two_beside_none(quick: bool) -> None
 
 @pytest.mark.quick
 @pytest.mark.parametrize("quick", [True, False])
-def test_fragments_are_tried_beside_what_they_replace(quick: bool) -> None:
+def test_store_mma_are_tried_beside_what_they_replace(quick: bool) -> None:
     with_fragments, without = (candidates(Write(8, 1, fragments), quick=quick) for fragments in (1, 0))
     assert not any(choice.need() for choice in (*with_fragments, *without))
-    assert {choice.fragments for choice in with_fragments if isinstance(choice, Write)} == {0, 1}
-    assert {choice.fragments for choice in without if isinstance(choice, Write)} == {0}
+    assert {choice.store_mma for choice in with_fragments if isinstance(choice, Write)} == {0, 1}
+    assert {choice.store_mma for choice in without if isinstance(choice, Write)} == {0}
 
 
 @pytest.mark.quick
 def test_quick_candidates_differ_in_one_way() -> None:
     """In one field, or in those that say together how many programs share a multiprocessor, or how tiles are buffered."""
-    together = ({"warps", "registers", "programs_per_sm"}, {"stages", "parts"})
+    together = ({"warps", "registers", "programs_per_sm"}, {"stages", "loops"})
     for choice in candidates(PRESENT["decode"], quick=True)[1:]:
         differ = {name for name, value in asdict(choice).items() if value != getattr(PRESENT["decode"], name)}
         assert len(differ) == 1 or any(differ <= names for names in together)
@@ -89,7 +89,7 @@ def test_quick_candidates_differ_in_one_way() -> None:
 def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
     facts = {
         "variant": "int8",
-        "streams": 2,
+        "ways": 2,
         "width": 128,
         "lane_bytes": 2,
         "scaled": True,
@@ -118,12 +118,12 @@ def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
         {"longest": 512},
         {"folded": True},
         {"variant": "fp8"},
-        {"streams": 4},
+        {"ways": 4},
         {"scaled": False},
     )
     for other in others:
         assert not table.find("decode", {**facts, **other})
-    assert class_of("write", {"variant": "", "streams": 1, "width": 1024, "rows": 49152, "fragments": False})["rows"] == Range(49152, None)
+    assert class_of("write", {"variant": "", "ways": 1, "width": 1024, "rows": 49152, "store_mma": False})["rows"] == Range(49152, None)
 
 
 @pytest.mark.quick
@@ -132,19 +132,19 @@ def test_shipped_tables_change_only_where_a_class_ends(name: str) -> None:
     """So that all problems of a class have one present choice, and an entry that is tuned for it replaces that one."""
     facts = {
         "variant": "",
-        "streams": 4,
+        "ways": 4,
         "width": 128,
         "lane_bytes": 2,
         "scaled": True,
         "side_bytes": False,
         "rows": 8,
         "folded": False,
-        "fragments": False,
+        "store_mma": False,
     }
-    facts |= {"keys_per_sm": 0, "longest": 0, "rows_per_sm": 1, "pieces": 1}
+    facts |= {"keys_per_sm": 0, "longest": 0, "rows_per_sm": 1, "splits": 1}
     for kind, entries in Table.read(lookup.SHIPPED / f"{name}.json").entries.items():
         for fact, condition in ((fact, condition) for entry in entries for fact, condition in entry.where.items()):
-            if isinstance(condition, Range) and fact != "streams":
+            if isinstance(condition, Range) and fact != "ways":
                 for first in (condition.least, condition.most and condition.most + 1):
                     assert not first or class_of(kind, {**facts, fact: first})[fact].least == first, (kind, fact, first)
 
@@ -271,8 +271,8 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
     """On the GPU that the table is for, and on no other: read, merge and write."""
     entries: dict[str, Choice] = {
         "decode": replace(PRESENT["decode"], stages=7),
-        "merge": replace(PRESENT["merge"], warps=16),
-        "write": Write(rows=128, warps=16, fragments=0),
+        "combine": replace(PRESENT["combine"], warps=16),
+        "write": Write(rows=128, warps=16, store_mma=0),
     }
     path = lookup.own_folder() / "sm_90.json"
     path.parent.mkdir(parents=True)
@@ -328,7 +328,7 @@ def best_is(winner: Choice) -> Callable[[str, Choice], float]:
 
 
 def test_what_is_tuned_is_used_from_then_on(gpu: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    facts = {"variant": "", "streams": 4, "width": 128, "rows": 512, "fragments": True}
+    facts = {"variant": "", "ways": 4, "width": 128, "rows": 512, "store_mma": True}
     before = choose("sm_90", Write, facts)
     winner = replace(before, rows=8, warps=1)
     gpu(best_is(winner))
@@ -338,7 +338,7 @@ def test_what_is_tuned_is_used_from_then_on(gpu: Callable[..., None], capsys: py
     assert f"written: {path}" in said and "changed: int4_per_token_head, write (w64)" in said and "0.900 of the present" in said
     lookup.forget()
     assert choose("sm_90", Write, facts) == winner != before
-    assert choose("sm_90", Write, {**facts, "streams": 8}) == before
+    assert choose("sm_90", Write, {**facts, "ways": 8}) == before
     (w64, w8192) = Table.read(path).entries["write"]
     assert [one.setting for one in (*w64.measured, *w8192.measured)] == ["w64", "w8192"]
     assert w8192.choice == winner

@@ -1,7 +1,7 @@
 """int3 as numbers: what 16-bit lanes of eight channels and the bytes beside them become (codec.py draws them), and :data:`FORMAT`.
 
 A masked field of three bits, read as float16, is the subnormal ``n * 2^-24``, or 8 or 64 times that, by its place. In decode the queries'
-streams and the outputs bring what is in excess; otherwise all fields are shifted to one place.
+ways and the outputs bring what is in excess; otherwise all fields are shifted to one place.
 """
 
 import triton
@@ -11,51 +11,51 @@ from kvq_core.kernels.api import Format, PlaneFormat
 from kvq_int3.codec import ZERO
 from kvq_int3.quantize import SIGNS, write_plane
 
-FIELDS = ("0x00070007", "0x00380038", "0x01c001c0")
 
+def four_lanes(shifts: tuple[int, ...], masks: tuple[int, ...]) -> str:
+    """PTX: two registers of two lanes each and one of the four bytes beside them -> for each way two registers of two float16 fields.
 
-def four_lanes() -> str:
-    """PTX: two registers of two lanes each and one of the four bytes beside them -> for each stream two registers of two float16 fields.
-
-    A shift brings bits of the upper lane into the lower one, but only above those that the masks keep.
+    ``shifts``: of each way, how far its field goes up in its lane (0 to 4) or byte (5 to 7). A shift mixes the two lanes of a register only
+    in bits that the masks do not keep.
     """
     lines = [".reg .b32 x, y;"]
     for half, bytes_of in enumerate(("0x4140", "0x4342")):
         lanes = f"${16 + half}"
-        lines.append(f"prmt.b32 y, $18, 0, {bytes_of};")
-        lines += [f"and.b32 ${2 * n + half}, {lanes}, {mask};" for n, mask in enumerate(FIELDS)]
-        lines.append(f"shr.u32 x, {lanes}, 9;")
-        lines += [f"and.b32 ${2 * (3 + n) + half}, x, {mask};" for n, mask in enumerate(FIELDS[:2])]
-        lines.append(f"shr.u32 x, {lanes}, 7;")
-        lines.append("lop3.b32 y, x, 0x01000100, y, 0xea;")
-        lines += [f"and.b32 ${2 * (5 + n) + half}, y, {mask};" for n, mask in enumerate(FIELDS)]
+        lines += [f"shr.u32 x, {lanes}, 7;", f"prmt.b32 y, $18, 0, {bytes_of};", "lop3.b32 y, x, 0x01000100, y, 0xea;"]
+        for way, (shift, mask) in enumerate(zip(shifts, masks, strict=True)):
+            moved = f"{'shl.b32' if shift > 0 else 'shr.u32'} x, {'y' if way > 4 else lanes}, {abs(shift)};"
+            lines += [moved] * (shift != 0)
+            source = "x" if shift else "y" if way > 4 else lanes
+            lines.append(f"and.b32 ${2 * way + half}, {source}, {mask << 16 | mask:#010x};")
     return "{ " + " ".join(lines) + " }"
 
 
-FOUR_LANES = tl.constexpr(four_lanes())
+# Fields in bits 0 to 2, 3 to 5 or 6 to 8, and all of them in bits 6 to 8.
+IN_PLACE = tl.constexpr(four_lanes((0, 0, 0, -9, -9, 0, 0, 0), (0x0007, 0x0038, 0x01C0, 0x0007, 0x0038, 0x0007, 0x0038, 0x01C0)))
+ALIGNED = tl.constexpr(four_lanes((6, 3, 0, -3, -6, 6, 3, 0), (0x01C0,) * 8))
 REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 3))
 
 
 @triton.jit
 def unpack(packed, C: tl.constexpr):
-    """(lanes, the byte beside each) -> eight float16 streams of fields, each in its place; or, for many rows, all times 64."""
+    """(lanes, the byte beside each) -> eight float16 ways of fields, each in its place; or, for many rows, all times 64."""
     lanes, side = packed
-    if C.decode and C.use_asm:
-        streams = unpack_asm(lanes, side)
+    if C.use_asm:
+        ways = unpack_asm(lanes, side, IN_PLACE if C.decode else ALIGNED)
     else:
         side = side.to(tl.uint16) | ((lanes >> 7) & 0x0100)
         high = lanes >> 9
         if C.decode:
-            streams = (
+            ways = (
                 field(lanes, 0x0007), field(lanes, 0x0038), field(lanes, 0x01C0), field(high, 0x0007), field(high, 0x0038),
                 field(side, 0x0007), field(side, 0x0038), field(side, 0x01C0),
             )  # fmt: skip
         else:
-            streams = (
+            ways = (
                 field(lanes << 6, 0x01C0), field(lanes << 3, 0x01C0), field(lanes, 0x01C0), field(high << 6, 0x01C0),
                 field(high << 3, 0x01C0), field(side << 6, 0x01C0), field(side << 3, 0x01C0), field(side, 0x01C0),
             )  # fmt: skip
-    return streams
+    return ways
 
 
 @triton.jit
@@ -64,9 +64,9 @@ def field(lanes, MASK: tl.constexpr):
 
 
 @triton.jit
-def unpack_asm(lanes, side):
+def unpack_asm(lanes, side, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(
-        FOUR_LANES,
+        ASM,
         REGISTERS,
         [lanes, side],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
@@ -77,7 +77,7 @@ def unpack_asm(lanes, side):
 
 ROWS = PlaneFormat(
     "int3",
-    streams=8,
+    ways=8,
     side_bytes=True,
     rotated=True,
     signs=SIGNS.value,

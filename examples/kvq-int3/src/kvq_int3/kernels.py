@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.api import UNSPECIALIZED, Kernels, attend_share, write_share
+from kvq_core.kernels.api import UNSPECIALIZED, Kernels, attention_kernel, write_kernel
 from kvq_int3.format import FORMAT
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
-    write_share(key, value, keys, values, slot_mapping, num_tokens, num_slots, C)
+    write_kernel(key, value, keys, values, slot_mapping, num_tokens, num_slots, C)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -17,7 +17,7 @@ def attend(
     queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
     C: tl.constexpr,
 ):  # fmt: skip
-    attend_share(
+    attention_kernel(
         queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks, C
     )  # fmt: skip
 

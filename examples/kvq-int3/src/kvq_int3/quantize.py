@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.hadamard import sign_bits
-from kvq_core.kernels.api import ROOM, least, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, store_side_bytes, streams_of
+from kvq_core.kernels.api import ROOM, least, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, store_side_bytes, ways_of
 from kvq_int3.codec import STEP as _STEP
 
 SIGNS = tl.constexpr(sign_bits(0, 256))
@@ -17,7 +17,7 @@ SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 @triton.jit
 def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
     """New rows into their slots, K and V alike."""
-    y = streams_of(rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, SIGNS, C, ROOM), 1)
+    y = ways_of(rotated_pairs(load_rows(source, rows, HEADS, C), HEADS, SIGNS, C, ROOM), 1)
     peak = tl.abs(y[0])
     for s in tl.static_range(1, 8):
         peak = tl.maximum(peak, tl.abs(y[s]))

@@ -38,7 +38,7 @@ from kvq_core.spec import Attention, NewRows
 
 if TYPE_CHECKING:
     from kvq_core.kernels.formats import Kernels
-    from kvq_core.launched import Launched
+    from kvq_core.replay import LaunchRecord
 
 
 class QuantKVBackend(ABC):
@@ -159,11 +159,11 @@ class QuantKVBackend(ABC):
         """
         return None
 
-    def write(self, rows: NewRows) -> Launched | None:
+    def write(self, rows: NewRows) -> LaunchRecord | None:
         """Quantize and scatter ``rows``; everything in them is validated.
 
         Returns what was launched if that is all that was done and only ``rows`` decided it: later calls like this one may then repeat
-        the launches and pass this method by (:mod:`kvq_core.repeat`). ``None`` is always right.
+        the launches and pass this method by (:mod:`kvq_core.replay_cache`). ``None`` is always right.
         """
         kernels = self.kernels()
         if kernels is None:
@@ -173,7 +173,7 @@ class QuantKVBackend(ABC):
 
         return launch_rows(kernels, rows)
 
-    def read(self, attention: Attention) -> Launched | None:
+    def read(self, attention: Attention) -> LaunchRecord | None:
         """Attend over the pages and fill ``attention.out``; everything in it is validated. Returns as :meth:`write` does."""
         kernels = self.kernels()
         if kernels is None:

@@ -98,10 +98,10 @@ KERNELS: Final = Family(
 )
 GROUPS: Final = Family("warp groups, many rows", "prefill", _HOPPER, _GROUPS)
 DRAFTS: Final = Family("warp groups, few rows", "decode of several tokens a sequence", _HOPPER, _GROUPS)
-FRAGMENTS: Final = Family(
+STORE_MMA: Final = Family(
     "write in fragments", "writes of rotated modes", _HOPPER, (Rule("K and V of 16 bits, in heads of 64 or 128", _fits_a_fragment),)
 )
-REPEATS: Final = Family(
+REPLAY: Final = Family(
     "repeated launches",
     "eager calls",
     (
@@ -110,4 +110,4 @@ REPEATS: Final = Family(
         Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
     ),
 )
-FAMILIES: Final = (KERNELS, GROUPS, DRAFTS, FRAGMENTS, REPEATS)
+FAMILIES: Final = (KERNELS, GROUPS, DRAFTS, STORE_MMA, REPLAY)

@@ -5,7 +5,7 @@ vLLM's int4 mode multiplies by a fixed +-1 vector ``D`` first: forward ``H D x``
 a power of two both act on blocks of ``b = d & -d`` channels (80 -> 16, 96 -> 32, 192 -> 64), with the same signs in each block.
 
 The CUDA tier is whichever tensor-core kernel an installed package provides; then a matmul with the +-1 matrix, then a butterfly. The
-write and attention kernels do not call any of these: they carry the rotation inside (:mod:`kvq_core.kernels.rotation`).
+write and attention kernels do not call any of these: they carry the rotation inside (:mod:`kvq_core.kernels.hadamard`).
 """
 
 from __future__ import annotations

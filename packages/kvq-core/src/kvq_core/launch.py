@@ -1,4 +1,4 @@
-"""From validated problems to kernel launches: bundle, plan, launch, merge."""
+"""From validated problems to kernel launches: bundle, plan, launch, combine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kvq_core import families, schedule
 from kvq_core.device import device_facts, interpreting, overlaps
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
-from kvq_core.kernels.config import Heads, MergeTile, ReadConfig, WriteConfig, multiplied_lanes
+from kvq_core.kernels.combine import combine_kernel
+from kvq_core.kernels.config import CombineTile, Heads, ReadConfig, WriteConfig, multiplied_lanes
 from kvq_core.kernels.formats import Format, Kernels, PlaneFormat, Sm90Kernels
-from kvq_core.kernels.merge import merge_kernel
-from kvq_core.launched import Launched, triton_is_known
-from kvq_core.repeat import ALIGNMENT
+from kvq_core.replay import LaunchRecord, triton_is_known
+from kvq_core.replay_cache import ALIGNMENT
+from kvq_core.schedule import SM90_DECODE_MULTIROW, SM90_PREFILL, TRITON
 from kvq_core.spec import Attention, NewRows, Plane, Smoothing
 from kvq_core.workspace import sole_use
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
-PREFETCHED_SHARE = 32
-"""Keys of a share up to which a program asks for its first tile ahead; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
+PREFETCHED_KEYS = 32
+"""Keys of a split up to which a program prefetches its first tile; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
 
 
 def lanes_of(plane: Plane, name: str, form: PlaneFormat) -> torch.Tensor:
@@ -58,17 +59,17 @@ def bundle_output(out: torch.Tensor, lse: torch.Tensor | None) -> args.Output:
     return args.Output(out, token, head, lse)
 
 
-def launch_rows(kernels: Kernels, rows: NewRows) -> Launched:
+def launch_rows(kernels: Kernels, rows: NewRows) -> LaunchRecord:
     """Launch a mode's write kernel: grid (row blocks, K and V)."""
-    launched, form = Launched(rows.key.device), kernels.format
+    record, form = LaunchRecord(rows.key.device), kernels.format
     num_tokens, num_kv_heads, head_size = rows.key.shape
     total = num_tokens * num_kv_heads
     device = device_facts(rows.key.device)
     plane = form.wider
-    width = Heads(max(head_size, rows.value.shape[2]), plane.streams).width * plane.streams
-    in_fragments = _sm90(kernels, fragments_fit, rows).write
-    fit = in_fragments is not None
-    tile = schedule.write_tile(device.arch, plane.variant, plane.streams, width, total, rows.batch_invariant, fit)
+    width = Heads(max(head_size, rows.value.shape[2]), plane.ways).width * plane.ways
+    store_mma = _sm90(kernels, store_mma_fits, rows).write
+    fit = store_mma is not None
+    tile = schedule.write_tile(device.arch, plane.variant, plane.ways, width, total, rows.batch_invariant, fit)
     config = WriteConfig(
         format=form,
         head_size=head_size,
@@ -81,8 +82,8 @@ def launch_rows(kernels: Kernels, rows: NewRows) -> Launched:
         fp8_hardware=device.fp8_hardware,
         upcast_dots=interpreting(),
     )
-    launched.start(
-        in_fragments if tile.fragments and fit else kernels.write,
+    record.start(
+        store_mma if tile.store_mma and fit else kernels.write,
         (triton.cdiv(total, tile.rows), 2),
         bundle_rows(rows.key, rows.smoothing),
         bundle_rows(rows.value),
@@ -94,7 +95,7 @@ def launch_rows(kernels: Kernels, rows: NewRows) -> Launched:
         C=config,
         num_warps=tile.warps,
     )
-    return launched
+    return record
 
 
 def machine_of(device: torch.device) -> families.Machine:
@@ -108,28 +109,28 @@ def _sm90(kernels: Kernels, fit: Callable[..., bool], *call: Any) -> Sm90Kernels
     return kernels.sm90() if kernels.sm90 is not None and fit(*call) else Sm90Kernels()
 
 
-def fragments_fit(rows: NewRows) -> bool:
+def store_mma_fits(rows: NewRows) -> bool:
     """Whether a kernel of fragments can take these rows."""
-    return families.FRAGMENTS.takes(machine_of(rows.key.device), rows)
+    return families.STORE_MMA.takes(machine_of(rows.key.device), rows)
 
 
-def launch_attention(kernels: Kernels, attention: Attention) -> Launched:
-    """Launch a mode's attention kernel, and the merge where keys are split, for every class of query lengths in the batch."""
-    launched = Launched(attention.q.device)
-    sm90 = _sm90(kernels, groups_fit, attention, kernels.format)
+def launch_attention(kernels: Kernels, attention: Attention) -> LaunchRecord:
+    """Launch a mode's attention kernel, and the combine kernel where keys are split, for every class of query lengths in the batch."""
+    record = LaunchRecord(attention.q.device)
+    sm90 = _sm90(kernels, sm90_fits, attention, kernels.format)
     problem = problem_of(attention, kernels.format, sm90)
+    entries = {TRITON: kernels.attend, SM90_PREFILL: sm90.prefill, SM90_DECODE_MULTIROW: sm90.decode_multirow}
     with sole_use(attention.q.device):
         for launch in schedule.plan(problem):
-            kernel = (kernels.attend, sm90.attend_drafts, sm90.attend)[launch.tile.groups]
-            _launch(launched, kernel, attention, kernels.format, problem, launch)
-    return launched
+            _launch(record, entries[launch.tile.family], attention, kernels.format, problem, launch)
+    return record
 
 
 def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> schedule.Problem:
     """The facts that the plan depends on; ``sm90``: those kernels that can take the call."""
     batch, q, device = attention.batch, attention.q, device_facts(attention.q.device)
     plane = form.wider
-    head = Heads(max(q.shape[2], attention.out.shape[2]), plane.streams)
+    head = Heads(max(q.shape[2], attention.out.shape[2]), plane.ways)
     max_seqlen_q = min(batch.max_seqlen_q, schedule.power_of_two(q.shape[0]))  # rounded: kernels are compiled for it
     max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
     if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
@@ -150,11 +151,11 @@ def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> schedul
         num_kv_heads=attention.keys.num_kv_heads,
         lane_bytes=2 if plane.packed else attention.keys.codes.element_size(),
         lanes=head.width,
-        streams=plane.streams,
+        ways=plane.ways,
         num_sms=device.num_sms,
         head_lanes=head.lanes,
         foldable=_foldable(attention, form),
-        in_pieces=plane.packed and multiplied_lanes(head.lanes) < head.width,
+        in_chunks=plane.packed and multiplied_lanes(head.lanes) < head.width,
         engine_segments=segments,
         scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
         may_split=may_split,
@@ -162,12 +163,12 @@ def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> schedul
         arch=device.arch,
         variant=plane.variant,
         side_bytes=any(half.side_bytes for half in form.halves),
-        groups_fit=sm90.attend is not None,
-        drafts_fit=sm90.attend_drafts is not None,
+        sm90_fits=sm90.prefill is not None,
+        multirow_fits=sm90.decode_multirow is not None,
     )
 
 
-def groups_fit(attention: Attention, form: Format) -> bool:
+def sm90_fits(attention: Attention, form: Format) -> bool:
     """Whether kernels of warp groups can take this call."""
     keys, values = attention.keys, attention.values
     row_bytes = min(_row_bytes(keys), _row_bytes(values))
@@ -176,7 +177,7 @@ def groups_fit(attention: Attention, form: Format) -> bool:
 
 
 def _launch(
-    launched: Launched, kernel: Any, attention: Attention, form: Format, problem: schedule.Problem, launch: schedule.Launch
+    record: LaunchRecord, kernel: Any, attention: Attention, form: Format, problem: schedule.Problem, launch: schedule.Launch
 ) -> None:
     batch, tile = attention.batch, launch.tile
     config = _config(attention, form, launch)
@@ -188,8 +189,8 @@ def _launch(
     output = bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
     lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
     score = _bundle_scoring(attention)
-    splits, partials = _splits(launched, attention, launch, items, config)
-    launched.start(
+    splits, partials = _splits(record, attention, launch, items, config)
+    record.start(
         kernel,
         (programs, problem.num_kv_heads),
         bundle_rows(attention.q, attention.smoothing),
@@ -208,17 +209,17 @@ def _launch(
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **({"maxnreg": tile.registers} if tile.registers and config.use_asm and tile.groups < 2 else {}),
+        **({"maxnreg": tile.registers} if tile.registers and config.use_asm and tile.family is not SM90_PREFILL else {}),
     )
     if not launch.split:
         return
     row_blocks = batch.num_seqs * launch.max_row_blocks
-    merge = schedule.merge_tile(problem, launch, row_blocks)
-    slices = min(merge.slices, config.slices)
-    rows = triton.cdiv(row_blocks, merge.blocks) * config.tokens * config.group * slices
+    combine = schedule.combine_tile(problem, launch, row_blocks)
+    slices = min(combine.slices, config.slices)
+    rows = triton.cdiv(row_blocks, combine.blocks) * config.tokens * config.group * slices
     eights = 0 if config.alone else row_blocks * (tile.rows // 8)
-    launched.start(
-        merge_kernel,
+    record.start(
+        combine_kernel,
         (eights + rows, problem.num_kv_heads),
         output,
         attention.output_scale,
@@ -229,26 +230,26 @@ def _launch(
         row_blocks,
         programs,
         # With fewer slices than planned, as many bytes together all the same.
-        TILE=MergeTile(merge.few, merge.pieces * slices // merge.slices, merge.blocks, slices),
+        TILE=CombineTile(combine.few, combine.splits * slices // combine.slices, combine.blocks, slices),
         C=config,
-        num_warps=merge.warps,
+        num_warps=combine.warps,
         **({"launch_pdl": True} if config.overlap else {}),
     )
 
 
-def _parts(attention: Attention, launch: schedule.Launch) -> int:
-    """Loops over a piece's tiles."""
+def _loops(attention: Attention, launch: schedule.Launch) -> int:
+    """Loops over a work tile's key tiles."""
     if attention.scoring.mm_prefix_range is not None:
         # Who sees what of a prefix is known row by row.
         return 1
     # Of a sequence's newest token every valid key is seen: nothing but the last tile's end, and blocks that are missing, asks for a mask.
-    return launch.tile.parts if launch.max_query_len == 1 else 2
+    return launch.tile.loops if launch.max_query_len == 1 else 2
 
 
 def _config(attention: Attention, form: Format, launch: schedule.Launch) -> ReadConfig:
     tile = launch.tile
-    # Warp groups have a loop over pieces, and may leave a row that is one piece to the merge.
-    alone = launch.split == "shares" and attention.batch.num_seqs * launch.max_row_blocks == 1 and not tile.groups
+    # Warp groups have a loop over work tiles, and may leave a row in one split to the combine kernel.
+    alone = launch.split == "equal" and attention.batch.num_seqs * launch.max_row_blocks == 1 and tile.family is TRITON
     stride = max(_strides(attention.keys) + _strides(attention.values))
     return ReadConfig(
         format=form,
@@ -266,8 +267,8 @@ def _config(attention: Attention, form: Format, launch: schedule.Launch) -> Read
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
-        few=_few(attention, form, launch),
-        parts=_parts(attention, launch),
+        narrow_n=_narrow_n(attention, form, launch),
+        loops=_loops(attention, launch),
         alone=alone,
         prefetch=alone and _prefetch(form, launch) and device_facts(attention.q.device).use_asm,
         split=launch.split,
@@ -279,27 +280,27 @@ def _config(attention: Attention, form: Format, launch: schedule.Launch) -> Read
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         shifted=attention.smoothing is not None and attention.sees_shift,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
-        registers=(tile.registers or 0) if tile.groups > 1 else 0,
+        registers=(tile.registers or 0) if tile.family is SM90_PREFILL else 0,
         use_asm=device_facts(attention.q.device).use_asm,
         fp8_hardware=device_facts(attention.q.device).fp8_hardware,
-        least_pieces=1 if tile.groups else 2,
-        mixed=form.value.rotated and not tile.groups,
-        overlap=("start" if launch.merge_waits else "end") if launch.split and overlaps(attention.q.device) else "",
+        least_splits=2 if tile.family is TRITON else 1,
+        mixed=form.value.rotated and tile.family is TRITON,
+        overlap=("start" if launch.combine_waits else "end") if launch.split and overlaps(attention.q.device) else "",
         upcast_dots=interpreting(),
     )
 
 
-def _few(attention: Attention, form: Format, launch: schedule.Launch) -> bool:
+def _narrow_n(attention: Attention, form: Format, launch: schedule.Launch) -> bool:
     """Whether rows have two columns each: where much is done to each score, and at most half of the fewest rows of a tile can be valid."""
     tile = launch.tile
-    eight = tile.keys_first and tile.groups == 0 and tile.fold == 1 and tile.rows == 8
-    return form.few_rows and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
+    eight = tile.keys_first and tile.family is TRITON and tile.fold == 1 and tile.rows == 8
+    return form.narrow_n and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
 
 
 def _prefetch(form: Format, launch: schedule.Launch) -> bool:
-    """Whether programs ask for their first tile ahead: of packed rows, where each has a share to itself, and that is short."""
+    """Whether programs prefetch their first tile: of packed rows, where each has one work tile, and that is short."""
     tile = launch.tile
-    short = launch.merge_waits and launch.least * tile.keys <= PREFETCHED_SHARE
+    short = launch.combine_waits and launch.least * tile.keys <= PREFETCHED_KEYS
     return short and form.packed and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
 
 
@@ -308,7 +309,7 @@ def _foldable(attention: Attention, form: Format) -> bool:
     size = attention.q.shape[2]
     if not (form.packed and form.alike) or size != attention.out.shape[2] or attention.keys.block_size % 2:
         return False
-    lanes = size // form.key.streams
+    lanes = size // form.key.ways
     spares = multiplied_lanes(2 * lanes) < 2 * multiplied_lanes(lanes)
     return spares and all(plane.codes.stride(1) * plane.codes.element_size() == 2 * lanes for plane in (attention.keys, attention.values))
 
@@ -344,7 +345,7 @@ def _bundle_scoring(attention: Attention) -> args.Scoring:
 
 
 def _splits(
-    launched: Launched, attention: Attention, launch: schedule.Launch, items: int, config: ReadConfig
+    record: LaunchRecord, attention: Attention, launch: schedule.Launch, items: int, config: ReadConfig
 ) -> tuple[args.Splits, args.Partials]:
     if not launch.split:
         return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
@@ -355,8 +356,8 @@ def _splits(
             raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
         segments = scratch.output.shape[2]
         splits = args.Splits(0, 0, segments)
-        plan, *_ = launched.workspace(row_blocks, 0, 0)
+        plan, *_ = record.workspace(row_blocks, 0, 0)
         return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
     rows = items * attention.keys.num_kv_heads * config.rows
-    plan, acc, top, total = launched.workspace(row_blocks, rows, config.head_size_v)
+    plan, acc, top, total = record.workspace(row_blocks, rows, config.head_size_v)
     return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)

@@ -22,7 +22,7 @@ from kvq_core.target import Target, launching_to
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU to be on: Triton's target, and what plans depend on. ``overlaps``: whether a merge may be put in place early."""
+    """A GPU to be on: Triton's target, and what plans depend on. ``overlaps``: whether the combine kernel may be launched early."""
 
     backend: str
     target: int | str

@@ -3,7 +3,7 @@
 Ops are defined per mode, on first use, as ``kvq::<mode>_write`` and ``kvq::<mode>_read``. ``Library.define`` costs about a fifth of
 ``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch, in no-grad
 mode since a mode's own parameters may require grad; a call whose arguments have the facts of an earlier one repeats that one's launches
-instead (:mod:`kvq_core.repeat`).
+instead (:mod:`kvq_core.replay_cache`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvq_core.args import OpArgs, ReadArgs, WriteArgs, schema, written
 from kvq_core.errors import ArgumentError
 from kvq_core.memory import Apart, check_apart
 from kvq_core.plans.lookup import asking_first
-from kvq_core.repeat import Facts, Repeats, facts_of
+from kvq_core.replay_cache import Facts, ReplayCache, facts_of
 from kvq_core.spec import Attention, NewRows
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
-    from kvq_core.launched import Launched
     from kvq_core.plans import Table
+    from kvq_core.replay import LaunchRecord
 
 NOT_TAKEN = (RuntimeError, TypeError, ValueError, OverflowError, AttributeError)
 """What torch's dispatcher, or the op's own dispatch, raises for arguments that are of no type the op takes."""
@@ -41,13 +41,13 @@ def kernels_run_on(device: torch.device) -> bool:
     return device.type == "cuda" or target.current() is not None or variables.interpreting()
 
 
-def launches_repeat_on(device: torch.device) -> bool:
+def replays_on(device: torch.device) -> bool:
     """Whether calls on ``device`` may repeat launches: on NVIDIA GPUs, and not under ``KVQ_DEBUG=1``, which looks at values."""
     return device.type == "cuda" and torch.version.hip is None and not debug.enabled()
 
 
 @torch.no_grad()
-def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
+def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> LaunchRecord | None:
     rows = NewRows.checked(backend, WriteArgs(*arguments), batch_invariant=batch_invariant)
     if debug.enabled():
         debug.check_slots(rows)
@@ -60,7 +60,7 @@ def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> L
 
 
 @torch.no_grad()
-def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> Launched | None:
+def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> LaunchRecord | None:
     attention = Attention.checked(backend, ReadArgs(*arguments), batch_invariant=batch_invariant)
     q = attention.q
     if debug.enabled():
@@ -87,7 +87,7 @@ class _Verb:
 
     name: str
     args: OpArgs
-    body: Callable[..., Launched | None]
+    body: Callable[..., LaunchRecord | None]
     facts: Callable[[tuple[Any, ...]], tuple[Facts, list[int]]]
 
     @functools.cached_property
@@ -110,13 +110,13 @@ class _Bound:
     """The backend that a mode's ops call, and the calls of each op that can be repeated."""
 
     backend: QuantKVBackend
-    repeats: dict[str, Repeats] = field(default_factory=lambda: {verb.name: Repeats() for verb in _VERBS})
+    repeats: dict[str, ReplayCache] = field(default_factory=lambda: {verb.name: ReplayCache() for verb in _VERBS})
 
     def call(self, verb: _Verb, arguments: tuple[Any, ...]) -> None:
         device = arguments[0].device
         # Read once for each call: another thread may turn the switch before the call is over.
         batch_invariant = schedule.is_batch_invariant()
-        if not launches_repeat_on(device):
+        if not replays_on(device):
             verb.check_memory(self.backend, arguments)
             verb.body(self.backend, batch_invariant, *arguments)
             return
@@ -127,8 +127,8 @@ class _Bound:
         if repeat is not None and repeat(addresses):
             return
         apart = verb.check_memory(self.backend, arguments)
-        launched = verb.body(self.backend, batch_invariant, *arguments)
-        repeat = launched.repeat(addresses, apart) if launched is not None else None
+        record = verb.body(self.backend, batch_invariant, *arguments)
+        repeat = record.repeat(addresses, apart) if record is not None else None
         if repeat is not None:
             repeats.keep(facts, repeat)
 

@@ -13,6 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from kvq_core import checks, plans, variables
 
@@ -23,22 +24,33 @@ DECODE_ROWS = 64
 # The same over packed keys: more rows beside them find no registers, which costs more than to unpack the keys again for the next rows.
 PACKED_ROWS = 16
 # Of a product on the tensor cores. So many query rows fill it themselves, and come first where a warp has them all: the weights are then
-# the next product's operand as they come, where keys first have them turned by way of other threads.
+# the next product's operand as they come, where keys first have them transposed by way of other threads.
 LONG_SIDE = 16
 # Rows and keys of a tile that warp groups work on.
 GROUPS_TILE = 128
 # Keys of a tile that one warp group works on, the rows it has at most, and the keys below which it is not worth its start.
-DRAFTS_KEYS = 64
-DRAFTS_ROWS = 64
-DRAFTS_SHARE = 128
+MULTIROW_KEYS = 64
+MULTIROW_ROWS = 64
+MULTIROW_MIN_KEYS = 128
 # Registers of a multiprocessor, and threads of a warp group.
 SM_REGISTERS = 65536
 GROUP_THREADS = 128
 # Tokens in a chunk of a batch-invariant split: long enough that a chunk's result (2 KB a kv head) is small beside its keys.
 INVARIANT_CHUNK = 2048
-# Rows on a multiprocessor that the merge of such a split is planned for, whatever is there.
+# Rows on a multiprocessor that the combine kernel of such a split is planned for, whatever is there.
 INVARIANT_ROWS = 64
 UNLIMITED = 2**30
+
+
+class KernelFamily(Enum):
+    """Which of a mode's attention kernels a launch is of. Values: warp groups that multiply, as tables of plans choose them."""
+
+    TRITON = 0
+    SM90_DECODE_MULTIROW = 1
+    SM90_PREFILL = 2
+
+
+TRITON, SM90_DECODE_MULTIROW, SM90_PREFILL = KernelFamily
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,10 @@ class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
     ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
-    ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``in_pieces``: they
-    are multiplied in pieces, without padding. ``arch``: ``sm_90``, ``gfx942``;
+    ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``in_chunks``: they
+    are multiplied in chunks, without padding. ``arch``: ``sm_90``, ``gfx942``;
     "" for what is no GPU. ``variant``: the format's own. ``side_bytes``: a byte beside each lane.
-    ``groups_fit``, ``drafts_fit``: warp groups can take many rows; one can take few.
+    ``sm90_fits``, ``multirow_fits``: warp groups can take many rows; one can take few.
     """
 
     num_seqs: int
@@ -61,11 +73,11 @@ class Problem:
     num_kv_heads: int
     lane_bytes: int
     lanes: int
-    streams: int
+    ways: int
     num_sms: int
     head_lanes: int = 0
     foldable: bool = False
-    in_pieces: bool = False
+    in_chunks: bool = False
     engine_segments: int = 0
     scaled: bool = True
     may_split: bool = True
@@ -73,18 +85,18 @@ class Problem:
     arch: str = ""
     variant: str = ""
     side_bytes: bool = False
-    groups_fit: bool = False
-    drafts_fit: bool = False
+    sm90_fits: bool = False
+    multirow_fits: bool = False
 
     @property
     def width(self) -> int:
         """Channels of a head, padded."""
-        return self.lanes * self.streams
+        return self.lanes * self.ways
 
     @property
     def format_facts(self) -> dict[str, plans.Fact]:
         """What tables choose by for every kind of kernel."""
-        return {"variant": self.variant, "streams": self.streams, "width": self.width}
+        return {"variant": self.variant, "ways": self.ways, "width": self.width}
 
     @property
     def plane_facts(self) -> dict[str, plans.Fact]:
@@ -97,7 +109,7 @@ class Tile:
     """The shape of a program's work and how it is pipelined: what a table chooses, and the rows.
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
-    ``least``: tiles that a program of a split takes at least. ``parts``: loops over its keys, where its rows are those of one token.
+    ``least``: tiles that a program of a split takes at least. ``loops``: loops over its keys, where its rows are those of one token.
     ``decode``: a tile of few rows. ``keys_first``: scores are [keys, rows], since the rows do not fill the tensor cores' long side.
     ``groups``: warp groups that multiply, in kernels that have such; of two, ``registers`` are those groups' alone. ``fold``: keys that
     share a row of lanes, each with its own of the ``rows``.
@@ -112,9 +124,13 @@ class Tile:
     programs_per_sm: int
     registers: int | None = None
     least: int = 1
-    parts: int = 2
+    loops: int = 2
     groups: int = 0
     fold: int = 1
+
+    @property
+    def family(self) -> KernelFamily:
+        return KernelFamily(self.groups)
 
     @property
     def query_rows(self) -> int:
@@ -124,11 +140,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the attention kernel and, if its keys are split, of the merge after it.
+    """One launch of the attention kernel and, if its keys are split, of the combine kernel after it.
 
-    ``split``: "" (a program has a whole row block), "shares" (``programs`` equal shares of the batch's tiles, ``least`` of them or more),
-    "chunks" (``chunk`` keys each) or "segments" (an engine's). ``max_items``: pieces there can be. ``merge_waits``: the merge is put in
-    place, to wait, when the programs have begun rather than when they end (where a GPU can).
+    ``split``: "" (a program has a whole row block), "equal" (the batch's tiles over ``programs``, ``least`` or more each),
+    "chunks" (``chunk`` keys each) or "segments" (an engine's). ``max_items``: most work tiles. ``combine_waits``: the combine
+    kernel is launched, to wait, when the programs have begun rather than when they end (where a GPU can).
     """
 
     tile: Tile
@@ -141,7 +157,7 @@ class Launch:
     least: int = 0
     chunk: int = 0
     segments: int = 0
-    merge_waits: bool = False
+    combine_waits: bool = False
 
 
 class _Switch:
@@ -194,10 +210,10 @@ def plan(problem: Problem) -> tuple[Launch, ...]:
 
 
 def _decode(problem: Problem, longest: int) -> Launch:
-    drafts = drafts_tile(problem, longest * problem.group)
+    drafts = multirow_tile(problem, longest * problem.group)
     if drafts is not None and not (problem.engine_segments and longest == 1):
         return _shared(problem, drafts, longest)
-    most = PACKED_ROWS if problem.streams > 1 else DECODE_ROWS
+    most = PACKED_ROWS if problem.ways > 1 else DECODE_ROWS
     needed = power_of_two(longest * problem.group)
     tile = decode_tile(problem, min(needed, max(most, power_of_two(problem.group))))
     row_blocks = -(-longest // (tile.query_rows // problem.group))
@@ -211,21 +227,21 @@ def _decode(problem: Problem, longest: int) -> Launch:
         programs = blocks * -(-problem.max_keys // chunk)
         return Launch(tile, 1, longest, row_blocks, "chunks", programs, programs + blocks, chunk=chunk)
     if not problem.may_split or problem.max_seqlen_k <= tile.least * tile.keys:
-        # A merge costs more than it saves.
+        # A combine kernel costs more than it saves.
         return Launch(tile, 1, longest, row_blocks)
     return _shared(problem, tile, longest)
 
 
 def _shared(problem: Problem, tile: Tile, longest: int) -> Launch:
-    """Keys in equal shares."""
+    """Keys split equally."""
     row_blocks = -(-longest // (tile.query_rows // problem.group))
     blocks = problem.num_seqs * row_blocks
     programs = max(1, problem.num_sms * tile.programs_per_sm // problem.num_kv_heads)
-    # Programs that there can be no share for leave room for the merge; beside busy ones it would have none.
-    shares = blocks * -(-problem.max_seqlen_k // (tile.least * tile.keys))
-    waits = shares <= programs
-    programs = min(programs, shares)
-    return Launch(tile, 1, longest, row_blocks, "shares", programs, programs + blocks, tile.least, merge_waits=waits)
+    # Programs without work leave room for the combine kernel; beside busy ones it would have none.
+    ranges = blocks * -(-problem.max_seqlen_k // (tile.least * tile.keys))
+    waits = ranges <= programs
+    programs = min(programs, ranges)
+    return Launch(tile, 1, longest, row_blocks, "equal", programs, programs + blocks, tile.least, combine_waits=waits)
 
 
 def _prefill(problem: Problem) -> Launch:
@@ -246,7 +262,7 @@ def decode_tile(problem: Problem, query_rows: int) -> Tile:
     # As many lanes in a tile as without, or fewer.
     tile_keys = fold * choice.keys // (1 if fold * problem.head_lanes <= problem.lanes else 2)
     # Pieces of lanes leave rows that come first too few registers.
-    keys_first = rows < LONG_SIDE or fold > 1 or choice.warps > 1 or problem.in_pieces
+    keys_first = rows < LONG_SIDE or fold > 1 or choice.warps > 1 or problem.in_chunks
     return Tile(
         rows=rows,
         keys=tile_keys,
@@ -256,30 +272,30 @@ def decode_tile(problem: Problem, query_rows: int) -> Tile:
         keys_first=keys_first,
         programs_per_sm=choice.programs_per_sm,
         registers=choice.registers,
-        least=max(1, choice.least_share // tile_keys),
-        parts=choice.parts,
+        least=max(1, choice.min_keys // tile_keys),
+        loops=choice.loops,
         fold=fold,
     )
 
 
-def drafts_tile(problem: Problem, rows: int) -> Tile | None:
+def multirow_tile(problem: Problem, rows: int) -> Tile | None:
     """Query rows for one warp group, keys first, if it can take them and the table wants it to. All sequences have as many."""
-    small = rows <= PACKED_ROWS or problem.max_seqlen_k <= DRAFTS_SHARE
-    if not problem.drafts_fit or problem.batch_invariant or not problem.uniform or not problem.may_split or small:
+    small = rows <= PACKED_ROWS or problem.max_seqlen_k <= MULTIROW_MIN_KEYS
+    if not problem.multirow_fits or problem.batch_invariant or not problem.uniform or not problem.may_split or small:
         return None
     way = plans.choose(problem.arch, plans.Groups, {**problem.format_facts, "rows": rows})
-    if way.groups != 1 or problem.group > DRAFTS_ROWS:
+    if way.groups != 1 or problem.group > MULTIROW_ROWS:
         return None
     return Tile(
-        rows=min(power_of_two(rows), DRAFTS_ROWS),
-        keys=DRAFTS_KEYS,
+        rows=min(power_of_two(rows), MULTIROW_ROWS),
+        keys=MULTIROW_KEYS,
         warps=4,
         stages=way.stages,
         decode=True,
         keys_first=True,
         programs_per_sm=SM_REGISTERS // (GROUP_THREADS * way.registers),
         registers=way.registers,
-        least=DRAFTS_SHARE // DRAFTS_KEYS,
+        least=MULTIROW_MIN_KEYS // MULTIROW_KEYS,
         groups=1,
     )
 
@@ -287,7 +303,7 @@ def drafts_tile(problem: Problem, rows: int) -> Tile | None:
 def prefill_tile(problem: Problem) -> Tile:
     """Many query rows, which come first; all of a group's heads are in one tile."""
     # Which kernel a row is in must not follow from the batch, where results may not.
-    if problem.groups_fit and not problem.batch_invariant:
+    if problem.sm90_fits and not problem.batch_invariant:
         facts = {**problem.format_facts, "rows": problem.max_seqlen_q * problem.group}
         way = plans.choose(problem.arch, plans.Groups, facts)
         if way.groups > 1:
@@ -316,26 +332,26 @@ def prefill_tile(problem: Problem) -> Tile:
     )
 
 
-def merge_tile(problem: Problem, launch: Launch, row_blocks: int) -> plans.Merge:
-    """How the pieces of a launch are merged. Its time is that of its loads."""
+def combine_tile(problem: Problem, launch: Launch, row_blocks: int) -> plans.Combine:
+    """How the splits of a launch are combined. Its time is that of its loads."""
     rows = -(-row_blocks * problem.num_kv_heads * launch.tile.rows // problem.num_sms)
-    pieces = -(-launch.max_items // row_blocks)
-    if launch.split == "shares":
-        # No more than the longest sequence has shares of the least size.
-        pieces = min(pieces, -(-problem.max_seqlen_k // (launch.least * launch.tile.keys)))
-    pieces = power_of_two(pieces)
+    splits = -(-launch.max_items // row_blocks)
+    if launch.split == "equal":
+        # No more than the longest sequence has splits of the least size.
+        splits = min(splits, -(-problem.max_seqlen_k // (launch.least * launch.tile.keys)))
+    splits = power_of_two(splits)
     if problem.batch_invariant:
         # The order of the sums may follow the batch only where results may.
-        rows, pieces = INVARIANT_ROWS, 1
-    return plans.choose(problem.arch, plans.Merge, {**problem.format_facts, "rows_per_sm": rows, "pieces": pieces})
+        rows, splits = INVARIANT_ROWS, 1
+    return plans.choose(problem.arch, plans.Combine, {**problem.format_facts, "rows_per_sm": rows, "splits": splits})
 
 
 def write_tile(
-    arch: str, variant: str, streams: int, width: int, rows: int, batch_invariant: bool = False, fragments_fit: bool = False
+    arch: str, variant: str, ways: int, width: int, rows: int, batch_invariant: bool = False, store_mma_fits: bool = False
 ) -> plans.Write:
-    """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded; ``fragments_fit``: whether a kernel of fragments
+    """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded; ``store_mma_fits``: whether a kernel of fragments
     can take them."""
     # A row's sums may be laid out as its program's rows are.
     rows = 1 if batch_invariant else rows
-    facts: dict[str, plans.Fact] = {"variant": variant, "streams": streams, "width": width, "rows": rows, "fragments": fragments_fit}
+    facts: dict[str, plans.Fact] = {"variant": variant, "ways": ways, "width": width, "rows": rows, "store_mma": store_mma_fits}
     return plans.choose(arch, plans.Write, facts)

@@ -167,7 +167,7 @@ def warm_up(demands: Sequence[Demand], device: torch.device, processes: int | No
         launches = distinct_launches(demands, here)
         left = _load(list(dict.fromkeys(call for call, _ in launches)), here)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        # What takes longest first; the second launch of a call is a merge.
+        # What takes longest first; the second launch of a call is a combine kernel.
         wanted = sorted((launch for launch in launches if launch[0] in left), key=lambda launch: launch[1] == 1)
         if len(wanted) > 1:
             _compile_in_processes(here, wanted, min(processes or min(cores, MOST_PROCESSES), len(wanted)))

@@ -14,7 +14,7 @@ from kvq_int2.quantize import write_plane
 
 SUBNORMAL = 2.0**24
 """float16's smallest step is 2^-24."""
-EIGHT_STREAMS = tl.constexpr("""
+EIGHT_WAYS = tl.constexpr("""
     {
     .reg .b32 x;
     lop3.b32 $0, $8, 0x80808080, 0x00370037, 0xea;
@@ -34,7 +34,7 @@ EIGHT_STREAMS = tl.constexpr("""
     lop3.b32 $7, x, 0x80808080, 0x00370037, 0xea;
     }
 """)
-"""A pair of lanes -> its eight streams, each two float16. A shift carries bits from the lower lane into the upper one, but only below those
+"""A pair of lanes -> its eight ways, each two float16. A shift carries bits from the lower lane into the upper one, but only below those
 that the mask keeps."""
 
 
@@ -42,18 +42,18 @@ that the mask keeps."""
 def unpack(lanes, C: tl.constexpr):
     """16-bit lanes -> float16 operands of +-55 or +-183, in units of 2^-24."""
     if C.use_asm:
-        streams = unpack_asm(lanes)
+        ways = unpack_asm(lanes)
     else:
-        streams = ()
+        ways = ()
         for i in tl.static_range(8):
-            streams = streams + ((((lanes << i) & 0x8080) | 0x0037).to(tl.uint16).to(tl.float16, bitcast=True),)
-    return streams
+            ways = ways + ((((lanes << i) & 0x8080) | 0x0037).to(tl.uint16).to(tl.float16, bitcast=True),)
+    return ways
 
 
 @triton.jit
 def unpack_asm(lanes):
     return tl.inline_asm_elementwise(
-        EIGHT_STREAMS,
+        EIGHT_WAYS,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
         [lanes],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
@@ -62,5 +62,5 @@ def unpack_asm(lanes):
     )
 
 
-ROWS = PlaneFormat("int2", streams=8, rotated=True, level=READ_LEVEL, unit=SUBNORMAL, unpack=unpack, write_plane=write_plane)
-FORMAT = Format(ROWS, ROWS, few_rows=True)
+ROWS = PlaneFormat("int2", ways=8, rotated=True, level=READ_LEVEL, unit=SUBNORMAL, unpack=unpack, write_plane=write_plane)
+FORMAT = Format(ROWS, ROWS, narrow_n=True)

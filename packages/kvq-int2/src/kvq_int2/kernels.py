@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.api import UNSPECIALIZED, Kernels, Sm90Kernels, attend_share, write_share
+from kvq_core.kernels.api import UNSPECIALIZED, Kernels, Sm90Kernels, attention_kernel, write_kernel
 from kvq_int2.format import FORMAT
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
-    write_share(key, value, keys, values, slot_mapping, num_tokens, num_slots, C)
+    write_kernel(key, value, keys, values, slot_mapping, num_tokens, num_slots, C)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -17,16 +17,16 @@ def attend(
     queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
     C: tl.constexpr,
 ):  # fmt: skip
-    attend_share(
+    attention_kernel(
         queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks, C
     )  # fmt: skip
 
 
 def sm90() -> Sm90Kernels:
     """The kernels for Hopper."""
-    from kvq_int2 import drafts, prefill, store_mma
+    from kvq_int2 import decode_multirow, prefill, store_mma
 
-    return Sm90Kernels(prefill.attend, drafts.attend, store_mma.write)
+    return Sm90Kernels(prefill.attend, decode_multirow.attend, store_mma.write)
 
 
 KERNELS = Kernels(FORMAT, write, attend, sm90)

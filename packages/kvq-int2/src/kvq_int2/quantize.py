@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
-from kvq_core.kernels.api import ROOM, in_head, least, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, streams_of
+from kvq_core.kernels.api import ROOM, in_head, least, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, ways_of
 from kvq_int2.codec import BOUNDARY as _BOUNDARY
 from kvq_int2.codec import INNER as _INNER
 from kvq_int2.codec import LARGEST_FACTOR as _LARGEST_FACTOR
@@ -41,8 +41,8 @@ def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr
 def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
     """Rotated rows, times ROOM -> packed lanes [ROWS, WIDTH], one tensor, and scales [ROWS].
 
-    ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
-    y = streams_of(pairs, APART)
+    ``pairs``, APART: as in :func:`kvq_core.kernels.hadamard.way`."""
+    y = ways_of(pairs, APART)
     squares = squared_lengths(y)
     lanes, scales, num_outer = cells(y, squares, IS_VALUE, IS_VALUE, HEADS, C)
     # Squares of huge values overflow and those of tiny ones vanish, but not of a row over its largest magnitude. The rows beside it stay as
@@ -61,7 +61,7 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
 
 @triton.jit
 def cells(y, squares, IS_VALUE: tl.constexpr, BOUNDED: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
-    """The cells that eight streams lie in, as lanes, and scales; ``squares``: squared lengths of rows, neither huge nor tiny. And how many
+    """The cells that eight ways lie in, as lanes, and scales; ``squares``: squared lengths of rows, neither huge nor tiny. And how many
     values lie in outer cells.
 
     BOUNDED: scales are as codec.py bounds them. Those of keys that have enough outer cells (FEW_SHARE) are anyway."""

@@ -3,10 +3,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.fragments import write_rows
+from kvq_core.kernels.sm90.store_mma import write_rows
 from kvq_int2.quantize import quantized
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: gl.constexpr):
-    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, C.format.key.streams, C)
+    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, C.format.key.ways, C)

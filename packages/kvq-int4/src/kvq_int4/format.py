@@ -1,7 +1,7 @@
 """int4 as numbers: what 16-bit lanes of four codes become, and :data:`FORMAT`. Codes are never converted: a masked nibble *is* a number.
 
 ``lane & 0x000f``, read as float16, is the subnormal ``n * 2^-24``, and ``lane & 0x00f0`` is ``16 n * 2^-24``. The powers of two fold into
-the queries' streams and the output's unit.
+the queries' ways and the output's unit.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ def split_word(word):
 @triton.jit
 def weighted_zeros(weights, v_word, C: tl.constexpr):
     """sum_j w_j z_j, [ROWS] float32. Where 16 rows come first it is a product: 16 z_j is float16 as codes are (:func:`unpack_values`)."""
-    if C.keys_turned:
+    if C.keys_transposed:
         bits = (v_word.to(tl.int32, bitcast=True) & 0xF) << 4
         z = bits.to(tl.uint16).to(tl.float16, bitcast=True)
         total = tl.reshape(dot(weights, z[:, None], None, C.upcast_dots), [C.rows]) * SIXTEENTH
@@ -39,20 +39,20 @@ def weighted_zeros(weights, v_word, C: tl.constexpr):
 
 @triton.jit
 def unpack_keys(lanes, C: tl.constexpr):
-    """16-bit lanes -> float16 streams ``n, 16 n, n, 16 n`` in units of 2^-24 in decode, else channels of ``16 n``."""
+    """16-bit lanes -> float16 ways ``n, 16 n, n, 16 n`` in units of 2^-24 in decode, else channels of ``16 n``."""
     if not C.decode:
-        streams = unpack_values(lanes, C)
+        ways = unpack_values(lanes, C)
     elif C.use_asm:
-        streams = unpack_keys_asm(lanes)
+        ways = unpack_keys_asm(lanes)
     else:
         high = lanes >> 8
-        streams = (
+        ways = (
             (lanes & 0x000F).to(tl.float16, bitcast=True),
             (lanes & 0x00F0).to(tl.float16, bitcast=True),
             (high & 0x000F).to(tl.float16, bitcast=True),
             (high & 0x00F0).to(tl.float16, bitcast=True),
         )
-    return streams
+    return ways
 
 
 @triton.jit
@@ -81,19 +81,19 @@ def unpack_values(lanes, C: tl.constexpr):
     """16-bit lanes -> float16 operands ``16 n`` in units of 2^-24.
 
     The tensor cores truncate a subnormal's product as if it had the exponent of the smallest normal number: four bits less are lost of
-    16 n than of n. What n loses is a bias that all channels of a stream share, which un-rotation gathers in one or two channels (measured
+    16 n than of n. What n loses is a bias that all channels of a way share, which un-rotation gathers in one or two channels (measured
     on sm_90). For scores it does not matter: there it is the same for every key.
     """
     if C.use_asm:
-        streams = unpack_values_asm(lanes)
+        ways = unpack_values_asm(lanes)
     else:
-        streams = (
+        ways = (
             ((lanes << 4) & 0x00F0).to(tl.uint16).to(tl.float16, bitcast=True),
             (lanes & 0x00F0).to(tl.float16, bitcast=True),
             ((lanes >> 4) & 0x00F0).to(tl.float16, bitcast=True),
             ((lanes >> 8) & 0x00F0).to(tl.float16, bitcast=True),
         )
-    return streams
+    return ways
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def unpack_values_asm(lanes):
 
 KEYS = PlaneFormat(
     "int4",
-    streams=4,
+    ways=4,
     rotated=True,
     signs=SIGNS.value,
     divided=True,

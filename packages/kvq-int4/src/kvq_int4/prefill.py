@@ -7,32 +7,21 @@ either (n - z) * 2^-14, exactly: zero points come off here, where it costs nothi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.warpgroups.kernel import attend_in_groups
+from kvq_core.kernels.attention import UNSPECIALIZED
+from kvq_core.kernels.sm90.prefill import attend_in_groups
 
-WORTH = gl.constexpr(2.0**14)
+OPERAND_SCALE = gl.constexpr(2.0**14)
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def attend(
-    queries,
-    keys,
-    values,
-    output,
-    output_scale,
-    batch,
-    scoring,
-    splits,
-    partials,
-    num_seqs,
-    table_stride,
-    table_width,
-    num_blocks,
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
     C: gl.constexpr,
-):
+):  # fmt: skip
     attend_in_groups(
         queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
-        WORTH / C.key_heads.block, WORTH / C.value_heads.block,
-        SCALED=True, SHRUNK=1.0, FINITE=True, ADJACENT=False, UNPACK=unpack, SCALE_OF=scale_of, C=C,
+        OPERAND_SCALE / C.key_heads.block, OPERAND_SCALE / C.value_heads.block,
+        SCALED=True, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=False, UNPACK=unpack, SCALE_OF=scale_of, C=C,
     )  # fmt: skip
 
 

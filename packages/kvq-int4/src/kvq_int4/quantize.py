@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.hadamard import sign_bits
-from kvq_core.kernels.api import ROOM, from_streams, largest, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, streams_of
+from kvq_core.kernels.api import ROOM, interleave, largest, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, ways_of
 from kvq_int4.codec import CLIP as _CLIP
 from kvq_int4.codec import LARGEST_LENGTH as _LARGEST_LENGTH
 from kvq_int4.codec import LEVELS
@@ -27,25 +27,25 @@ def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr
     """New rows into their slots, K and V alike."""
     # Of few rows the rotation's matrix would be most of the work.
     FINE: tl.constexpr = HEADS.finer if C.rows < 16 else HEADS
-    STREAMS: tl.constexpr = FINE.streams
+    WAYS: tl.constexpr = FINE.ways
     lanes, words = quantized(rotated_pairs(load_rows(source, rows, HEADS, C), FINE, SIGNS, C, ROOM), IS_VALUE, 1, HEADS, C)
-    store_lanes(plane, rows, from_streams(lanes, C.rows, FINE.width, STREAMS // 4), HEADS, C)
+    store_lanes(plane, rows, interleave(lanes, C.rows, FINE.width, WAYS // 4), HEADS, C)
     store_scales(plane, rows, words)
 
 
 @triton.jit
 def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
-    """Rotated rows, times ROOM -> packed lanes [ROWS, WIDTH], a tensor for every four streams, and scale words [ROWS]. Values as keys.
+    """Rotated rows, times ROOM -> packed lanes [ROWS, WIDTH], a tensor for every four ways, and scale words [ROWS]. Values as keys.
 
-    ``pairs``, APART: as in :func:`kvq_core.kernels.rotation.stream`."""
-    STREAMS: tl.constexpr = len(pairs)
-    y = streams_of(pairs, APART)
+    ``pairs``, APART: as in :func:`kvq_core.kernels.hadamard.way`."""
+    WAYS: tl.constexpr = len(pairs)
+    y = ways_of(pairs, APART)
     low, high = extremes(y, C.use_asm)
     step = tl.maximum((high - low) * STEP, MIN_SCALE)
     inverse = reciprocal(step, C.use_asm)
     zero = tl.minimum(tl.maximum(tl.floor((low + CLIP * (high - low)) * -inverse + 0.5), 0.0), 15.0)
     lanes = ()
-    for first in tl.static_range(0, STREAMS, 4):
+    for first in tl.static_range(0, WAYS, 4):
         for s in tl.static_range(4):
             x = y[first + s]
             if C.use_asm:
@@ -81,7 +81,7 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
 
 @triton.jit
 def extremes(y, ASM: tl.constexpr):
-    """The least and the largest of each row of streams and 0 (as padding lanes are), [ROWS]. NaN counts as 0, or not at all.
+    """The least and the largest of each row of ways and 0 (as padding lanes are), [ROWS]. NaN counts as 0, or not at all.
 
     Floats from 0 up compare as their bits do; below 0 they are the larger as unsigned integers, the further they are from it. Of integers
     a maximum of three can be one instruction.

@@ -3,13 +3,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.fragments import write_rows
+from kvq_core.kernels.sm90.store_mma import write_rows
 from kvq_int4.quantize import quantized
 
-STREAMS = gl.constexpr(16)
+WAYS = gl.constexpr(16)
 """Finer than the format's four: what a thread has of a row is added up in one chain."""
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
 def write(key, value, keys, values, slot_mapping, num_tokens, num_slots, C: gl.constexpr):
-    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, STREAMS, C)
+    write_rows(key, value, keys, values, slot_mapping, num_tokens, num_slots, quantized, WAYS, C)

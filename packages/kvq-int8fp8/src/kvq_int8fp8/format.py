@@ -19,31 +19,31 @@ from kvq_int8fp8.unpacking import convert_fp8_asm, unpack_fp8_asm, unpack_int8_a
 
 @triton.jit
 def unpack_int8(lanes, C: tl.constexpr):
-    """16-bit lanes -> float16 streams of ``code + 128`` in units of 2^-24."""
+    """16-bit lanes -> float16 ways of ``code + 128`` in units of 2^-24."""
     if C.use_asm:
-        streams = unpack_int8_asm(lanes)
+        ways = unpack_int8_asm(lanes)
     else:
         offset = lanes ^ 0x8080
-        streams = ((offset & 0x00FF).to(tl.float16, bitcast=True), (offset >> 8).to(tl.float16, bitcast=True))
-    return streams
+        ways = ((offset & 0x00FF).to(tl.float16, bitcast=True), (offset >> 8).to(tl.float16, bitcast=True))
+    return ways
 
 
 @triton.jit
 def unpack_fp8(lanes, C: tl.constexpr):
-    """16-bit lanes -> float16 streams of the e4m3 number in units of 2^-8, or of 1 from the hardware."""
+    """16-bit lanes -> float16 ways of the e4m3 number in units of 2^-8, or of 1 from the hardware."""
     if C.fp8_hardware:
-        streams = convert_fp8_asm(lanes)
+        ways = convert_fp8_asm(lanes)
     elif C.use_asm:
-        streams = unpack_fp8_asm(lanes)
+        ways = unpack_fp8_asm(lanes)
     else:
         low = ((lanes & 0x0080) << 8) | ((lanes & 0x007F) << 7)
         high = (lanes & 0x8000) | ((lanes & 0x7F00) >> 1)
-        streams = (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
-    return streams
+        ways = (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
+    return ways
 
 
-_INT8 = PlaneFormat("int8", streams=2, unit=2.0**24, zero=128.0, unpack=unpack_int8, write_plane=write_int8)
-_FP8 = PlaneFormat("fp8", streams=2, unit=2.0**8, converts=True, huge_scales=True, has_nan=True, unpack=unpack_fp8, write_plane=write_fp8)
+_INT8 = PlaneFormat("int8", ways=2, unit=2.0**24, zero=128.0, unpack=unpack_int8, write_plane=write_int8)
+_FP8 = PlaneFormat("fp8", ways=2, unit=2.0**8, converts=True, huge_scales=True, has_nan=True, unpack=unpack_fp8, write_plane=write_fp8)
 _FP8_PER_TENSOR = replace(_FP8, name="fp8_per_tensor", scales="plane", huge_scales=False, write_plane=write_fp8_per_tensor)
 INT8 = Format(_INT8, _INT8)
 FP8 = Format(_FP8, _FP8)

@@ -8,48 +8,39 @@ are, NaN included; so codes of keys that are not to be seen are not read.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.warpgroups.kernel import as_stored, attend_in_groups
+from kvq_core.kernels.attention import UNSPECIALIZED
+from kvq_core.kernels.sm90.prefill import as_stored, attend_in_groups
 from kvq_int8fp8.unpacking import int8_numbers
 
 INT8_NUMBERS = int8_numbers("0x4140", "0x4342")
 """Pairs of neighbouring channels."""
-INT8_WORTH = gl.constexpr(2.0**14)
-SHRUNK = gl.constexpr(2.0**-8)
+INT8_OPERAND_SCALE = gl.constexpr(2.0**14)
+KEY_PRESCALE = gl.constexpr(2.0**-8)
 """Of a key's scale: 128 products with a code of 448 times that of a huge key would overflow."""
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks"])
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def attend(
-    queries,
-    keys,
-    values,
-    output,
-    output_scale,
-    batch,
-    scoring,
-    splits,
-    partials,
-    num_seqs,
-    table_stride,
-    table_width,
-    num_blocks,
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
     C: gl.constexpr,
-):
+):  # fmt: skip
     if C.format.key.name == "int8":
         attend_in_groups(
             queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
-            INT8_WORTH, INT8_WORTH, SCALED=True, SHRUNK=1.0, FINITE=True, ADJACENT=True, UNPACK=unpack_int8, SCALE_OF=as_stored, C=C,
+            INT8_OPERAND_SCALE, INT8_OPERAND_SCALE,
+            SCALED=True, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True, UNPACK=unpack_int8, SCALE_OF=as_stored, C=C,
         )  # fmt: skip
     elif C.format.key.name == "fp8_per_tensor":
         attend_in_groups(
             queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
             gl.load(keys.scales), gl.load(values.scales),
-            SCALED=False, SHRUNK=1.0, FINITE=False, ADJACENT=True, UNPACK=unpack_fp8, SCALE_OF=as_stored, C=C,
+            SCALED=False, KEY_PRESCALE=1.0, FINITE=False, ADJACENT=True, UNPACK=unpack_fp8, SCALE_OF=as_stored, C=C,
         )  # fmt: skip
     else:
         attend_in_groups(
             queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
-            1.0 / SHRUNK, 1.0, SCALED=True, SHRUNK=SHRUNK, FINITE=False, ADJACENT=True, UNPACK=unpack_fp8, SCALE_OF=as_stored, C=C,
+            1.0 / KEY_PRESCALE, 1.0,
+            SCALED=True, KEY_PRESCALE=KEY_PRESCALE, FINITE=False, ADJACENT=True, UNPACK=unpack_fp8, SCALE_OF=as_stored, C=C,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
-from kvq_core.kernels.api import e4m3_pair, floor_bits, load_rows, reciprocal, store_lanes, store_scales, to_float, to_streams, widest
+from kvq_core.kernels.api import deinterleave, e4m3_pair, floor_bits, load_rows, reciprocal, store_lanes, store_scales, to_float, widest
 from kvq_int8fp8.codec import E4M3_MAX, INT8_MAX
 from kvq_int8fp8.codec import MIN_SCALE as _MIN_SCALE
 
@@ -45,7 +45,7 @@ def write_fp8_per_tensor(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.
 @triton.jit
 def halves(source, rows, HEADS: tl.constexpr, C: tl.constexpr):
     """The channels of new rows that go into the lower and the upper half of lanes, float32 [ROWS, WIDTH] each."""
-    return to_streams(to_float(load_rows(source, rows, HEADS, C), C.use_asm), C.rows, HEADS.width, 2)
+    return deinterleave(to_float(load_rows(source, rows, HEADS, C), C.use_asm), C.rows, HEADS.width, 2)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What lanes of two codes become, two at a time in PTX: a float16 number for each of their streams. For kernels in Triton and in Gluon."""
+"""What lanes of two codes become, two at a time in PTX: a float16 number for each of their ways. For kernels in Triton and in Gluon."""
 
 import triton
 import triton.language as tl
@@ -70,7 +70,7 @@ def unpack_fp8_asm(lanes):
 @triton.jit
 def convert_fp8_asm(lanes):
     """e4m3 numbers, NaN included, by the hardware (sm_89 and later)."""
-    # A lane's two codes go to two streams; an instruction converts two of one stream, which are a lane apart.
+    # A lane's two codes go to two ways; an instruction converts two of one way, which are a lane apart.
     return tl.inline_asm_elementwise(
         """
         {

@@ -1,19 +1,19 @@
 """What a mode's author needs to write kernels: import these names from here, and nothing else of :mod:`kvq_core.kernels`.
 
 A mode is a :class:`Format`: for K and for V what codes are as numbers, and jit functions that turn lanes into operands and new rows into
-lanes. Its kernels are :func:`write_share` and :func:`attend_share` behind entries of its own. What is here keeps its name and meaning; all
-else in this package may change.
+lanes. Its kernels are :func:`write_kernel` and :func:`attention_kernel` behind entries of its own. What is here keeps its name and
+meaning; all else in this package may change.
 """
 
-from kvq_core.kernels.attention import UNSPECIALIZED, attend_share
+from kvq_core.kernels.attention import UNSPECIALIZED, attention_kernel
 from kvq_core.kernels.config import Heads, ReadConfig, WriteConfig
 from kvq_core.kernels.dots import dot
 from kvq_core.kernels.formats import Format, Kernels, PlaneFormat, Sm90Kernels
+from kvq_core.kernels.hadamard import ROOM, rotated_pairs, ways_of
 from kvq_core.kernels.masks import by_key, by_row
-from kvq_core.kernels.packing import from_streams, to_streams
-from kvq_core.kernels.rotation import ROOM, rotated_pairs, streams_of
+from kvq_core.kernels.packing import deinterleave, interleave
 from kvq_core.kernels.rounding import e4m3_pair, floor_bits, largest, least, reciprocal, to_float, widest
-from kvq_core.kernels.slots import in_head, load_rows, store_lanes, store_scales, store_side_bytes, write_share
+from kvq_core.kernels.store import in_head, load_rows, store_lanes, store_scales, store_side_bytes, write_kernel
 
 __all__ = [
     "ROOM",
@@ -25,14 +25,15 @@ __all__ = [
     "ReadConfig",
     "Sm90Kernels",
     "WriteConfig",
-    "attend_share",
+    "attention_kernel",
     "by_key",
     "by_row",
+    "deinterleave",
     "dot",
     "e4m3_pair",
     "floor_bits",
-    "from_streams",
     "in_head",
+    "interleave",
     "largest",
     "least",
     "load_rows",
@@ -41,9 +42,8 @@ __all__ = [
     "store_lanes",
     "store_scales",
     "store_side_bytes",
-    "streams_of",
     "to_float",
-    "to_streams",
+    "ways_of",
     "widest",
-    "write_share",
+    "write_kernel",
 ]

@@ -76,7 +76,7 @@ class Scoring(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The keys' split. "shares": at least ``least`` tiles a program; "chunks": ``chunk`` keys; "segments": so many a sequence."""
+    """The keys' split. "equal": at least ``least`` tiles a program; "chunks": ``chunk`` keys; "segments": so many a sequence."""
 
     least: Any
     chunk: Any
@@ -84,9 +84,9 @@ class Splits(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Where programs leave their share: acc [n, head_size_v] float32 (stream-major columns), max and sum [n] float32.
+    """Where programs leave their partials: acc [n, head_size_v] float32 (way-major columns), max and sum [n] float32.
 
-    ``plan`` [row blocks, 2] int32: how many pieces, and the item of the first.
+    ``plan`` [row blocks, 2] int32: how many splits, and the item of the first.
     """
 
     acc: Any
@@ -103,7 +103,7 @@ class SoftmaxState(NamedTuple):
     sum: Any
 
 
-class Share(NamedTuple):
+class TileRange(NamedTuple):
     """A program's units of work, ``next`` up to ``stop``; every program has ``size`` of them.
 
     ``row_units``: as so many units every row block counts, some at the end of shorter ones empty; 0: each as its own.
@@ -115,11 +115,11 @@ class Share(NamedTuple):
     row_units: Any
 
 
-class Work(NamedTuple):
-    """A piece of work: some rows of one sequence against the keys ``start`` to ``stop``.
+class WorkTile(NamedTuple):
+    """Some rows of one sequence against the keys ``start`` to ``stop``.
 
-    A row block's keys are cut into ``num_pieces``, of which any but the first, at unit 0, knows only that it is not the only one; this one
-    begins at unit ``unit`` and is number ``item`` of the launch's pieces.
+    A row block's keys are cut into ``num_splits``, of which any but the first, at unit 0, knows only that it is not the only one; this one
+    begins at unit ``unit`` and is number ``item`` of the launch's work tiles.
     """
 
     seq: Any
@@ -131,17 +131,17 @@ class Work(NamedTuple):
     start: Any
     stop: Any
     unit: Any
-    num_pieces: Any
+    num_splits: Any
     item: Any
 
 
 class RowBlock(NamedTuple):
-    """The query rows of one tile, as the merge knows them: in ``num_pieces``, of which the first is ``item``."""
+    """The query rows of one tile, as the combine kernel knows them: in ``num_splits``, of which the first is ``item``."""
 
     first_token: Any
     row_start: Any
     query_len: Any
-    num_pieces: Any
+    num_splits: Any
     item: Any
 
 
@@ -169,7 +169,7 @@ class Tiles(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The keys of a tile: [KEYS] vectors. ``valid``: in the piece's range, and in a block that exists.
+    """The keys of a tile: [KEYS] vectors. ``valid``: in the work tile's range, and in a block that exists.
 
     ``block``, ``slot``: of each key, or, in a tile that is not checked, of the first of every C.keys_an_id. ``row_block``, ``row_slot``:
     those of each row of lanes, [KEYS // FOLD].

@@ -1,4 +1,4 @@
-"""Attention over pages of any format: the loop over a program's share of the work, and over the tiles of each piece of it.
+"""Attention over pages of any format: the loop over a program's work tiles, and over the key tiles of each.
 
 What a format's codes are as numbers is data, and what its lanes become a jit function (:class:`~kvq_core.kernels.config.PlaneFormat`).
 Neither scales nor zero points touch an element:
@@ -12,10 +12,9 @@ Queries are rotated as K is, outputs un-rotated once as V is. Query rows are sca
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.fewrows import narrow, narrow_rows
+from kvq_core.kernels.epilogue import epilogue
 from kvq_core.kernels.masks import by_key, by_row
-from kvq_core.kernels.prefetch import prefetch_first
-from kvq_core.kernels.products import (
+from kvq_core.kernels.mma import (
     accumulate,
     accumulated_rows,
     accumulator,
@@ -26,45 +25,46 @@ from kvq_core.kernels.products import (
     unweigh,
     weigh,
 )
-from kvq_core.kernels.queries import load_queries, query_streams, scaled_queries
+from kvq_core.kernels.narrow_n import narrow, narrow_rows
+from kvq_core.kernels.paged_kv import first_blocks, key_tile, load_chunks, load_scales, places, seen_tiles, tiles_of, unmasked_tiles
+from kvq_core.kernels.prefetch import prefetch_first
+from kvq_core.kernels.queries import load_queries, query_ways, scaled_queries
+from kvq_core.kernels.scheduler import assigned_range, next_work_tile, query_rows
 from kvq_core.kernels.scores import finish_scores, score_base, score_unit, softmax_unit
-from kvq_core.kernels.shares import next_work, query_rows, take_share
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
-from kvq_core.kernels.splits import finish
-from kvq_core.kernels.tiles import first_blocks, key_tile, load_pieces, load_scales, places, seen_tiles, tiles_of, unmasked_tiles
 
 UNSPECIALIZED = ("num_seqs", "table_stride", "table_width", "num_blocks")
-"""Arguments of an attention kernel that it must not be compiled anew for."""
+"""Arguments of an attention kernel that it must not be specialized on."""
 
 
 @triton.jit
-def attend_share(
+def attention_kernel(
     queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Attend to every piece of this program's share: all that an attention kernel does.
+    """Process this program's work tiles: all that an attention kernel does.
 
-    A row block on its own leaves a program one piece at most. Then there is no loop, out of which the compiler would take all that is the
-    same for each piece, and do it before the first load.
+    A row block on its own leaves a program at most one work tile. Then there is no loop, out of which the compiler would hoist work to
+    before the first load.
     """
     kv_head = tl.program_id(1)
-    share = take_share(num_seqs, batch, scoring, splits, C)
+    assigned = assigned_range(num_seqs, batch, scoring, splits, C)
     if C.alone:
-        if share.next < share.stop:
-            work, _ = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
-            attend_piece(
+        if assigned.next < assigned.stop:
+            work, _ = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C)
+            attend_work_tile(
                 work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C
             )  # fmt: skip
     else:
-        while share.next < share.stop:
-            work, share = next_work(share, num_seqs, table_width, batch, scoring, splits, C)
-            attend_piece(
+        while assigned.next < assigned.stop:
+            work, assigned = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C)
+            attend_work_tile(
                 work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C
             )  # fmt: skip
 
 
 @triton.jit
-def attend_piece(
+def attend_work_tile(
     work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C: tl.constexpr
 ):
     """Some query rows against some keys."""
@@ -83,7 +83,7 @@ def attend_piece(
     seen = seen_tiles(work, scoring, C)
     ids = first_blocks(seen, work, batch, table_stride, C)
     prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C)
-    q, unit, q_zero = scaled_queries(query_streams(x, work, C), queries, factor, C)
+    q, unit, q_zero = scaled_queries(query_ways(x, work, C), queries, factor, C)
     q, unit, scored = query_operand(q, C), narrow(unit, C), narrow_rows(rows, C)
     common_seed = None
     if K.zero != 0.0:
@@ -96,12 +96,14 @@ def attend_piece(
     acc = accumulator(C)
     largest = 1e-30
     unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
-    for part in tl.static_range(tl.constexpr(C.parts)):
-        tiles = tiles_of(work, unmasked, part, C)
-        for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if part == 0 else C.edge_stages):
-            tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, part, C)
-            k_place, v_place = places(keys, values, tile, C)
-            k = load_pieces(keys, tile, k_place, kv_head, K_HEADS, K_ROW, K.side_bytes, C, TURNED=C.keys_turned, CLEAR=C.clear_keys)
+    for loop in tl.static_range(tl.constexpr(C.loops)):
+        tiles = tiles_of(work, unmasked, loop, C)
+        for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if loop == 0 else C.masked_stages):
+            tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, loop, C)
+            k_offset, v_offset = places(keys, values, tile, C)
+            k = load_chunks(
+                keys, tile, k_offset, kv_head, K_HEADS, K_ROW, K.side_bytes, C, TRANSPOSED=C.keys_transposed, CLEAR=C.clear_keys
+            )
             k_scale = None
             if K.scales == "row":
                 k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
@@ -110,7 +112,7 @@ def attend_piece(
                     k_scale, k_zero = K.split(k_scale)
                 if V.split is not None:
                     v_scale, _ = V.split(v_word)
-            v = load_pieces(values, tile, v_place, kv_head, V_HEADS, V_ROW, V.side_bytes, C, TURNED=C.keys_first, CLEAR=C.clear_values)
+            v = load_chunks(values, tile, v_offset, kv_head, V_HEADS, V_ROW, V.side_bytes, C, TRANSPOSED=C.keys_first, CLEAR=C.clear_values)
             k, v = operands(k, K, K_ROW, C), operands(v, V, V_ROW, C)
             seed = common_seed
             if K.split is not None:
@@ -118,7 +120,7 @@ def attend_piece(
             s = scores(q, k, seed, C)
             if K.huge_scales:
                 s = s * by_row(unit, C)
-            s = finish_scores(s, score_factor, k_scale, scored, tile, work, scoring, part, C)
+            s = finish_scores(s, score_factor, k_scale, scored, tile, work, scoring, loop, C)
             p, alpha, state = softmax_step(s, left, state, C, EXACT=K.packed)
             zeros = None
             if V.scales == "row":
@@ -139,4 +141,4 @@ def attend_piece(
         acc = accumulated_rows(acc, C.value_unit * unweigh(largest), C)
     else:
         acc = accumulated_rows(acc, 1.0, C)
-    finish(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+    epilogue(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)

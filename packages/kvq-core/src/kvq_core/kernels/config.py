@@ -13,12 +13,12 @@ class Heads:
     """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width``, a power of two >= ``least``."""
 
     size: int
-    streams: int
+    ways: int
     least: int = 16
 
     @property
     def lanes(self) -> int:
-        return self.size // self.streams
+        return self.size // self.ways
 
     @property
     def width(self) -> int:
@@ -35,18 +35,18 @@ class Heads:
 
     @property
     def block_lanes(self) -> int:
-        return max(1, self.block // self.streams)
+        return max(1, self.block // self.ways)
 
     @property
     def finer(self) -> "Heads":
-        """The same channels in twice as many streams, or as they are where that takes more padding. A rotation's matrix is over lanes."""
-        finer = Heads(self.size, 2 * self.streams, self.least)
-        fits = self.size % finer.streams == 0 and finer.width * finer.streams == self.width * self.streams
+        """The same channels in twice as many ways, or as they are where that takes more padding. A rotation's matrix is over lanes."""
+        finer = Heads(self.size, 2 * self.ways, self.least)
+        fits = self.size % finer.ways == 0 and finer.width * finer.ways == self.width * self.ways
         return finer if fits else self
 
 
 def multiplied_lanes(lanes: int) -> int:
-    """Lanes that products take for a row of so many: no more if 16 divides it, in pieces (:mod:`.folding`), else a power of two."""
+    """Lanes that products take for a row of so many: no more if 16 divides it, in chunks (:mod:`.lane_chunks`), else a power of two."""
     return lanes if lanes % 16 == 0 else max(16, triton.next_power_of_2(lanes))
 
 
@@ -54,41 +54,41 @@ def multiplied_lanes(lanes: int) -> int:
 class Row:
     """A row of lanes in a tile: of one key's or value's ``size`` channels, or of ``fold`` ones side by side, padded to ``width`` lanes.
 
-    ``cut``: it is multiplied in pieces without padding if it can be (:mod:`.folding`). ``joined``: its streams are one operand.
+    ``chunked``: it is multiplied in chunks without padding if it can be (:mod:`.lane_chunks`). ``joined``: its ways are one operand.
     """
 
     size: int
-    streams: int
+    ways: int
     fold: int
     width: int
-    cut: bool
+    chunked: bool
     joined: bool
 
     @property
     def lanes(self) -> int:
-        return self.fold * self.size // self.streams
+        return self.fold * self.size // self.ways
 
     @property
     def heads(self) -> Heads:
         """A head as it lies in a row, padded."""
-        return Heads(self.size, self.streams, self.width)
+        return Heads(self.size, self.ways, self.width)
 
     @property
-    def pieces(self) -> tuple[int, ...]:
-        """Lanes of the pieces that a row is multiplied in: one, padded, or several that need no padding."""
-        if not self.cut or self.lanes % 16:
+    def chunks(self) -> tuple[int, ...]:
+        """Lanes of the chunks that a row is multiplied in: one, padded, or several that need no padding."""
+        if not self.chunked or self.lanes % 16:
             return (self.width,)
         return tuple(1 << bit for bit in reversed(range(self.width.bit_length())) if self.lanes >> bit & 1)
 
     @property
-    def piece_starts(self) -> tuple[int, ...]:
+    def chunk_starts(self) -> tuple[int, ...]:
         """Their first lanes."""
-        return tuple(sum(self.pieces[:i]) for i in range(len(self.pieces)))
+        return tuple(sum(self.chunks[:i]) for i in range(len(self.chunks)))
 
     @property
     def operand_lanes(self) -> tuple[int, ...]:
-        """Lanes of each operand: a piece's streams, one after the other."""
-        return tuple(piece for piece in self.pieces for _ in range(self.streams))
+        """Lanes of each operand: a chunk's ways, one after the other."""
+        return tuple(chunk for chunk in self.chunks for _ in range(self.ways))
 
     @property
     def operands(self) -> int:
@@ -107,7 +107,7 @@ class ReadConfig(Constant):
     group: int
     rows: int
     keys: int = field()  # type: ignore[assignment]  # in the place of dict's method, which nobody calls
-    fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (folding.py)
+    fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (pack_keys.py)
     warps: int
     stages: int
     decode: bool  # a tile of few rows; or one of many
@@ -115,11 +115,11 @@ class ReadConfig(Constant):
     min_query_len: int
     max_query_len: int
     max_row_blocks: int  # of a sequence; only a split needs it
-    few: bool  # at most half of the rows can be valid, and have two columns each (:mod:`.fewrows`)
-    parts: int  # of a piece's tiles: those away from the edges of what its rows see, where no mask is needed, and those at an edge; or 1
-    alone: bool  # the launch has one row block, in equal shares: a program has one piece at most (not asked of warp groups)
+    narrow_n: bool  # at most half of the rows can be valid, and have two columns each (:mod:`.narrow_n`)
+    loops: int  # over a work tile's key tiles: 2 (unmasked iterations, then masked ones) or 1 (all masked)
+    alone: bool  # the launch has one row block, split equally: a program has at most one work tile (not asked of warp groups)
     prefetch: bool  # programs of a row block on its own ask for their first tile ahead (:mod:`.prefetch`)
-    split: str  # "" (2D), "shares" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
+    split: str  # "" (2D), "equal" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     same_strides: bool  # of the two planes
     row_bytes: int  # what every row of codes starts at a multiple of: a power of two up to 16
     wide_planes: bool  # offsets in a plane need 64 bits
@@ -131,9 +131,9 @@ class ReadConfig(Constant):
     registers: int  # of a thread that multiplies, where other warp groups have other numbers; else 0
     use_asm: bool
     fp8_hardware: bool  # it converts e4m3 to float16, NaN included
-    least_pieces: int  # of a row that the merge is left: one, or two where the attention kernel itself finishes a row in one piece
-    mixed: bool  # shares are left with their streams mixed: a part of the un-rotation, and all of it that crosses streams
-    overlap: str  # the merge is put in place at the "start" or "end" of shares, and waits on the device; else ""
+    least_splits: int  # fewest splits the combine kernel must handle: 1 if partials are always written, else 2
+    mixed: bool  # partials have their ways mixed: the part of the un-rotation that crosses ways is done
+    overlap: str  # launch the combine kernel early, at the "start" or "end" of programs: it waits on the device; else ""
     upcast_dots: bool
 
     @property
@@ -144,7 +144,7 @@ class ReadConfig(Constant):
     @property
     def score_rows(self) -> int:
         """Rows of a tile whose scores are taken."""
-        return self.rows // 2 if self.few else self.rows
+        return self.rows // 2 if self.narrow_n else self.rows
 
     @property
     def lane_rows(self) -> int:
@@ -152,11 +152,11 @@ class ReadConfig(Constant):
         return self.keys // self.fold
 
     def _row(self, plane: PlaneFormat, size: int) -> Row:
-        lanes = self.fold * max(self.head_size, self.head_size_v) // plane.streams
+        lanes = self.fold * max(self.head_size, self.head_size_v) // plane.ways
         width = max(self._width(plane), triton.next_power_of_2(lanes))
-        cut = self.keys_first and plane.packed and self.head_size == self.head_size_v
-        # Operands in channel order pay for many rows, and more than two streams.
-        return Row(size, plane.streams, self.fold, width, cut, joined=not self.decode and plane.streams > 2)
+        chunked = self.keys_first and plane.packed and self.head_size == self.head_size_v
+        # Operands in channel order pay for many rows, and more than two ways.
+        return Row(size, plane.ways, self.fold, width, chunked, joined=not self.decode and plane.ways > 2)
 
     @property
     def key_row(self) -> Row:
@@ -167,25 +167,27 @@ class ReadConfig(Constant):
         return self._row(self.format.value, self.head_size_v)
 
     @property
-    def keys_turned(self) -> bool:
+    def keys_transposed(self) -> bool:
         """Whether keys are loaded as [lanes, KEYS]: the right operand of a product in which few rows come first."""
         return self.decode and not self.keys_first
 
     @property
-    def made_anew(self) -> bool:
-        """Whether the rotation's matrix and the rows' places are made for each piece (:mod:`.anew`): where a program may have several, and
-        the matrix takes many registers."""
+    def rematerialized(self) -> bool:
+        """Whether the rotation's matrix and the rows' offsets are recomputed per work tile (:mod:`.compiler_hints`).
+
+        Where a program may have several, and the matrix takes many registers.
+        """
         widest = max(self.key_heads.width, self.value_heads.width)
-        return self.format.rotated and self.split == "shares" and not self.alone and widest >= 32
+        return self.format.rotated and self.split == "equal" and not self.alone and widest >= 32
 
     @property
-    def edge_stages(self) -> int:
-        """Stages of a second part's loop: in decode it is one tile long, if that, and no place for a pipeline's code and buffers."""
+    def masked_stages(self) -> int:
+        """num_stages of masked iterations. In decode there is at most one, not worth a pipeline's code and buffers."""
         return 1 if self.decode else self.stages
 
     @property
     def sum_parts(self) -> int:
-        """In how many parts a row's sum of weights is kept while its keys are gone through: threads of a warp need not meet for it."""
+        """In how many partial sums a row's sum of weights is kept within the loop, which saves reductions over a warp's threads."""
         return 8 if self.decode and self.warps == 1 else 1
 
     @property
@@ -201,17 +203,17 @@ class ReadConfig(Constant):
         return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.decode and self.fold == 1 else 1
 
     def _width(self, plane: PlaneFormat) -> int:
-        """Lanes of a tile: the same for K and V where they have as many streams. Triton 3.6 addresses shared memory wrongly where they
+        """Lanes of a tile: the same for K and V where they have as many ways. Triton 3.6 addresses shared memory wrongly where they
         differ (seen on sm_90)."""
-        return max(Heads(size, plane.streams).width for size in (self.head_size, self.head_size_v))
+        return max(Heads(size, plane.ways).width for size in (self.head_size, self.head_size_v))
 
     @property
     def key_heads(self) -> Heads:
-        return Heads(self.head_size, self.format.key.streams, self._width(self.format.key))
+        return Heads(self.head_size, self.format.key.ways, self._width(self.format.key))
 
     @property
     def value_heads(self) -> Heads:
-        return Heads(self.head_size_v, self.format.value.streams, self._width(self.format.value))
+        return Heads(self.head_size_v, self.format.value.ways, self._width(self.format.value))
 
     @property
     def side_alignment(self) -> int:
@@ -220,7 +222,7 @@ class ReadConfig(Constant):
 
     @property
     def key_gains(self) -> tuple[float, ...]:
-        """:attr:`PlaneFormat.gains`, of every stream."""
+        """:attr:`PlaneFormat.gains`, of every way."""
         return self._gains(self.format.key)
 
     @property
@@ -228,7 +230,7 @@ class ReadConfig(Constant):
         return self._gains(self.format.value)
 
     def _gains(self, plane: PlaneFormat) -> tuple[float, ...]:
-        return plane.gains[0 if self.decode else 1] or (1.0,) * plane.streams
+        return plane.gains[0 if self.decode else 1] or (1.0,) * plane.ways
 
     @property
     def key_unit(self) -> float:
@@ -268,10 +270,10 @@ class ReadConfig(Constant):
 
     @property
     def slices(self) -> int:
-        """The most slices that a row can be merged in: of its streams if they are mixed already, of lanes if nothing mixes them."""
+        """The most slices that a row can be combined in: of its ways if they are mixed already, of lanes if nothing mixes them."""
         value = self.format.value
         if value.rotated:
-            return value.streams if self.mixed else 1
+            return value.ways if self.mixed else 1
         return self.value_heads.width
 
 
@@ -292,24 +294,27 @@ class WriteConfig(Constant):
 
     @property
     def key_heads(self) -> Heads:
-        return Heads(self.head_size, self.format.key.streams)
+        return Heads(self.head_size, self.format.key.ways)
 
     @property
     def value_heads(self) -> Heads:
-        return Heads(self.head_size_v, self.format.value.streams)
+        return Heads(self.head_size_v, self.format.value.ways)
 
     @property
     def unpadded_heads(self) -> Heads:
         """Those of keys, where values' are the same, in as many lanes as there are."""
-        return Heads(self.head_size, self.format.key.streams, 1)
+        return Heads(self.head_size, self.format.key.ways, 1)
 
 
 @dataclass(frozen=True)
-class MergeTile(Constant):
-    """Compile-time facts of a merge: up to ``few`` pieces eight rows go together; of more, ``pieces`` of a row are loaded together, by
-    a program for the same row of ``blocks`` row blocks and one of ``slices`` of its channels."""
+class CombineTile(Constant):
+    """Compile-time facts of a combine kernel.
+
+    Rows with up to ``few`` splits go eight together. Of rows with more, ``splits`` are loaded together, by a program that serves the same
+    row of ``blocks`` row blocks and one of ``slices`` slices of its channels.
+    """
 
     few: int
-    pieces: int
+    splits: int
     blocks: int
     slices: int

@@ -42,15 +42,15 @@ class Constant(dict[str, object]):
 class PlaneFormat(Constant):
     """How the rows of K or of V look to the read and write kernels: numbers, and the mode's mathematics as jit functions (*hooks*).
 
-    ``streams`` interleaved columns share a 16-bit lane: channel ``streams * lane + s`` is in stream s (1: rows are not packed). ``rotated``
+    ``ways`` interleaved columns share a 16-bit lane: channel ``ways * lane + s`` is in way s (1: rows are not packed). ``rotated``
     rows went through a Hadamard transform with ``signs`` (bit i set: +1; None: unsigned); if ``divided``, decoding divides by its block.
     ``scales``: one float32 for each (token, head), "row"; one for all, "plane"; or "".
 
     ``side_bytes``: the lanes of a row, an even number, are followed by a byte for each: ``unpack`` gets (lanes uint16, bytes uint8).
 
-    An operand of a product is what ``unpack(lanes, C)`` makes of lanes, a tuple of ``streams`` float16 tensors: a number, zero point
+    An operand of a product is what ``unpack(lanes, C)`` makes of lanes, a tuple of ``ways`` float16 tensors: a number, zero point
     included, over ``level * unit``, ``unit`` a power of two; or over ``level`` where the hardware ``converts``. ``gains``: powers of two
-    that the operands of each stream are times that, in decode; and otherwise, where all are the same. Empty: 1.
+    that the operands of each way are times that, in decode; and otherwise, where all are the same. Empty: 1.
 
     Zero points: ``zero`` is that of all codes. Or ``split(word)`` makes (scale, zero point) of scale words, float32; of V,
     ``weighted_zeros(weights, words, C)`` sums the zero points up, [ROWS] float32.
@@ -58,11 +58,11 @@ class PlaneFormat(Constant):
     ``huge_scales``: of K, sums of operands times the scale of a huge row overflow, unless the query's factor comes first. ``has_nan``: a
     code can be NaN, so that what is read for keys that are not there must be cleared.
 
-    ``write_plane(source, plane, rows, IS_VALUE, HEADS, C)`` quantizes and stores new rows (:mod:`.slots`).
+    ``write_plane(source, plane, rows, IS_VALUE, HEADS, C)`` quantizes and stores new rows (:mod:`.store`).
     """
 
     name: str
-    streams: int
+    ways: int
     rotated: bool = False
     signs: int | None = None
     divided: bool = False
@@ -82,31 +82,31 @@ class PlaneFormat(Constant):
 
     @property
     def packed(self) -> bool:
-        return self.streams > 1
+        return self.ways > 1
 
     @property
     def variant(self) -> str:
-        """The name by which launch plans tell formats of two streams apart."""
-        return self.name if self.streams == 2 else ""
+        """The name by which launch plans tell formats of two ways apart."""
+        return self.name if self.ways == 2 else ""
 
     @property
-    def stream_signs(self) -> tuple[int | None, ...]:
-        """``signs`` stream by stream: bit i of the s-th is that of channel ``streams * i + s``."""
+    def way_signs(self) -> tuple[int | None, ...]:
+        """``signs`` way by way: bit i of the s-th is that of channel ``ways * i + s``."""
         signs = self.signs
         if signs is None:
-            return (None,) * self.streams
-        lanes = range(-(-signs.bit_length() // self.streams))
-        return tuple(sum((signs >> (self.streams * i + s) & 1) << i for i in lanes) for s in range(self.streams))
+            return (None,) * self.ways
+        lanes = range(-(-signs.bit_length() // self.ways))
+        return tuple(sum((signs >> (self.ways * i + s) & 1) << i for i in lanes) for s in range(self.ways))
 
 
 @dataclass(frozen=True)
 class Format(Constant):
-    """The formats of K and of V, which need not be the same, and ``few_rows``: whether a read with much to do for each score may give rows
-    two columns each (:mod:`.fewrows`)."""
+    """The formats of K and of V, which need not be the same, and ``narrow_n``: whether a read with much to do for each score may give rows
+    two columns each (:mod:`.narrow_n`)."""
 
     key: PlaneFormat
     value: PlaneFormat
-    few_rows: bool = False
+    narrow_n: bool = False
 
     @property
     def halves(self) -> tuple[PlaneFormat, PlaneFormat]:
@@ -115,12 +115,12 @@ class Format(Constant):
     @property
     def wider(self) -> PlaneFormat:
         """The half with more bytes, which launch plans go by."""
-        return min(self.halves, key=lambda half: half.streams)
+        return min(self.halves, key=lambda half: half.ways)
 
     @property
     def alike(self) -> bool:
         """Whether both halves have the same lanes."""
-        return self.key.streams == self.value.streams
+        return self.key.ways == self.value.ways
 
     @property
     def packed(self) -> bool:
@@ -132,10 +132,10 @@ class Format(Constant):
 
 
 class Sm90Kernels(NamedTuple):
-    """A mode's kernels in Gluon, for sm_90 alone: :mod:`.warpgroups`, its ``drafts``, and :mod:`.fragments`."""
+    """A mode's kernels in Gluon, for sm_90 alone (:mod:`.sm90`): attention of many query rows, of several over split keys, and writes."""
 
-    attend: Any = None
-    attend_drafts: Any = None
+    prefill: Any = None
+    decode_multirow: Any = None
     write: Any = None
 
 

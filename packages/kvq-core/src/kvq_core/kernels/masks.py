@@ -7,7 +7,7 @@ themselves, and many (prefill): rows first, [ROWS, KEYS]. The helpers below turn
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.folding import by_folded_key
+from kvq_core.kernels.pack_keys import by_folded_key
 
 
 @triton.jit
@@ -44,9 +44,9 @@ def hide_invalid(k_scale, tile):
 
 
 @triton.jit
-def hide_unseen(s, rows, tile, seq, scoring, PART: tl.constexpr, C: tl.constexpr):
-    """-inf for valid keys that a row does not see; nothing to do in the part of a piece that all its rows see."""
-    if scoring.ranges is not None or PART > 0:
+def hide_unseen(s, rows, tile, seq, scoring, LOOP: tl.constexpr, C: tl.constexpr):
+    """-inf for valid keys that a row does not see; nothing to do in unmasked iterations."""
+    if scoring.ranges is not None or LOOP > 0:
         s = tl.where(visible(rows, tile, seq, scoring, C), s, float("-inf"))
     return s
 

@@ -1,36 +1,36 @@
-"""Streams: the interleaved columns that share a lane. Channel ``S * lane + s`` is stream s; a row is a tuple of S streams."""
+"""Ways: the interleaved columns that share a lane. Channel ``S * lane + s`` is way s; a row is a tuple of S ways."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def to_streams(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STREAMS: tl.constexpr):
-    """[ROWS, STREAMS * WIDTH] in channel order -> a tuple of STREAMS tensors [ROWS, WIDTH]."""
-    if STREAMS == 1:
-        streams = (x,)
+def deinterleave(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, WAYS: tl.constexpr):
+    """[ROWS, WAYS * WIDTH] in channel order -> a tuple of WAYS tensors [ROWS, WIDTH]."""
+    if WAYS == 1:
+        ways = (x,)
     else:
-        even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH * STREAMS // 2, 2]))
-        evens = to_streams(even, ROWS, WIDTH, STREAMS // 2)
-        odds = to_streams(odd, ROWS, WIDTH, STREAMS // 2)
-        streams = ()
-        for i in tl.static_range(STREAMS // 2):
-            streams = streams + (evens[i], odds[i])
-    return streams
+        even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH * WAYS // 2, 2]))
+        evens = deinterleave(even, ROWS, WIDTH, WAYS // 2)
+        odds = deinterleave(odd, ROWS, WIDTH, WAYS // 2)
+        ways = ()
+        for i in tl.static_range(WAYS // 2):
+            ways = ways + (evens[i], odds[i])
+    return ways
 
 
 @triton.jit
-def from_streams(streams, ROWS: tl.constexpr, WIDTH: tl.constexpr, STREAMS: tl.constexpr):
-    """A tuple of STREAMS tensors [ROWS, WIDTH] -> [ROWS, STREAMS * WIDTH] in channel order."""
-    if STREAMS == 1:
-        x = streams[0]
+def interleave(ways, ROWS: tl.constexpr, WIDTH: tl.constexpr, WAYS: tl.constexpr):
+    """A tuple of WAYS tensors [ROWS, WIDTH] -> [ROWS, WAYS * WIDTH] in channel order."""
+    if WAYS == 1:
+        x = ways[0]
     else:
         evens = ()
         odds = ()
-        for i in tl.static_range(STREAMS // 2):
-            evens = evens + (streams[2 * i],)
-            odds = odds + (streams[2 * i + 1],)
-        even = from_streams(evens, ROWS, WIDTH, STREAMS // 2)
-        odd = from_streams(odds, ROWS, WIDTH, STREAMS // 2)
-        x = tl.reshape(tl.join(even, odd), [ROWS, WIDTH * STREAMS])
+        for i in tl.static_range(WAYS // 2):
+            evens = evens + (ways[2 * i],)
+            odds = odds + (ways[2 * i + 1],)
+        even = interleave(evens, ROWS, WIDTH, WAYS // 2)
+        odd = interleave(odds, ROWS, WIDTH, WAYS // 2)
+        x = tl.reshape(tl.join(even, odd), [ROWS, WIDTH * WAYS])
     return x

@@ -1,6 +1,6 @@
-"""The first tile of a short sequence's shares, on its way into the L2 while queries are prepared.
+"""Prefetch of the first key tile of short splits into the L2, while queries are prepared.
 
-All programs of such a launch begin at once, each with a share to itself, and none has anything else to do while it waits for its first
+All programs of such a launch begin at once, each with one work tile, and none has anything else to do while it waits for its first
 keys. In long sequences and in batches the requests cost more than they bring (docs/dev/experiments/2026-11.md).
 """
 
@@ -8,23 +8,23 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import Tiles
-from kvq_core.kernels.tiles import key_tile, page_offset, places
+from kvq_core.kernels.paged_kv import key_tile, page_offset, places
 
 SECTORS = tl.constexpr(64)  # bytes that memory sends together
 
 
 @triton.jit
 def prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
-    """Ask for the codes of a piece's first tile and its scales, if C.prefetch."""
+    """Prefetch the codes of a work tile's first key tile and its scales, if C.prefetch."""
     if C.prefetch:
         K_HEADS: tl.constexpr = C.key_heads
         V_HEADS: tl.constexpr = C.value_heads
-        LAST: tl.constexpr = C.parts - 1  # the part that checks whether blocks exist
+        LAST: tl.constexpr = C.loops - 1  # the loop that checks whether blocks exist
         first = work.start // C.keys
         tile = key_tile(first, Tiles(first, first + 1, first + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
-        k_place, v_place = places(keys, values, tile, C)
-        request_rows(keys, k_place, kv_head, K_HEADS, C)
-        request_rows(values, v_place, kv_head, V_HEADS, C)
+        k_offset, v_offset = places(keys, values, tile, C)
+        request_rows(keys, k_offset, kv_head, K_HEADS, C)
+        request_rows(values, v_offset, kv_head, V_HEADS, C)
         if C.format.key.scales == "row":
             request_scales(keys, tile, kv_head, C)
         if C.format.value.scales == "row":

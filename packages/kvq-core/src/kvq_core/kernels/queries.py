@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.anew import zero_of
-from kvq_core.kernels.folding import of_own_lanes
-from kvq_core.kernels.packing import from_streams, to_streams
-from kvq_core.kernels.rotation import rotate, rotated_pairs, stream, unrotate
+from kvq_core.kernels.compiler_hints import opaque_zero
+from kvq_core.kernels.hadamard import rotate, rotated_pairs, unrotate, way
+from kvq_core.kernels.pack_keys import of_own_lanes
+from kvq_core.kernels.packing import deinterleave, interleave
 from kvq_core.kernels.rounding import in_float16, to_fp8_bits
 
 
@@ -20,17 +20,17 @@ def head_offset(head, head_stride, C: tl.constexpr):
 
 @triton.jit
 def load_queries(queries, rows, C: tl.constexpr):
-    """The tile's query rows [ROWS, STREAMS * WIDTH] in channel order, balanced.
+    """The tile's query rows [ROWS, WAYS * WIDTH] in channel order, balanced.
 
-    Apart from :func:`query_streams`, so that a piece's other loads can be on their way before the first of these is waited for.
+    Apart from :func:`query_ways`, so that the other loads of a work tile can be on their way before the first of these is waited for.
     """
     HEADS: tl.constexpr = C.key_row.heads
-    channel = tl.arange(0, HEADS.width * HEADS.streams)
+    channel = tl.arange(0, HEADS.width * HEADS.ways)
     mask = rows.valid[:, None]
     if C.fold > 1:
         mask = mask & of_own_lanes(channel, C)
         channel = channel % HEADS.size
-    elif HEADS.width * HEADS.streams != HEADS.size:
+    elif HEADS.width * HEADS.ways != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
     offset = rows.token.to(tl.int64) * queries.token_stride + head_offset(rows.head, queries.head_stride, C)
     x = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
@@ -41,40 +41,40 @@ def load_queries(queries, rows, C: tl.constexpr):
 
 
 @triton.jit
-def query_streams(x, work, C: tl.constexpr):
-    """:func:`load_queries`' rows as streams [ROWS, WIDTH], rotated if the keys are (then float32)."""
+def query_ways(x, work, C: tl.constexpr):
+    """:func:`load_queries`' rows as ways [ROWS, WIDTH], rotated if the keys are (then float32)."""
     HEADS: tl.constexpr = C.key_row.heads
     FORMAT: tl.constexpr = C.format.key
-    STREAMS: tl.constexpr = HEADS.streams
+    WAYS: tl.constexpr = HEADS.ways
     SIGNS: tl.constexpr = FORMAT.signs
-    if FORMAT.rotated and C.alone and STREAMS > 1:
-        # The shorter code. It pays where a program has a piece and no more (docs/dev/experiments/2026-11.md).
+    if FORMAT.rotated and C.alone and WAYS > 1:
+        # The shorter code. It pays where a program has one work tile (docs/dev/experiments/2026-11.md).
         pairs = rotated_pairs(x, HEADS, SIGNS, C)
-        streams = ()
-        for s in tl.static_range(STREAMS):
-            streams = streams + (stream(pairs, s),)
+        ways = ()
+        for s in tl.static_range(WAYS):
+            ways = ways + (way(pairs, s),)
     else:
-        streams = to_streams(x, C.rows, HEADS.width, STREAMS)
+        ways = deinterleave(x, C.rows, HEADS.width, WAYS)
         if FORMAT.rotated:
-            streams = rotate(streams, HEADS, FORMAT, C.upcast_dots, zero_of(work.num_rows, C))
-    return streams
+            ways = rotate(ways, HEADS, FORMAT, C.upcast_dots, opaque_zero(work.num_rows, C))
+    return ways
 
 
 @triton.jit
-def scaled_queries(streams, queries, factor, C: tl.constexpr):
-    """(query streams as K's operands need them, factor of their products [ROWS], what takes a zero point of 1 off these [ROWS]).
+def scaled_queries(ways, queries, factor, C: tl.constexpr):
+    """(query ways as K's operands need them, factor of their products [ROWS], what takes a zero point of 1 off these [ROWS]).
 
-    ``factor``: of all scores. For packed keys streams are float16, less what K's operands have in excess (C.key_gains), and what is left of
+    ``factor``: of all scores. For packed keys ways are float16, less what K's operands have in excess (C.key_gains), and what is left of
     the factor is a power of two.
     Padding lanes of keys decode to a level, not to 0: the queries' zeros there are what keeps them out.
     """
     K: tl.constexpr = C.format.key
     if K.packed:
-        factors, left = row_factors(largest_in_row(streams), factor * K.level)
+        factors, left = row_factors(largest_in_row(ways), factor * K.level)
         total = tl.zeros_like(left)
         result = ()
-        for s in tl.static_range(tl.constexpr(K.streams)):
-            x = (streams[s].to(tl.float32) * (factors * (1.0 / C.key_gains[s]))[:, None]).to(tl.float16)
+        for s in tl.static_range(tl.constexpr(K.ways)):
+            x = (ways[s].to(tl.float32) * (factors * (1.0 / C.key_gains[s]))[:, None]).to(tl.float16)
             if K.zero != 0.0 or K.split is not None:
                 total += tl.sum(x.to(tl.float32), 1) * C.key_gains[s]
             result = result + (x,)
@@ -83,8 +83,8 @@ def scaled_queries(streams, queries, factor, C: tl.constexpr):
         left = tl.full([C.rows], 1.0, tl.float32) * factor
         total = left
         result = ()
-        for s in tl.static_range(tl.constexpr(K.streams)):
-            result = result + (streams[s].to(queries.ptr.dtype.element_ty),)
+        for s in tl.static_range(tl.constexpr(K.ways)):
+            result = result + (ways[s].to(queries.ptr.dtype.element_ty),)
     return result, left, total
 
 
@@ -94,7 +94,7 @@ def score_shift(queries, token, head, valid, scoring, C: tl.constexpr):
     shift = valid
     if C.shifted:
         HEADS: tl.constexpr = C.key_heads
-        channel = tl.arange(0, HEADS.width * HEADS.streams)
+        channel = tl.arange(0, HEADS.width * HEADS.ways)
         inside = channel < HEADS.size
         offset = token.to(tl.int64) * queries.token_stride + head_offset(head, queries.head_stride, C)
         q = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
@@ -104,11 +104,11 @@ def score_shift(queries, token, head, valid, scoring, C: tl.constexpr):
 
 
 @triton.jit
-def largest_in_row(streams):
-    """max |x| of each row over all its streams, [ROWS] float32; at least 2^-100, so that a number divided by it is still one."""
-    peak = tl.max(tl.abs(streams[0].to(tl.float32)), 1)
-    for s in tl.static_range(1, len(streams)):
-        peak = tl.maximum(peak, tl.max(tl.abs(streams[s].to(tl.float32)), 1))
+def largest_in_row(ways):
+    """max |x| of each row over all its ways, [ROWS] float32; at least 2^-100, so that a number divided by it is still one."""
+    peak = tl.max(tl.abs(ways[0].to(tl.float32)), 1)
+    for s in tl.static_range(1, len(ways)):
+        peak = tl.maximum(peak, tl.max(tl.abs(ways[s].to(tl.float32)), 1))
     return tl.maximum(peak, 2.0**-100)
 
 
@@ -124,17 +124,17 @@ def row_factors(peak, factor):
 
 
 @triton.jit
-def store_rows(streams, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False, zero=0):
-    """Un-rotate finished float32 rows [ROWS, WIDTH] x STREAMS, convert, and store them in channel order. MIXED: see C.mixed. ``zero``: see
-    :mod:`.anew`."""
+def store_rows(ways, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False, zero=0):
+    """Un-rotate finished float32 rows [ROWS, WIDTH] x WAYS, convert, and store them in channel order. MIXED: see C.mixed. ``zero``: see
+    :mod:`.compiler_hints`."""
     HEADS: tl.constexpr = C.value_heads
     FORMAT: tl.constexpr = C.format.value
     if FORMAT.rotated:
-        streams = unrotate(streams, HEADS, FORMAT, C.upcast_dots, MIXED, zero)
-    x = from_streams(streams, ROWS, HEADS.width, HEADS.streams)
-    channel = tl.arange(0, HEADS.width * HEADS.streams)[None, :]
+        ways = unrotate(ways, HEADS, FORMAT, C.upcast_dots, MIXED, zero)
+    x = interleave(ways, ROWS, HEADS.width, HEADS.ways)
+    channel = tl.arange(0, HEADS.width * HEADS.ways)[None, :]
     mask = valid[:, None]
-    if HEADS.width * HEADS.streams != HEADS.size:
+    if HEADS.width * HEADS.ways != HEADS.size:
         mask = mask & (channel < HEADS.size)
     store_channels(x, channel, mask, output, output_scale, token[:, None], head[:, None], C)
 

@@ -35,13 +35,13 @@ def score_base(scoring):
 
 
 @triton.jit
-def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexpr, C: tl.constexpr):
+def finish_scores(s, unit, k_scale, rows, tile, work, scoring, LOOP: tl.constexpr, C: tl.constexpr):
     """Key scales ([KEYS], or None), softcap, mask and biases, in the order of the specification. Unseen scores become -inf.
 
     ``unit`` ([ROWS], from :func:`score_unit`) is left to :func:`softmax_unit` where nothing but masks comes after it. ``s`` is finite where
     keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one multiply-add with the scale.
     """
-    CHECKED: tl.constexpr = PART == C.parts - 1
+    CHECKED: tl.constexpr = LOOP == C.loops - 1
     if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
         s = s * by_row(unit, C)
     if k_scale is not None:
@@ -59,7 +59,7 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, PART: tl.constexp
         s = reciprocal(tl.fma(tl.exp2(s), part, part), C.use_asm)
     if CHECKED:
         s = s + by_key(hide_invalid(k_scale, tile), C)
-    s = hide_unseen(s, rows, tile, work.seq, scoring, PART, C)
+    s = hide_unseen(s, rows, tile, work.seq, scoring, LOOP, C)
     if scoring.alibi_slopes is not None:
         slope = tl.load(scoring.alibi_slopes + rows.head, mask=rows.valid, other=0.0).to(tl.float32) * LOG2E
         distance = (by_row(rows.position, C) - by_key(tile.position, C)).to(tl.float32)

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import LN2, LOG2E, SoftmaxState
-from kvq_core.kernels.fewrows import widen
 from kvq_core.kernels.masks import by_row
+from kvq_core.kernels.narrow_n import widen
 
 
 @triton.jit

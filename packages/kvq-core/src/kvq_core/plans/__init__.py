@@ -6,19 +6,19 @@ an answer to everything. ``kvq tune`` writes tables of one's own: :mod:`~kvq_cor
 :mod:`~kvq_core.plans.selection` what it keeps.
 """
 
-from kvq_core.plans.choices import KINDS, Choice, Decode, Fact, Groups, Merge, Prefill, Write
+from kvq_core.plans.choices import KINDS, Choice, Combine, Decode, Fact, Groups, Prefill, Write
 from kvq_core.plans.lookup import choose, tables_for
 from kvq_core.plans.table import Entry, Measurement, Range, Run, Table
 
 __all__ = [
     "KINDS",
     "Choice",
+    "Combine",
     "Decode",
     "Entry",
     "Fact",
     "Groups",
     "Measurement",
-    "Merge",
     "Prefill",
     "Range",
     "Run",

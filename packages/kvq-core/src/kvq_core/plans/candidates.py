@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvq_core.plans.choices import KINDS, Choice, Decode, Facts, Groups, Merge, Prefill, Write
+from kvq_core.plans.choices import KINDS, Choice, Combine, Decode, Facts, Groups, Prefill, Write
 from kvq_core.plans.table import Range, Where
 
 Axis = tuple[Mapping[str, Any], ...]
@@ -30,28 +30,28 @@ _MERGING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
 _TILES: Final = (32, 64, 128)
 # A warp has 8 rows or 16. Beside them, what else writes well.
 _FRAGMENTS = _axis(
-    "rows", "warps", "fragments", of=((8, 1, 0), (16, 1, 0), *((rows * warps, warps, 1) for rows in (8, 16) for warps in (1, 2, 4)))
+    "rows", "warps", "store_mma", of=((8, 1, 0), (16, 1, 0), *((rows * warps, warps, 1) for rows in (8, 16) for warps in (1, 2, 4)))
 )
 # Without groups, registers are nobody's.
 _GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192)))
 # One group, with as many registers as two programs leave it, or three.
 _DRAFTS = _axis("groups", "registers", of=((0, 184), (1, 168), (1, 248)))
 # Five stages are a second buffer of tiles, which only the loop without masks leaves registers for.
-_BUFFERS = _axis("stages", "parts", of=((2, 1), (5, 2)))
+_BUFFERS = _axis("stages", "loops", of=((2, 1), (5, 2)))
 _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
     Decode: (_axis("keys", of=(16, *_TILES)), _RESIDENCY, _BUFFERS),
     Prefill: (_axis("rows", of=_TILES), _axis("keys", of=_TILES), _axis("warps", of=(4, 8)), _axis("stages", of=(2, 3))),
     Groups: (_GROUPS,),
     Write: (_axis("rows", of=(4, 8, 16, 32, 64)), _axis("warps", of=(1, 2, 4))),
-    Merge: (_MERGING, _axis("pieces", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
+    Combine: (_MERGING, _axis("splits", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
 }
 """Every combination of these is tried, with the other fields as they are."""
 _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
-    Decode: (_axis("least_share", of=(32, 64, 128, 256)), _axis("parts", of=(1, 2)), _axis("stages", of=(7,))),
+    Decode: (_axis("min_keys", of=(32, 64, 128, 256)), _axis("loops", of=(1, 2)), _axis("stages", of=(7,))),
     Prefill: (_axis("stages", of=(1, 4)), _axis("registers", of=(None, 128, 168))),
     Groups: (),
     Write: (),
-    Merge: (_axis("slices", of=(1, 2, 4, 8)),),
+    Combine: (_axis("slices", of=(1, 2, 4, 8)),),
 }
 """These are tried one at a time, with all other fields as they are."""
 
@@ -65,7 +65,7 @@ _BOUNDS: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
     "prefill": {"width": (64, 128, 256, 512)},
     "groups": {"width": (64, 128, 256, 512), "rows": (16, 64, 255)},
     "write": {"width": (64, 128, 256, 512), "rows": (64, 1024, 2048, 8191, 16383, 49151)},
-    "merge": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 64), "pieces": (1, 32, 64)},
+    "combine": {"width": (64, 128, 256, 512), "rows_per_sm": (4, 16, 64), "splits": (1, 32, 64)},
 }
 """Where a class ends and the next begins, each bound the last of its class. Other facts are a class for each value."""
 
@@ -75,7 +75,7 @@ def candidates(present: Choice, *, quick: bool = False) -> list[Choice]:
     crossed, alone = _CROSSED[type(present)], _ALONE[type(present)]
     if isinstance(present, Groups) and present.groups == 1:
         crossed, alone = (_DRAFTS,), (_axis("stages", of=(3, 4, 5)),)
-    if isinstance(present, Write) and present.fragments:
+    if isinstance(present, Write) and present.store_mma:
         crossed = (_FRAGMENTS,)
     found = {present: None}
     if not quick:

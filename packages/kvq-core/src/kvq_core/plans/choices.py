@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final
 
 FORMAT_FACTS: Final[Mapping[str, type]] = MappingProxyType(
     {
-        "variant": str,  # a mode's own name for its kernel, where its streams do not tell it from others: int8, fp8, fp8_per_tensor
-        "streams": int,  # channels that share a lane: 8 of int2, 4 of int4, 2 of int8 and fp8, 1 of unpacked rows
+        "variant": str,  # a mode's own name for its kernel, where its ways do not tell it from others: int8, fp8, fp8_per_tensor
+        "ways": int,  # channels that share a lane: 8 of int2, 4 of int4, 2 of int8 and fp8, 1 of unpacked rows
         "width": int,  # channels of a head, K's or V's, padded to a power of two
     }
 )
@@ -77,8 +77,8 @@ class Decode(Choice):
 
     ``stages``: Triton's, for which block ids are a level of loads: 2 to 4 keep one buffer of tiles, 5 two, 7 three.
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
-    ``least_share``: keys that a program of a split takes at least, and below which nothing is split.
-    ``parts``: of a tile of single tokens; 2: a loop without masks takes the tiles of which every key counts, a second one the rest.
+    ``min_keys``: keys that a program of a split takes at least, and below which nothing is split.
+    ``loops``: of a tile of single tokens; 2: a loop without masks takes the tiles of which every key counts, a second one the rest.
     """
 
     kind = "decode"
@@ -97,8 +97,8 @@ class Decode(Choice):
     stages: int = _value(_STAGES)
     programs_per_sm: int = _value(_whole(1, 32))
     registers: int | None = _value(_REGISTERS)
-    least_share: int = _value(_whole(32, 8192))
-    parts: int = _value(_whole(1, 2))
+    min_keys: int = _value(_whole(32, 8192))
+    loops: int = _value(_whole(1, 2))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Prefill(Choice):
 
 @dataclass(frozen=True)
 class Groups(Choice):
-    """Whether warp groups take a call's query rows (:mod:`kvq_core.kernels.warpgroups`), where they can: then no tile is looked up.
+    """Whether warp groups take a call's query rows (:mod:`kvq_core.kernels.sm90`), where they can: then no tile is looked up.
 
     ``groups`` that multiply: 0; 1, which loads and unpacks as well, for a few rows and split keys; or 2 beside one that unpacks, for many.
     ``registers``: of each of their threads. ``stages``: tiles in shared memory, of which one group loads two ahead of the one in work.
@@ -145,8 +145,8 @@ class Groups(Choice):
 class Write(Choice):
     """``rows`` (token, head) rows of a write program.
 
-    ``fragments``: 1 for the mode's kernel that rotates them in the tensor cores' own layout (:mod:`kvq_core.kernels.fragments`), if it can
-    take them.
+    ``store_mma``: 1 for the mode's kernel that rotates them in the tensor cores' own layout (:mod:`kvq_core.kernels.sm90.store_mma`), if
+    it can take them.
     """
 
     kind = "write"
@@ -154,41 +154,41 @@ class Write(Choice):
         {
             **FORMAT_FACTS,
             "rows": int,  # of the call: tokens x kv heads
-            "fragments": bool,  # whether such a kernel can take them
+            "store_mma": bool,  # whether such a kernel can take them
         }
     )
 
     rows: int = _value(_power_of_two(4, 128))
     warps: int = _value(_WARPS)
-    fragments: int = _value(_whole(0, 1))
+    store_mma: int = _value(_whole(0, 1))
 
     def need(self) -> str:
         # A product has 16 rows, and half of them are other channels of the same.
-        return "8 or 16 rows a warp with fragments 1" if self.fragments and self.rows not in (8 * self.warps, 16 * self.warps) else ""
+        return "8 or 16 rows a warp with fragments 1" if self.store_mma and self.rows not in (8 * self.warps, 16 * self.warps) else ""
 
 
 @dataclass(frozen=True)
-class Merge(Choice):
-    """Eight rows together up to ``few`` pieces; of more, ``pieces`` of a row are loaded together, by a program for ``blocks`` such rows.
+class Combine(Choice):
+    """Eight rows together up to ``few`` splits; of more, ``splits`` of a row are loaded together, by a program for ``blocks`` such rows.
 
     ``slices`` programs share a row's channels, or fewer where they cannot.
     """
 
-    kind = "merge"
+    kind = "combine"
     facts = MappingProxyType(
         {
             **FORMAT_FACTS,
-            "rows_per_sm": int,  # rows to merge for each multiprocessor, rounded up
-            "pieces": int,  # that a row can be in, on average, rounded up to a power of two
+            "rows_per_sm": int,  # rows to combine for each multiprocessor, rounded up
+            "splits": int,  # that a row can be in, on average, rounded up to a power of two
         }
     )
 
     few: int = _value(_whole(1, 64))
-    pieces: int = _value(_power_of_two(16, 512))
+    splits: int = _value(_power_of_two(16, 512))
     blocks: int = _value(_power_of_two(1, 128))
     slices: int = _value(_power_of_two(1, 8))
     warps: int = _value(_WARPS)
 
 
-KINDS: Final[Mapping[str, type[Choice]]] = MappingProxyType({kind.kind: kind for kind in (Decode, Prefill, Groups, Write, Merge)})
+KINDS: Final[Mapping[str, type[Choice]]] = MappingProxyType({kind.kind: kind for kind in (Decode, Prefill, Groups, Write, Combine)})
 """The choices by their names in tables."""

@@ -5,8 +5,8 @@ A file is JSON::
     {"format": 1, "arch": "sm_90",
      "runs": {"92ed51f": {"gpu": "NVIDIA H200", "triton": "3.6.0", "commit": "92ed51f", "date": "2026-11-21"}},
      "decode": [
-      {"where": {"streams": 4, "width": {"max": 128}, "rows": {"max": 16}},
-       "choice": {"keys": 64, "warps": 1, "stages": 2, "programs_per_sm": 12, "registers": 168, "least_share": 128, "parts": 1},
+      {"where": {"ways": 4, "width": {"max": 128}, "rows": {"max": 16}},
+       "choice": {"keys": 64, "warps": 1, "stages": 2, "programs_per_sm": 12, "registers": 168, "min_keys": 128, "loops": 1},
        "measured": [
         {"run": "92ed51f", "mode": "int4_per_token_head", "setting": "A", "us": 167.9,
          "alternatives": [{"choice": {"registers": null, "programs_per_sm": 8}, "us": 189}]}]}]}

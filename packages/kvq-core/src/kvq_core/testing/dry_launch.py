@@ -109,6 +109,6 @@ def launching_for(name: str) -> Iterator[DryDriver]:
         replace(driver, "_active", dry)
         replace(JITFunction, "_do_compile", choose)
         replace(ops, "kernels_run_on", lambda device: True)
-        replace(ops, "launches_repeat_on", lambda device: not debug.enabled())
+        replace(ops, "replays_on", lambda device: not debug.enabled())
         replace(launch, "device_facts", lambda tensors: device.facts)
         yield dry

@@ -26,16 +26,16 @@ def noted_constants() -> Iterator[list[dict[str, Any]]]:
 @contextmanager
 def _told(listen: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
     """``listen`` is told each launch's kernel and options, before it."""
-    from kvq_core.launched import Launched  # imports triton
+    from kvq_core.replay import LaunchRecord  # imports triton
 
-    start = Launched.start
+    start = LaunchRecord.start
 
-    def telling(self: Launched, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    def telling(self: LaunchRecord, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         listen(kernel, options)
         start(self, kernel, grid, *arguments, **options)
 
-    Launched.start = telling  # type: ignore[method-assign]
+    LaunchRecord.start = telling  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Launched.start = start  # type: ignore[method-assign]
+        LaunchRecord.start = start  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ QUERIES: Final = ((4, 1, 4), (4, 4, 4), (4, 8, 4), (4, 16, 4), (4, 32, 4), (4, 6
 that warp groups may take them; groups that alone are 32 and 64 rows, where tokens would be spread over tiles; many short sequences."""
 LONGEST: Final = (512, 2048, 1 << 17, 1 << 19, 1 << 24)
 """What a call says of its longest sequence: one short one, little to read, two middling figures, and more than any table asks for."""
-COMPILED: Final = ("rows", "keys", "warps", "groups", "stages", "registers", "parts")
+COMPILED: Final = ("rows", "keys", "warps", "groups", "stages", "registers", "loops")
 """Fields of a choice that a kernel is compiled for."""
 
 
@@ -53,7 +53,7 @@ class Problem:
         # A table without entries: what was planned before is asked for again.
         with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as asked:
             self.read()
-        chosen = [choose(device.arch, KINDS[kind], facts) for kind, facts in asked if kind != "merge"]
+        chosen = [choose(device.arch, KINDS[kind], facts) for kind, facts in asked if kind != "combine"]
         # A tile is looked up where no warp groups are wanted.
         return [tile for tile in chosen if not isinstance(tile, Groups) or tile.groups]
 

@@ -1,0 +1,335 @@
+"""The key tiles of a work tile: which need masks, where their keys lie in the pages, and their bytes."""
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import KeyTile, Tiles
+
+BLOCKS = tl.constexpr(128)  # block ids looked at together
+
+
+@triton.jit
+def seen_tiles(work, scoring, C: tl.constexpr):
+    """(first, end) of a work tile's key tiles that all rows see whole."""
+    first = work.start // C.keys
+    end = tl.cdiv(work.stop, C.keys)
+    if C.loops > 1:
+        last = end
+        position = work.context_len + work.row_start
+        if scoring.window_left is not None:
+            seen_by_all = tl.maximum(position + work.num_rows - 1 - scoring.window_left, 0)
+            first = tl.minimum(tl.maximum(tl.cdiv(seen_by_all, C.keys), first), last)
+        end = tl.minimum(position + 1, work.stop) // C.keys
+        end = tl.maximum(tl.minimum(end, last), first)
+    return first, end
+
+
+@triton.jit
+def first_blocks(seen, work, batch, table_stride, C: tl.constexpr):
+    """The first BLOCKS of the block ids of these tiles, loaded while queries are on their way, for :func:`unmasked_tiles`.
+
+    In decode alone: kernels for many rows have no registers left to hold them.
+    """
+    ids = 0
+    if C.loops > 1 and C.decode:
+        first, end = seen
+        ids = load_entries(first * C.keys // C.block_size, tl.cdiv(end * C.keys, C.block_size), work, batch, table_stride)
+    return ids
+
+
+@triton.jit
+def unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C: tl.constexpr):
+    """(first, end) of those tiles if their blocks all exist. Found once a work tile, and only where there are unmasked iterations."""
+    first, end = seen
+    if C.loops > 1:
+        end = tl.where(blocks_exist(first * C.keys, end * C.keys, ids, work, batch, table_stride, num_blocks, C), end, first)
+    return first, end
+
+
+@triton.jit
+def tiles_of(work, unmasked, LOOP: tl.constexpr, C: tl.constexpr):
+    """The key tiles of one of the loops.
+
+    Loop 0 of two: the unmasked iterations, :func:`unmasked_tiles`. Loop 1: the masked ones. A single loop has all tiles, masked.
+    """
+    begin, end = unmasked
+    if LOOP == 0:
+        tiles = Tiles(begin, end, end, 0)
+    else:
+        tiles = Tiles(work.start // C.keys, tl.cdiv(work.stop, C.keys) - (end - begin), begin, end - begin)
+    return tiles
+
+
+@triton.jit
+def blocks_exist(start, stop, ids, work, batch, table_stride, num_blocks, C: tl.constexpr):
+    """Whether every block of the keys ``start`` to ``stop`` is one of the cache's. ``ids``: see :func:`first_blocks`."""
+    last = tl.cdiv(stop, C.block_size)
+    base = start // C.block_size
+    missing = tl.zeros([BLOCKS], tl.int32)
+    if C.decode:
+        missing = (~block_exists(ids, num_blocks)).to(tl.int32)
+        base += BLOCKS
+    for entry in range(base, last, BLOCKS):
+        missing |= (~block_exists(load_entries(entry, last, work, batch, table_stride), num_blocks)).to(tl.int32)
+    return tl.max(missing) == 0
+
+
+@triton.jit
+def load_entries(first, last, work, batch, table_stride):
+    """BLOCKS block ids of a sequence's, from entry ``first`` on; 0 from entry ``last`` on."""
+    table = batch.block_table + work.seq.to(tl.int64) * table_stride
+    entries = first + tl.arange(0, BLOCKS)
+    return tl.load(table + entries, mask=entries < last, other=0)
+
+
+@triton.jit
+def block_exists(block, num_blocks):
+    # The unsigned view catches negative ids too.
+    return block.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, LOOP: tl.constexpr, C: tl.constexpr):
+    """Where the keys of a tile lie in the pages."""
+    if LOOP > 0:
+        number = tl.where(number < tiles.gap_at, number, number + tiles.gap)
+    position = number * C.keys + tl.arange(0, C.keys)
+    CHECKED: tl.constexpr = LOOP == C.loops - 1
+    # Ids are copied to shared memory, a word for each thread: of one word to many places, with bank conflicts (docs/performance.md).
+    TOGETHER: tl.constexpr = 1 if CHECKED else C.keys_an_id
+    COUNT: tl.constexpr = C.keys // TOGETHER
+    if CHECKED:
+        valid = position < work.stop
+        there = valid
+    else:
+        valid = tl.full([C.keys], True, tl.int1)
+        there = tl.full([COUNT], True, tl.int1)
+    table = batch.block_table + work.seq.to(tl.int64) * table_stride
+    if C.decode:
+        entry, slot = entries_of(number, tl.arange(0, COUNT) * TOGETHER, C.keys, C.block_size)
+    else:
+        # Of many rows, whose tiles have more to do, this is the shorter code (compiled for sm_100).
+        entry, slot = position // C.block_size, position % C.block_size
+    block = load_blocks(table + entry, there, C.small_vectors)
+    if CHECKED:
+        valid = valid & block_exists(block, num_blocks)
+        if scoring.window_left is not None:
+            # Keys that not even the first row sees: their blocks may be an engine's null block by now, with anything in it.
+            first = work.context_len + work.row_start
+            near = first - position <= scoring.window_left
+            if scoring.ranges is not None:
+                near = near | in_ranges(position, first, work, scoring)
+            valid = valid & near
+        block = tl.where(valid, block, 0)
+    row_block, row_slot = block, slot
+    if C.fold > 1:
+        row_block, row_slot = lane_row_places(number, work, batch, table_stride, num_blocks, CHECKED, C)
+    elif TOGETHER > 1:
+        row_block = tl.reshape(tl.broadcast_to(block[:, None], [COUNT, TOGETHER]), [C.keys])
+        _, row_slot = entries_of(number, tl.arange(0, C.keys), C.keys, C.block_size)
+    return KeyTile(position, block, slot, valid, row_block, row_slot)
+
+
+@triton.jit
+def entries_of(number, i, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """(entry in the block table, place in the block) of the places ``i`` of a tile of COUNT, of which a block has SIZE.
+
+    What is divided has no tile's number in it, where possible: a division of what might be negative is five instructions, each time.
+    """
+    if COUNT % SIZE == 0:
+        entry, place = number * (COUNT // SIZE) + i // SIZE, i % SIZE
+    elif SIZE % COUNT == 0:
+        TILES: tl.constexpr = SIZE // COUNT
+        entry, place = number // TILES + i * 0, number % TILES * COUNT + i
+    else:
+        entry, place = (number * COUNT + i) // SIZE, (number * COUNT + i) % SIZE
+    return entry, place
+
+
+@triton.jit
+def load_blocks(entry, valid, FEW: tl.constexpr):
+    """Block ids from a table, -1 for invalid keys. FEW: see C.small_vectors."""
+    if FEW:
+        twice = (tl.arange(0, 2) * 0)[None, :]
+        block, _ = tl.split(tl.load(entry[:, None] + twice, mask=valid[:, None] & (twice == 0), other=-1))
+    else:
+        block = tl.load(entry, mask=valid, other=-1)
+    return block
+
+
+@triton.jit
+def lane_row_places(number, work, batch, table_stride, num_blocks, CHECKED: tl.constexpr, C: tl.constexpr):
+    """(block, which row of it) of each row of lanes of a tile, whose keys lie in one block. Bytes of some block where there is none."""
+    LANE_ROWS: tl.constexpr = C.lane_rows
+    ROWS_A_BLOCK: tl.constexpr = C.block_size // C.fold
+    if CHECKED:
+        valid = (number * LANE_ROWS + tl.arange(0, LANE_ROWS)) * C.fold < work.stop
+    else:
+        valid = tl.full([LANE_ROWS], True, tl.int1)
+    table = batch.block_table + work.seq.to(tl.int64) * table_stride
+    entry, place = entries_of(number, tl.arange(0, LANE_ROWS), LANE_ROWS, ROWS_A_BLOCK)
+    block = load_blocks(table + entry, valid, tl.constexpr(LANE_ROWS < C.warps * 32))
+    if CHECKED:
+        block = tl.where(block_exists(block, num_blocks), block, 0)
+    return block, place
+
+
+@triton.jit
+def in_ranges(position, first, work, scoring):
+    """Which keys lie in a range that one of the work tile's rows, at ``first`` and after it, lies in."""
+    inside = position < 0
+    for r in range(scoring.num_ranges):
+        start = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2)
+        end = tl.load(scoring.ranges + (work.seq * scoring.num_ranges + r) * 2 + 1)
+        touched = (start < end) & (start < first + work.num_rows) & (end >= first)
+        # Not "inside | ...": the interpreter of Triton 3.9 takes a scalar mask, spread over keys, for a vector of int32.
+        inside = tl.where(touched & (position >= start) & (position <= end), True, inside)
+    return inside
+
+
+@triton.jit
+def page_offset(block, slot, block_stride, slot_stride, C: tl.constexpr):
+    """Where keys lie in a plane: 32-bit where the planes allow it, since a 64-bit product costs five instructions instead of one."""
+    if C.wide_planes:
+        block = block.to(tl.int64)
+    if C.wide_pages:
+        slot = slot.to(tl.int64)
+    return block * block_stride + slot * slot_stride
+
+
+@triton.jit
+def places(keys, values, tile, C: tl.constexpr):
+    """Offsets of a tile's codes in both planes; computed once where the planes have the same strides."""
+    k = row_offset(tile, keys, C)
+    if C.same_strides:
+        v = k
+    else:
+        v = row_offset(tile, values, C)
+    return k, v
+
+
+@triton.jit
+def row_offset(tile, plane, C: tl.constexpr):
+    """Where a tile's rows of codes start."""
+    LANES: tl.constexpr = C.row_bytes // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
+    # Of a stride Triton sees only whether 16 divides it: rows of 48 bytes, say, would be loaded lane by lane. Hints get lost on the way.
+    return page_offset(tile.row_block, tile.row_slot, plane.block_stride // LANES, plane.slot_stride * C.fold // LANES, C) * LANES
+
+
+@triton.jit
+def load_lanes(
+    plane, tile, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr = False, CLEAR: tl.constexpr = False,
+    FIRST: tl.constexpr = 0, COUNT: tl.constexpr = 0,
+):  # fmt: skip
+    """COUNT lanes (0: all) of a tile's rows, from lane FIRST on, [KEYS // FOLD, COUNT], or transposed if TRANSPOSED.
+
+    Invalid keys read some existing block's bytes, or 0 with CLEAR: modes whose codes can be NaN need that, since 0 * NaN is NaN.
+    """
+    WIDTH: tl.constexpr = COUNT if COUNT > 0 else HEADS.width
+    LANES: tl.constexpr = C.fold * HEADS.lanes
+    lane = FIRST + tl.arange(0, WIDTH)
+    ROW_BYTES: tl.constexpr = C.row_bytes
+    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_BYTES)
+    inside = lane < LANES
+    if TRANSPOSED:
+        at = base + place[None, :] + lane[:, None]
+        inside = inside[:, None]
+    else:
+        at = base + place[:, None] + lane[None, :]
+        inside = inside[None, :]
+    if CLEAR:
+        lanes = tl.load(at, mask=valid_lanes(tile, lane, TRANSPOSED, HEADS, C) & inside, other=0)
+    elif FIRST + WIDTH > LANES:
+        lanes = tl.load(at, mask=inside, other=0)
+    else:
+        lanes = tl.load(at)
+    return lanes
+
+
+@triton.jit
+def valid_lanes(tile, lane, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
+    """Mask of the lanes of valid keys, for rows of lanes or, TRANSPOSED, columns."""
+    if C.fold > 1:
+        first, second = tl.split(tl.reshape(tile.valid, [C.lane_rows, 2]))
+        if TRANSPOSED:
+            valid = tl.where(lane[:, None] < HEADS.lanes, first[None, :], second[None, :])
+        else:
+            valid = tl.where(lane[None, :] < HEADS.lanes, first[:, None], second[:, None])
+    elif TRANSPOSED:
+        valid = tile.valid[None, :]
+    else:
+        valid = tile.valid[:, None]
+    return valid
+
+
+@triton.jit
+def load_side_bytes(
+    plane, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """The bytes beside COUNT lanes of a tile's rows, from lane FIRST on, uint8 in the shape of :func:`load_lanes`.
+
+    Of invalid keys some existing block's."""
+    lane = FIRST + tl.arange(0, COUNT)
+    ALIGNMENT: tl.constexpr = C.side_alignment
+    base = (plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes).to(tl.pointer_type(tl.uint8), bitcast=True)
+    base = tl.multiple_of(base, ALIGNMENT)
+    if TRANSPOSED:
+        at = base + place[None, :] * 2 + lane[:, None]
+        inside = (lane < HEADS.lanes)[:, None]
+    else:
+        at = base + place[:, None] * 2 + lane[None, :]
+        inside = (lane < HEADS.lanes)[None, :]
+    if FIRST + COUNT > HEADS.lanes:
+        side = tl.load(at, mask=inside, other=0)
+    else:
+        side = tl.load(at)
+    return side
+
+
+@triton.jit
+def load_chunks(
+    plane, tile, place, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr,
+    CLEAR: tl.constexpr,
+):  # fmt: skip
+    """The codes of a tile in the chunks that its rows are multiplied in, a tuple of what :func:`load_lanes` gives.
+
+    SIDE: of pairs, with :func:`load_side_bytes`."""
+    result = ()
+    for i in tl.static_range(len(ROW.chunks)):
+        chunk = load_lanes(plane, tile, place, kv_head, HEADS, C, TRANSPOSED, CLEAR, ROW.chunk_starts[i], ROW.chunks[i])
+        if SIDE:
+            chunk = (chunk, load_side_bytes(plane, place, kv_head, HEADS, C, TRANSPOSED, ROW.chunk_starts[i], ROW.chunks[i]))
+        result = result + (chunk,)
+    return result
+
+
+@triton.jit
+def load_scales(keys, values, tile, kv_head, C: tl.constexpr):
+    """The scales of a tile's keys and values, [KEYS] float32 each; for invalid keys -1 and 0.
+
+    No scale is negative, so that the sign says which scores to hide: masks in the layout of the scores would load the block table again.
+    """
+    k_offset = page_offset(tile.block, tile.slot, keys.scale_block_stride, keys.scale_slot_stride, C)
+    if C.same_strides:
+        v_offset = k_offset
+    else:
+        v_offset = page_offset(tile.block, tile.slot, values.scale_block_stride, values.scale_slot_stride, C)
+    head = kv_head.to(tl.int64)
+    k_at = head * keys.scale_head_stride + k_offset
+    v_at = head * values.scale_head_stride + v_offset
+    if tile.block.shape[0] != C.keys:
+        neighbour = tl.arange(0, C.keys_an_id)[None, :]
+        if C.wide_pages:
+            neighbour = neighbour.to(tl.int64)
+        k = tl.reshape(tl.load(keys.scales + (k_at[:, None] + neighbour * keys.scale_slot_stride)), [C.keys])
+        v = tl.reshape(tl.load(values.scales + (v_at[:, None] + neighbour * values.scale_slot_stride)), [C.keys])
+    elif C.small_vectors:
+        # Both from one base: Triton's AMD backend (3.7) cannot select pointers.
+        is_key = (tl.arange(0, 2) == 0)[None, :]
+        between = (values.scales.to(tl.int64) - keys.scales.to(tl.int64)) // 4
+        at = tl.where(is_key, k_at[:, None], v_at[:, None] + between)
+        k, v = tl.split(tl.load(keys.scales + at, mask=tile.valid[:, None], other=tl.where(is_key, -1.0, 0.0)))
+    else:
+        k = tl.load(keys.scales + k_at, mask=tile.valid, other=-1.0)
+        v = tl.load(values.scales + v_at, mask=tile.valid, other=0.0)
+    return k, v

@@ -1,0 +1,94 @@
+"""Who holds what, where: register and shared-memory layouts, and the bundles that the groups are given.
+
+Bundles are flat, and hold no None: another pointer stands for one that is missing (Triton 3.6 cannot put a None into a tuple).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+
+HALF = gl.constexpr(64)
+"""Query rows of a multiplying group."""
+GROUPS = gl.constexpr(2)
+"""Multiplying groups."""
+WARPS = gl.constexpr(4)
+"""Of every group."""
+
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+"""Results of ``wgmma``: a row's columns lie in four threads of one warp."""
+ROWS = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
+"""The left operand in registers: what PRODUCT holds, rounded, in the same threads."""
+QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+"""Rows as they come from memory, 16 bytes a thread."""
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+"""OPERAND's bytes, two values a word."""
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+class Codes(NamedTuple):
+    """K or V of one kv head in the cache. Strides as in :class:`~kvq_core.kernels.args.Plane`."""
+
+    codes: Any
+    scales: Any
+    block_stride: Any
+    slot_stride: Any
+    scale_block_stride: Any
+    scale_slot_stride: Any
+
+
+class Span(NamedTuple):
+    """Which keys: those before ``stop``, in ``last`` tiles, of which the first ``whole`` lie where all rows see them."""
+
+    table: Any
+    num_blocks: Any
+    whole: Any
+    last: Any
+    stop: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory for ``stages`` tiles: operands, what goes with each key, and barriers that say which are full and which free.
+
+    ``k_scales``, ``v_scales`` [KEYS] float32: the values' relative to the largest so far, which is in all of ``v_largest`` [HALF].
+    ``places`` [KEYS] int32: each key's position, beyond all others if it is not to be seen.
+    """
+
+    k: Any
+    v: Any
+    k_scales: Any
+    v_scales: Any
+    v_largest: Any
+    places: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+
+
+class QueryTile(NamedTuple):
+    """Which query rows, where they are and go, and the tiles in shared memory that they take."""
+
+    queries: Any
+    token_stride: Any
+    head_stride: Any
+    factor: Any
+    output: Any
+    out_token_stride: Any
+    out_head_stride: Any
+    lse: Any
+    sinks: Any
+    score_unit: Any
+    value_unit: Any
+    row_start: Any
+    num_rows: Any
+    first_token: Any
+    context_len: Any
+    kv_head: Any
+    tile: Any
+    matrix: Any
+    ready: Any

@@ -1,0 +1,110 @@
+"""A multiplying group: its query rows against tile after tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kvq_core.kernels.args import LN2 as _LN2
+from kvq_core.kernels.args import LOG2E as _LOG2E
+from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
+from kvq_core.kernels.sm90.queries import load_queries, rows_of, store_output
+from kvq_core.kernels.sm90.scheduler import all_exist
+
+LOG2E = gl.constexpr(_LOG2E.value)
+LN2 = gl.constexpr(_LN2.value)
+
+
+@gluon.jit
+def multiply_tiles(
+    GROUP: gl.constexpr, work, span, shared,
+    SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ADJACENT: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
+    D: gl.constexpr = C.head_size
+    left = load_queries(work, GROUP, BALANCED, ADJACENT, C)
+    token, head, position, valid = rows_of(work, GROUP, ROWS, C)
+    acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
+    top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+    total = gl.zeros([HALF], gl.float32, ROWS)
+    largest = gl.full([HALF], 1e-30, gl.float32, ROWS)
+    whole = gl.where(all_exist(0, span.whole * C.keys, span, C), span.whole, 0)
+    query = work.tile.index(GROUP)
+    for n in range(0, whole):
+        acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, False, C)
+    for n in range(whole, span.last):
+        acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, True, C)
+    scale, top, total = take_sink(top, total, left, head, valid, work, SINKS)
+    if LSE:
+        at = token.to(gl.int64) * (gl.num_programs(1) * C.group) + head
+        gl.store(work.lse + at, (top + gl.log2(total)) * LN2, mask=valid)
+    scale = scale * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
+    if SCALED:
+        scale = scale * largest
+    store_output(acc * scale[:, None], work, GROUP, ADJACENT, C)
+
+
+@gluon.jit
+def multiply(
+    n, acc, top, total, largest, left, position, query, shared,
+    SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
+    KEYS: gl.constexpr = C.keys
+    at = n % C.stages
+    full = (n // C.stages) & 1
+    mbarrier.wait(shared.k_full.index(at), full)
+    nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
+    s = warpgroup_mma(query, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if SCALED:
+        k_scale = shared.k_scales.index(at).load(COLUMNS)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if not EDGE:
+        mbarrier.arrive(shared.k_free.index(at), count=1)
+    if SCALED:
+        # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
+        s = gl.fma(s, nothing + k_scale[None, :], nothing)
+    if EDGE:
+        place = shared.places.index(at).load(COLUMNS)
+        mbarrier.arrive(shared.k_free.index(at), count=1)
+        s = gl.where(place[None, :] <= position[:, None], s, float("-inf"))
+    new = gl.maximum(top, gl.max(s, 1))
+    safe = gl.where(new == float("-inf"), 0.0, new)
+    if C.format.key.packed:
+        # A power of two: both products are exact, and the largest score is 0 away from itself, merged or not.
+        p = gl.exp2(gl.fma(s, nothing + left[:, None], nothing - (safe * left)[:, None]))
+    else:
+        p = gl.exp2((s - safe[:, None]) * left[:, None])
+    alpha = gl.exp2((top - safe) * left)
+    total = total * alpha + gl.sum(p, 1)
+    mbarrier.wait(shared.v_full.index(at), full)
+    if SCALED:
+        grown = shared.v_largest.index(at).load(ROWS)
+        p = p * shared.v_scales.index(at).load(COLUMNS)[None, :]
+        alpha = alpha * (largest / grown)
+        largest = grown
+    elif C.format.key.packed:
+        p = p * 256.0
+    weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
+    acc = warpgroup_mma(weights, shared.v.index(at), acc * alpha[:, None], is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(shared.v_free.index(at), count=1)
+    return acc, new, total, largest
+
+
+@gluon.jit
+def take_sink(top, total, left, head, valid, work, SINKS: gl.constexpr):
+    """(factor for the accumulator, maximum in log2 units, sum of weights) with exp(sink) in the sum."""
+    factor = gl.full_like(total, 1.0)
+    zero = gl.zeros_like(total)
+    # Products rounded before the difference, as in softmax.add_sink.
+    top = gl.fma(top, left, zero)
+    if SINKS:
+        sink = gl.load(work.sinks + head, mask=valid, other=float("-inf")).to(gl.float32)
+        sink = gl.fma(sink, gl.full_like(total, LOG2E), zero)
+        new = gl.maximum(top, sink)
+        safe = gl.where(new == float("-inf"), 0.0, new)
+        factor = gl.exp2(top - safe)
+        total = total * factor + gl.exp2(sink - safe)
+        top = new
+    return factor, top, total

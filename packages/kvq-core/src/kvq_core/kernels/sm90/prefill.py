@@ -1,0 +1,149 @@
+"""The kernel around the groups: finds a program's work, lays out its shared memory, and sends the groups off."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kvq_core.kernels.sm90.layouts import GROUPS, HALF, OPERAND, PLAIN, WARPS, Buffers, Codes, QueryTile, Span
+from kvq_core.kernels.sm90.mma import LOG2E, multiply_tiles
+from kvq_core.kernels.sm90.scheduler import find_work
+from kvq_core.kernels.sm90.unpack import fill_tiles
+
+
+@gluon.jit
+def as_stored(word):
+    """A scale word that is the scale."""
+    return word
+
+
+@gluon.jit
+def attend_in_groups(
+    queries,
+    keys,
+    values,
+    output,
+    batch,
+    scoring,
+    num_seqs,
+    table_stride,
+    table_width,
+    num_blocks,
+    key_operand_scale,
+    value_operand_scale,
+    SCALED: gl.constexpr,
+    KEY_PRESCALE: gl.constexpr,
+    FINITE: gl.constexpr,
+    ADJACENT: gl.constexpr,
+    UNPACK: gl.constexpr,
+    SCALE_OF: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Causal attention of one row block and kv head; arguments as those of the portable kernels (args.py), and what a mode brings:
+
+    ``key_operand_scale``, ``value_operand_scale``: what an operand of 1 stands for, beside its row's scale. SCALED: rows have scales,
+    SCALE_OF(word).
+    KEY_PRESCALE: keys' are taken times it, so that a score is finite whatever the scale. FINITE: operands are, whatever the codes.
+    UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
+    pairs. ADJACENT: see queries.py.
+    """
+    D: gl.constexpr = C.head_size
+    KEYS: gl.constexpr = C.keys
+    STAGES: gl.constexpr = C.stages
+    PACKED: gl.constexpr = C.format.key.packed
+    gl.static_assert(D == 128 and C.head_size_v == 128 and KEYS == 128 and C.rows == GROUPS * HALF, "heads of 128, tiles of 128 x 128")
+    gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
+    gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
+    gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
+    gl.static_assert(C.output == "" and C.split == "" and not C.shifted, "no fp8 output, no split, nothing that smoothed keys change")
+    kv_head = gl.program_id(1)
+    found, seq, row_start, num_rows, first_token, context_len, stop = find_work(gl.program_id(0), num_seqs, table_width, batch, C)
+    if found:
+        last = gl.cdiv(stop, KEYS)
+        whole = gl.maximum(gl.minimum(context_len + row_start + 1, stop), 0) // KEYS
+        span = Span(batch.block_table + seq.to(gl.int64) * table_stride, num_blocks, whole, last, stop)
+
+        dtype: gl.constexpr = gl.float16 if PACKED else queries.ptr.dtype.element_ty
+        k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], OPERAND)
+        v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], OPERAND)
+        q_tile = gl.allocate_shared_memory(dtype, [GROUPS, HALF, D], OPERAND)
+        matrix = q_tile
+        if C.format.key.rotated:
+            matrix = gl.allocate_shared_memory(gl.bfloat16, [D, D], OPERAND)
+        places = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS], PLAIN)
+        k_scales = places
+        v_scales = places
+        v_largest = places
+        if SCALED:
+            k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN)
+            v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN)
+            v_largest = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], PLAIN)
+        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for at in gl.static_range(STAGES):
+            mbarrier.init(k_full.index(at), count=1)
+            mbarrier.init(v_full.index(at), count=1)
+            mbarrier.init(k_free.index(at), count=GROUPS)
+            mbarrier.init(v_free.index(at), count=GROUPS)
+        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready, count=GROUPS)
+        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, places, k_full, v_full, k_free, v_free)
+
+        BALANCED: gl.constexpr = queries.factor is not None
+        SINKS: gl.constexpr = scoring.sinks is not None
+        LSE: gl.constexpr = output.lse is not None
+        lse = queries.ptr
+        if LSE:
+            lse = output.lse
+        factor = queries.ptr
+        if BALANCED:
+            factor = queries.factor
+        sinks = queries.ptr
+        if SINKS:
+            sinks = scoring.sinks
+        k_scale = queries.ptr
+        v_scale = queries.ptr
+        head = kv_head.to(gl.int64)
+        if SCALED:
+            k_scale = keys.scales + head * keys.scale_head_stride
+            v_scale = values.scales + head * values.scale_head_stride
+        # All strides of codes are multiples of 16 bytes; said in a way that the compiler sees.
+        k_codes = keys.codes + head * (keys.head_stride // 8) * 8
+        v_codes = values.codes + head * (values.head_stride // 8) * 8
+        k = Codes(k_codes, k_scale, keys.block_stride, keys.slot_stride, keys.scale_block_stride, keys.scale_slot_stride)
+        v = Codes(v_codes, v_scale, values.block_stride, values.slot_stride, values.scale_block_stride, values.scale_slot_stride)
+        score_unit = key_operand_scale * scoring.softmax_scale * LOG2E
+        value_unit = value_operand_scale * 1.0
+        if PACKED:
+            value_unit = value_operand_scale * (1.0 / 256.0)
+        work = QueryTile(
+            queries.ptr,
+            queries.token_stride,
+            queries.head_stride,
+            factor,
+            output.ptr,
+            output.token_stride,
+            output.head_stride,
+            lse,
+            sinks,
+            score_unit,
+            value_unit,
+            row_start,
+            num_rows,
+            first_token,
+            context_len,
+            kv_head,
+            q_tile,
+            matrix,
+            ready,
+        )
+        gl.warp_specialize(
+            [
+                (fill_tiles, (k, v, span, shared, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)),
+                (multiply_tiles, (0, work, span, shared, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+                (multiply_tiles, (1, work, span, shared, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+            ],
+            [WARPS, WARPS],
+            [C.registers, C.registers],
+        )

@@ -1,0 +1,168 @@
+"""The unpacking group: from pages in memory to operands in shared memory, a tile ahead of its own loads."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from kvq_core.kernels.sm90.layouts import HALF, PAIRS, QUERY, VECTOR
+
+UNSEEN = gl.constexpr(2**31 - 1)
+"""A position beyond every row's."""
+
+
+@gluon.jit
+def fill_tiles(
+    keys, values, span, shared,
+    SCALED: gl.constexpr, KEY_PRESCALE: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Tile after tile into the next free buffers."""
+    if not C.format.key.packed:
+        copy_tiles(keys, values, span, shared, C)
+    else:
+        unpack_tiles(keys, values, span, shared, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)
+
+
+@gluon.jit
+def unpack_tiles(
+    keys, values, span, shared,
+    SCALED: gl.constexpr, KEY_PRESCALE: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Tiles of packed rows. While one is unpacked, the next one's loads are on their way."""
+    KEYS: gl.constexpr = C.keys
+    WORDS: gl.constexpr = C.head_size // (2 * C.format.key.ways)
+    LAYOUT: gl.constexpr = word_layout(WORDS)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    k_word = gl.zeros([KEYS], gl.float32, VECTOR)
+    v_word = k_word
+    largest = gl.to_tensor(1e-30)
+    block, slot, seen, place = key_places(0, span, BY_ROW, C)
+    k = load_words(keys, block, slot, seen, True, WORDS, LAYOUT, C)
+    v = load_words(values, block, slot, seen, FINITE, WORDS, LAYOUT, C)
+    block, slot, seen, place = key_places(0, span, VECTOR, C)
+    if SCALED:
+        k_word = load_scales(keys, block, slot, seen)
+        v_word = load_scales(values, block, slot, seen)
+    for n in range(0, span.last):
+        at = n % C.stages
+        free = (n // C.stages) & 1 ^ 1
+        row_block, row_slot, row_seen, _ = key_places(n + 1, span, BY_ROW, C)
+        mbarrier.wait(shared.k_free.index(at), free)
+        shared.places.index(at).store(gl.where(seen, place, UNSEEN))
+        if SCALED:
+            shared.k_scales.index(at).store(SCALE_OF(k_word) * KEY_PRESCALE)
+        hand_over(k, gl.convert_layout(k_word, BY_ROW), shared.k.index(at), shared.k_full.index(at), UNPACK, C)
+        k = load_words(keys, row_block, row_slot, row_seen, True, WORDS, LAYOUT, C)
+        block, slot, seen, place = key_places(n + 1, span, VECTOR, C)
+        if SCALED:
+            k_word = load_scales(keys, block, slot, seen)
+        mbarrier.wait(shared.v_free.index(at), free)
+        if SCALED:
+            # float16 holds weights of at most 256, so scales are taken relative to the largest so far.
+            scale = SCALE_OF(v_word)
+            largest = gl.maximum(largest, gl.max(scale, 0))
+            shared.v_scales.index(at).store(scale * (256.0 / largest))
+            shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + largest)
+        hand_over(v, gl.convert_layout(v_word, BY_ROW), shared.v.index(at), shared.v_full.index(at), UNPACK, C)
+        v = load_words(values, row_block, row_slot, row_seen, FINITE, WORDS, LAYOUT, C)
+        if SCALED:
+            v_word = load_scales(values, block, slot, seen)
+
+
+@gluon.jit
+def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
+    """Packed rows [KEYS, n] as operands into ``tile``, which is then announced as full."""
+    KEYS: gl.constexpr = C.keys
+    WIDTH: gl.constexpr = C.head_size // 2
+    tile._reinterpret(gl.uint32, [KEYS, WIDTH], PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def copy_tiles(keys, values, span, shared, C: gl.constexpr):
+    """Tiles of unquantized rows, copied as they are. A tile is announced when the copies of the next one are on their way."""
+    for n in range(0, span.last):
+        at = n % C.stages
+        free = (n // C.stages) & 1 ^ 1
+        block, slot, seen, _ = key_places(n, span, gl.SliceLayout(1, QUERY), C)
+        _, _, key_seen, place = key_places(n, span, VECTOR, C)
+        mbarrier.wait(shared.k_free.index(at), free)
+        shared.places.index(at).store(gl.where(key_seen, place, UNSEEN))
+        copy_rows(shared.k.index(at), keys, block, slot, seen, C)
+        mbarrier.wait(shared.v_free.index(at), free)
+        copy_rows(shared.v.index(at), values, block, slot, seen, C)
+        if n > 0:
+            announce_copies(n - 1, 2, shared, C)
+    if span.last > 0:
+        announce_copies(span.last - 1, 0, shared, C)
+
+
+@gluon.jit
+def announce_copies(n, LATER: gl.constexpr, shared, C: gl.constexpr):
+    """Wait for tile n's copies, after which LATER were begun, and say that it is full."""
+    async_copy.wait_group(LATER)
+    fence_async_shared()
+    mbarrier.arrive(shared.k_full.index(n % C.stages), count=1)
+    mbarrier.arrive(shared.v_full.index(n % C.stages), count=1)
+
+
+@gluon.jit
+def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
+    """Begin to copy a tile's rows; those of unseen keys become 0, since 0 * NaN is NaN."""
+    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, QUERY))
+    at = plane.codes + (lane_row_places(block, slot, plane, C) * 8)[:, None] + channel[None, :]
+    async_copy.async_copy_global_to_shared(target, at, mask=seen[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def key_places(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """(block, slot, whether it is there to be seen, position) of a tile's keys, [KEYS]; unseen ones lie in some block that exists."""
+    position = number * C.keys + gl.arange(0, C.keys, LAYOUT)
+    inside = gl.maximum(gl.minimum(position, span.stop - 1), 0)
+    block = gl.load(span.table + inside // C.block_size, mask=inside < span.stop, other=-1)
+    exists = (block >= 0) & (block < span.num_blocks)
+    return gl.where(exists, block, 0), inside % C.block_size, exists & (position < span.stop), position
+
+
+@gluon.jit
+def lane_row_places(block, slot, plane, C: gl.constexpr):
+    """Where rows of codes start, in units of 16 bytes, so that the compiler sees that they start at multiples of them."""
+    if C.wide_planes:
+        block = block.to(gl.int64)
+        slot = slot.to(gl.int64)
+    return block * (plane.block_stride // 8) + slot * (plane.slot_stride // 8)
+
+
+@gluon.jit
+def load_words(plane, block, slot, seen, FINITE: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """A tile's packed rows, [KEYS, WORDS] of 32 bits. Unseen rows are 0 unless FINITE: a weight of 0 takes out all but NaN."""
+    base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    at = base + (lane_row_places(block, slot, plane, C) * 4)[:, None] + word[None, :]
+    if FINITE:
+        words = gl.load(at)
+    else:
+        words = gl.load(at, mask=seen[:, None], other=0)
+    return words
+
+
+@gluon.jit
+def load_scales(plane, block, slot, seen):
+    """A tile's scale words, [KEYS] float32; 0 for unseen keys."""
+    offset = block.to(gl.int64) * plane.scale_block_stride + slot.to(gl.int64) * plane.scale_slot_stride
+    return gl.load(plane.scales + offset, mask=seen, other=0.0)
+
+
+@gluon.constexpr_function
+def word_layout(words):
+    """How the group's threads hold packed rows [128, words]: four words each, of such rows that the eight threads whose 16-byte stores go
+    together meet eight different places of the operand's swizzle."""
+    lanes = {
+        32: [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
+        16: [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]],
+        8: [[0, 4], [2, 0], [4, 0], [1, 0], [8, 0]],
+    }[words]
+    rows = [[row, 0] for row in (1, 2, 4, 8, 16, 32, 64) if [row, 0] not in lanes]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *rows[2:]], lanes, rows[:2], [], [128, words])

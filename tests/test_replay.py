@@ -1,0 +1,120 @@
+"""Calls that repeat earlier launches: never with other launches than their own, always with their own tensors, and only so many."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvq_core import get_backend, list_backends, ops
+from kvq_core.replay_cache import ReplayCache, facts_of
+from kvq_core.testing import places, scene
+from kvq_core.testing.cases import Case
+
+MODES = ("none", "int8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+
+
+def dry_replays(*options: str) -> Any:
+    """Run ``dry_replays.py`` where kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "KVQ_DEBUG")}
+    command = [sys.executable, str(Path(__file__).parent / "dry_replays.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_replays_launch_what_the_whole_way_would() -> None:
+    """Whatever differs from an earlier call: address, alignment, shape, strides, dtype, device, options, the environment."""
+    seen = dry_replays()
+    assert seen["wrong"] == []
+    assert seen["tried"] > 1000, "nothing was tested"
+    assert seen["repeated"] > seen["tried"] if seen["known"] else seen["repeated"] == 0
+    assert seen["unseen_by_hooks"] == 0, "a profiler would miss launches"
+    assert seen["launches_of_a_write"] == {entry.mode: 1 for entry in list_backends()}, "K and V go in one"
+
+
+@pytest.mark.parametrize("fact", ["alignment", "stride", "dtype"])
+def test_variations_would_show_a_missing_fact(fact: str) -> None:
+    seen = dry_replays("--blind", fact)
+    assert seen["wrong"] or not seen["known"]
+
+
+@pytest.mark.quick
+def test_facts_are_all_but_the_address() -> None:
+    x = torch.zeros(4, 64)
+    facts, addresses = facts_of((x, None, 3))
+    assert addresses == [x.data_ptr()]
+    assert facts_of((x.clone(), None, 3))[0] == facts
+    others = (x[:3], x.t(), x[:, 1:], x.int(), x[:, ::2], x.to("meta"), None)
+    assert all(facts_of((other, None, 3))[0] != facts for other in others)
+    flat = torch.zeros(260)
+    places = [facts_of((flat[start : start + 256],))[0] for start in range(4)]
+    assert len(set(places)) == 4, "accesses as wide as one of them allows would be wrong in another"
+    assert facts_of((x, x, 3))[0] != facts != facts_of((x, None, 4))[0]
+
+
+@pytest.mark.quick
+def test_the_oldest_call_is_forgotten() -> None:
+    repeats = ReplayCache(most=3)
+
+    def again(addresses: list[int]) -> bool:
+        return True
+
+    for n in (1, 2, 3, 1, 4):
+        repeats.keep((n,), again)
+    assert [repeats.get((n,)) is not None for n in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["plain", "stream", "graph"])
+def test_replays_use_the_new_tensors(monkeypatch: pytest.MonkeyPatch, mode: str, way: str) -> None:
+    """Bytes and results of a repeated call are those of the whole way, eagerly, on another stream, and captured."""
+    from kvq_core.replay import triton_is_known
+
+    device, backend = places.enter("gpu", monkeypatch).device, get_backend(mode)
+    case = Case(query_lens=(1, 1, 3), seq_lens=(2100, 700, 40), sinks=True)
+
+    def call(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = scene.build(case, backend, device, seed=seed)
+        made.write()
+        arguments, out = made.read_arguments(), made.fresh_out()["rows"]
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        if way == "graph":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                backend.unified_attention(out=out, **arguments)
+            graph.replay()
+        else:
+            with torch.cuda.stream(stream if way == "stream" else torch.cuda.current_stream()):
+                backend.unified_attention(out=out, **arguments)
+        torch.cuda.synchronize()
+        return made.pages.raw.clone(), out[: sum(case.query_lens)].clone()
+
+    ops.forget_repeats()
+    right = call(1)
+    ops.forget_repeats()
+    call(2)
+    repeated = call(1)
+    known = ops._OPS._bound[mode].repeats
+    assert all(len(repeats._known) == triton_is_known() for repeats in known.values()), "nothing was repeated"
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(right, repeated, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_calls_go_to_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device is current."""
+    places.enter("gpu", monkeypatch)
+    backend, case = get_backend("int4"), Case(query_lens=(1, 3), seq_lens=(900, 20))
+    results = []
+    for index in (0, 1, 1):
+        made = scene.build(case, backend, torch.device("cuda", index))
+        made.write()
+        results.append(made.read().cpu())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -1,0 +1,153 @@
+"""Writes by kernels of fragments (kvq_core.kernels.sm90.store_mma): which calls take them, and that their bytes are ``encode``'s.
+
+Without a GPU in the interpreted Gluon, where layouts say nothing: what they promise, that nothing moves between threads, shows in the
+golden counts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from exact_reads import SUITES
+from gluon_interpreted import interpreted_gluon
+from kvq_core import get_backend, launch, ops
+from kvq_core.hadamard import sign_bits, single_rht
+from kvq_core.offline import Device, planning_for
+from kvq_core.plans import Entry, Table, Write
+from kvq_core.plans.lookup import listening
+from kvq_core.testing import places, scene
+from kvq_core.testing.cases import Case
+from kvq_core.testing.places import Place
+from sm90_cases import H200, use_kvq_s_tables_and_a_known_triton
+
+MODES = ("int4_per_token_head", "int2_per_token_head")
+KERNELS = ("kvq_core.kernels.sm90.store_mma", "kvq_int4.store_mma", "kvq_int2.store_mma")
+PLANNED = (Write(8, 1, 1), Write(16, 1, 1), Write(16, 2, 1))
+OTHERS = tuple(Write(rows, warps, 1) for rows, warps in ((32, 2), (32, 4), (64, 4)))
+
+ROWS = Case(query_lens=(1, 5), seq_lens=(37, 18), head_size=128, num_kv_heads=3, dtype=torch.bfloat16)
+TAKEN: tuple[Case, ...] = (
+    ROWS,
+    replace(ROWS, head_size=64, dtype=torch.float16, layout="token_major", rows="fused"),
+    replace(ROWS, num_kv_heads=1, seq_lens=(1, 6), block_size=32, layout="paired", rows="transposed"),
+    replace(ROWS, num_kv_heads=8, head_size=64, smoothing="mean", layout="interleaved"),
+    replace(ROWS, dtype=torch.float16, smoothing="balanced", block_size=64),
+)
+REFUSED: dict[str, Case] = {
+    "heads of 96": replace(ROWS, head_size=96),
+    "heads of 256": replace(ROWS, head_size=256),
+    "values of 64": replace(ROWS, head_size_v=64),
+    "float32 rows": replace(ROWS, dtype=torch.float32),
+}
+
+
+@pytest.fixture(autouse=True)
+def kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kvq_s_tables_and_a_known_triton(request, monkeypatch)
+
+
+@pytest.fixture(params=places.params("interpret", "gpu"))
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    found = places.enter(request.param, monkeypatch)
+    if found.name == "gpu":
+        yield found
+        return
+    monkeypatch.setattr(launch, "store_mma_fits", lambda rows: True)
+    with interpreted_gluon(*KERNELS):
+        yield found
+
+
+def table_of(place: Place, choice: Write) -> Table:
+    return Table("sm_90" if place.name == "gpu" else "", {"write": (Entry({}, choice),)})
+
+
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where the kernels are from that are launched from now on."""
+    seen: list[str] = []
+    start = launch.LaunchRecord.start
+
+    def noting(self: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
+        seen.append(kernel.fn.__module__)
+        start(self, kernel, *arguments, **options)
+
+    monkeypatch.setattr(launch.LaunchRecord, "start", noting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("choice", "case"), [*((choice, case) for choice in PLANNED for case in TAKEN), *((choice, ROWS) for choice in OTHERS)], ids=str
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_written_rows(mode: str, choice: Write, case: Case, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, seen = scene.build(case, get_backend(mode), place.device), modules(monkeypatch)
+    with ops.planning_with(table_of(place, choice)):
+        SUITES[mode]().assert_write(built, f"{case}, {choice}")
+    assert seen == [f"kvq_{mode[:4]}.store_mma"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_are_the_portable_kernel_s(mode: str, place: Place) -> None:
+    """Of rows of all sizes, NaN and infinity. Sums are rounded in another order, which is a step for one code in thousands, or two units
+    in the last place that a scale has."""
+    generator = torch.Generator().manual_seed(0)
+    case = replace(ROWS, query_lens=(60, 1), seq_lens=(60, 1))
+    both = []
+    for choice in (Write(16, 1, 0), Write(16, 1, 1)):
+        built = scene.build(case, get_backend(mode), place.device)
+        for x, seed in ((built.key, 1), (built.value, 2)):
+            sizes = torch.randint(-60, 60, x.shape[:2], generator=generator.manual_seed(seed))
+            x *= torch.exp2(sizes)[..., None].to(x)
+            x[3, 1], x[4, 0, 17], x[5, 2, 100] = 0, torch.nan, torch.inf
+            x[6, :2] = single_rht(torch.linspace(1, 2, 128) * torch.tensor([[1], [-1]]), inverse=True).to(x)
+        with ops.planning_with(table_of(place, choice)):
+            built.write()
+        both.append(built)
+    portable, ours = both
+    finite = torch.ones(portable.key.shape[:2], dtype=torch.bool, device=place.device)
+    finite[4, 0] = finite[5, 2] = False
+    for half in ("key", "value"):
+        wanted, got = (built.stored(f"{half}_cache")[finite].view(torch.uint8) for built in (portable, ours))
+        assert (wanted != got).float().mean() < 1e-3
+        wanted, got = (built.stored(f"{half[0]}_scale_cache")[finite] for built in (portable, ours))
+        torch.testing.assert_close(got, wanted, rtol=4e-6, atol=0)
+
+
+def asked(mode: str, case: Case, device: Device = H200) -> bool:
+    """Whether rows are planned as ones that a kernel of fragments can take."""
+    built = scene.build(case, get_backend(mode), torch.device("cpu"))
+    with ops.planning_with(Table("sm_90", {})), planning_for(device), listening() as questions:
+        built.write()
+    (facts,) = [facts for kind, facts in questions if kind == "write"]
+    return bool(facts["store_mma"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES)
+def test_who_is_taken(mode: str) -> None:
+    assert all(asked(mode, case) for case in TAKEN)
+    assert not any(asked(mode, case, replace(H200, arch="sm_89", target=89)) for case in TAKEN)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("mode", MODES)
+def test_who_is_not(mode: str, why: str) -> None:
+    assert not asked(mode, REFUSED[why])
+
+
+@pytest.mark.quick
+def test_modes_that_do_not_rotate_have_no_such_kernel() -> None:
+    assert not any(asked(mode, ROWS) for mode in ("none", "int8_per_token_head", "fp8_per_token_head"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [64, 128])
+def test_sign_words(interpreted: torch.device, size: int) -> None:
+    with interpreted_gluon(*KERNELS) as [fragments, *_]:
+        words = fragments.sign_words(sign_bits(0, 128), size)
+    for channel in range(size):
+        thread, pair = channel // 16 % 4, channel // 64 * 8 + channel % 16 // 2
+        assert words[thread] >> (pair + 16 * (channel % 2)) & 1 == 1 - (sign_bits(0, 128) >> channel & 1)

@@ -215,7 +215,7 @@ def headline(run: Run) -> str:
     ]
     return f"""\
 Decode on one {machine["gpu"]} (torch {_minor(machine["torch"])}, Triton {_minor(machine["triton"])}, FlashInfer {machine["flashinfer"]}; \
-32/8 heads of 128 and blocks of 16 unless said), split-KV merge and
+32/8 heads of 128 and blocks of 16 unless said), split-KV combine and
 launches included, median of CUDA-graph replays with a cold cache, from one run of
 `python benchmarks/run.py --settings decode,prefill,write,more` at commit `{machine["commit"]}`:
 

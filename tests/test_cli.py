@@ -324,7 +324,7 @@ def test_doctor_tells_the_path_of_every_mode() -> None:
     for name in ("GPU", "driver", "torch", "triton", "transformers", "vllm", "KVQ_DEBUG", "KVQ_BATCH_INVARIANT", "KVQ_BACKENDS"):
         assert f"\n{name} " in f"\n{ran.out}"
     assert "none that torch can use: " in ran.out
-    assert "\nwarp groups, many rows (prefill): off: needs a GPU of architecture sm_90" in ran.out
+    assert "\nsm_90 prefill kernels (prefill): off: needs a GPU of architecture sm_90" in ran.out
 
 
 @pytest.mark.gpu

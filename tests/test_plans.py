@@ -205,7 +205,7 @@ WRONG: list[tuple[list[Any], Any, str]] = [
     (["write", 0, "where", "rows", "max"], 8.5, "write[0].where.rows.max: got 8.5, need a whole number"),
     (["decode", 0, "where", "scaled"], 1, "decode[0].where.scaled: got 1, need true or false"),
     (["write", 0, "choice", "rows"], 48, "write[0].choice.rows: got 48, need a power of two from 4 to 128"),
-    (["write", 0, "choice"], {"rows": 32, "warps": 1, "store_mma": 1}, "need 8 or 16 rows a warp with fragments 1"),
+    (["write", 0, "choice"], {"rows": 32, "warps": 1, "store_mma": 1}, "need 8 or 16 rows a warp with store_mma 1"),
     (["write", 0, "choice", "warps"], KeyError, "write[0].choice.warps: got None, need a value: it is missing"),
     (["decode", 0, "choice", "stages"], 0, "decode[0].choice.stages: got 0, need a whole number from 1 to 8"),
     (["decode", 0, "choice", "registers"], 300, "decode[0].choice.registers: got 300, need null or a whole number from 24 to 255"),

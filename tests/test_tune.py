@@ -366,7 +366,7 @@ def test_faults_are_shown_and_what_cannot_be_measured_is_not_written(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--kinds", "decode,speed"], "--kinds: got decode,speed, need some of decode, prefill, groups, write, merge"),
+        (["--kinds", "decode,speed"], "--kinds: got decode,speed, need some of decode, prefill, groups, write, combine"),
         (["--modes", "int9"], "int9"),
     ],
 )

@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
-from kvq_core import get_backend, list_backends
+from kvq_core import QuantKVBackend, get_backend, list_backends, register_backend
 from kvq_core.errors import ArgumentError
 from kvq_vllm import settings
 from kvq_vllm.builder import KVQMetadataBuilder
@@ -66,9 +66,18 @@ UNSERVED = (
 )
 
 
+class WithoutKernels(type(get_backend("int8"))):  # type: ignore[misc]
+    """int8 in plain torch."""
+
+    mode = "plain_int8"
+    kernels = QuantKVBackend.kernels
+
+
 def check_graphs() -> None:
     """Doors that are no kernels cannot be captured."""
-    for name, support in (("kvq_int4", AttentionCGSupport.UNIFORM_BATCH), ("kvq_int3", AttentionCGSupport.NEVER)):
+    register_backend(WithoutKernels)
+    names = {"kvq_int4": AttentionCGSupport.UNIFORM_BATCH, "kvq_k8v4": AttentionCGSupport.UNIFORM_BATCH}
+    for name, support in (names | {"kvq_plain_int8": AttentionCGSupport.NEVER}).items():
         cache, model = SimpleNamespace(cache_dtype=name), SimpleNamespace(dtype=torch.bfloat16)
         config = SimpleNamespace(cache_config=cache, model_config=model, additional_config={})
         found = KVQMetadataBuilder.get_cudagraph_support(config, None)

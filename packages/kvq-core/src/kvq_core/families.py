@@ -48,7 +48,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class GroupsCall:
+class Sm90Call:
     """A read as warp groups see it: ``row_bytes``: what rows of codes start at a multiple of, ``block_reach``: elements of a block."""
 
     attention: Attention
@@ -57,17 +57,17 @@ class GroupsCall:
     block_reach: int
 
 
-def _is_plain(call: GroupsCall) -> bool:
+def _is_plain(call: Sm90Call) -> bool:
     scoring = call.attention.scoring
     masked = scoring.window_left >= 0 or scoring.mm_prefix_range is not None
     return not masked and scoring.softcap <= 0 and scoring.alibi_slopes is None and scoring.qq_bias is None
 
 
-def _has_heads_of_128(call: GroupsCall) -> bool:
+def _has_heads_of_128(call: Sm90Call) -> bool:
     return call.attention.q.shape[2] == call.attention.out.shape[2] == 128 and call.attention.queries_per_kv <= 128
 
 
-def _has_16_bit_rows(call: GroupsCall) -> bool:
+def _has_16_bit_rows(call: Sm90Call) -> bool:
     q, codes = call.attention.q, call.attention.keys.codes
     return not call.unquantized or (q.dtype == codes.dtype and q.dtype.is_floating_point and q.element_size() == 2)
 
@@ -82,7 +82,7 @@ _HOPPER: Final = (
     Rule("compiled kernels, not TRITON_INTERPRET", lambda machine: not machine.interpreting),
     Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
 )
-_GROUPS: Final = (
+_SM90_CALL: Final = (
     Rule("full causal attention: no window, softcap, ALiBi, bias or prefix ranges", _is_plain),
     Rule("output of 16 or 32 bits", lambda call: call.attention.output_scale is None and call.attention.out.element_size() > 1),
     Rule("no sinks and no LSE of smoothed keys", lambda call: call.attention.smoothing is None or not call.attention.sees_shift),
@@ -96,13 +96,16 @@ KERNELS: Final = Family(
     "reads and writes",
     (Rule("a GPU that torch can use, or TRITON_INTERPRET=1", lambda machine: bool(machine.arch) or machine.interpreting),),
 )
-GROUPS: Final = Family("warp groups, many rows", "prefill", _HOPPER, _GROUPS)
-DRAFTS: Final = Family("warp groups, few rows", "decode of several tokens a sequence", _HOPPER, _GROUPS)
+SM90_PREFILL: Final = Family("sm_90 prefill kernels", "prefill", _HOPPER, _SM90_CALL)
+SM90_DECODE_MULTIROW: Final = Family("sm_90 multi-row decode kernels", "decode of several tokens a sequence", _HOPPER, _SM90_CALL)
 STORE_MMA: Final = Family(
-    "write in fragments", "writes of rotated modes", _HOPPER, (Rule("K and V of 16 bits, in heads of 64 or 128", _fits_a_fragment),)
+    "sm_90 writes in the MMA layout",
+    "writes of rotated modes",
+    _HOPPER,
+    (Rule("K and V of 16 bits, in heads of 64 or 128", _fits_a_fragment),),
 )
 REPLAY: Final = Family(
-    "repeated launches",
+    "launch replay",
     "eager calls",
     (
         Rule("a GPU that torch can use", lambda machine: bool(machine.arch)),
@@ -110,4 +113,4 @@ REPLAY: Final = Family(
         Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
     ),
 )
-FAMILIES: Final = (KERNELS, GROUPS, DRAFTS, STORE_MMA, REPLAY)
+FAMILIES: Final = (KERNELS, SM90_PREFILL, SM90_DECODE_MULTIROW, STORE_MMA, REPLAY)

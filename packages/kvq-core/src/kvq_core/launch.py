@@ -172,8 +172,8 @@ def sm90_fits(attention: Attention, form: Format) -> bool:
     """Whether kernels of warp groups can take this call."""
     keys, values = attention.keys, attention.values
     row_bytes = min(_row_bytes(keys), _row_bytes(values))
-    call = families.GroupsCall(attention, not form.packed, row_bytes, keys.block_size * max(_strides(keys) + _strides(values)))
-    return families.GROUPS.takes(machine_of(attention.q.device), call)
+    call = families.Sm90Call(attention, not form.packed, row_bytes, keys.block_size * max(_strides(keys) + _strides(values)))
+    return families.SM90_PREFILL.takes(machine_of(attention.q.device), call)
 
 
 def _launch(

@@ -164,7 +164,7 @@ class Write(Choice):
 
     def need(self) -> str:
         # A product has 16 rows, and half of them are other channels of the same.
-        return "8 or 16 rows a warp with fragments 1" if self.store_mma and self.rows not in (8 * self.warps, 16 * self.warps) else ""
+        return "8 or 16 rows a warp with store_mma 1" if self.store_mma and self.rows not in (8 * self.warps, 16 * self.warps) else ""
 
 
 @dataclass(frozen=True)

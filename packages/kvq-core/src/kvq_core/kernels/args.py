@@ -1,4 +1,4 @@
-"""What the kernels are told at run time, in NamedTuples. What they are compiled for is in :mod:`.facts`.
+"""What the kernels are told at run time, in NamedTuples. What they are compiled for is in :mod:`.config`.
 
 A pointer that is ``None`` switches its feature off at compile time. Test the pointer, not the bundle, and do not nest bundles: Triton 3.6
 cannot compare a tuple that holds None or a specialized 1, and loses a specialized 1 two levels down.

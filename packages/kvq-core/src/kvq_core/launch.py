@@ -110,7 +110,7 @@ def _sm90(kernels: Kernels, fit: Callable[..., bool], *call: Any) -> Sm90Kernels
 
 
 def store_mma_fits(rows: NewRows) -> bool:
-    """Whether a kernel of fragments can take these rows."""
+    """Whether a mode's sm_90 write kernel can take these rows."""
     return families.STORE_MMA.takes(machine_of(rows.key.device), rows)
 
 

@@ -1,6 +1,6 @@
 """Attention over pages of any format: the loop over a program's work tiles, and over the key tiles of each.
 
-What a format's codes are as numbers is data, and what its lanes become a jit function (:class:`~kvq_core.kernels.config.PlaneFormat`).
+What a format's codes are as numbers is data, and what its lanes become a jit function (:class:`~kvq_core.kernels.formats.PlaneFormat`).
 Neither scales nor zero points touch an element:
 
     sum_c q_c (n_c - z) s = s (sum_c q_c n_c - z sum_c q_c)        K: one multiplication a score; the zero point is the product's start

@@ -325,7 +325,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(model_type: st
     ("arguments", "error", "message"),
     [
         ({"mode": "int5"}, UnknownModeError, "installed: "),
-        ({"mode": ("int8", "int4")}, ArgumentError, "int8_per_token_head for K and int4_per_token_head for V, need the same mode"),
+        ({"mode": ("int8", "none")}, ArgumentError, "mode: got mode none, need a mode that stores a scale"),
         ({"mode": ("int8", "int8", "int8")}, ArgumentError, "3 modes"),
         ({"mode": {0: "int4"}}, ArgumentError, r"no mode for layers \[1\]"),
         ({"mode": {"default": "int4", 2: "none"}}, ArgumentError, "layer 2, need .* from -2 to 1"),

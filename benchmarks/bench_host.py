@@ -4,7 +4,7 @@ Microseconds of Python for one layer's write and read, both in a small setting, 
 
 * ``dispatch``: the door and torch's dispatcher, with an op that does nothing;
 * ``whole way``: a call with new facts: validated, planned, bundled, and launched by Triton;
-* ``repeated``: a call with the facts of an earlier one (:mod:`kvq_core.replay_cache`), which is what layers and steps mostly make.
+* ``repeated``: a call with the facts of an earlier one (:mod:`kvq_core.call.replay_cache`), which is what layers and steps mostly make.
 
 Medians over rounds; of ``repeated``, the quickest and the slowest round too. Virtual machines have been seen to run everything at half
 their speed for seconds at a time: a loop of plain Python, timed in the same rounds, says whether this one did.
@@ -34,7 +34,8 @@ import torch  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import problems  # noqa: E402
-from kvq_core import QuantKVBackend, get_backend, ops  # noqa: E402
+from kvq_core import QuantKVBackend, get_backend  # noqa: E402
+from kvq_core.call import ops  # noqa: E402
 from kvq_core.testing.dry_launch import launching_for  # noqa: E402
 from shapes import Read, Write  # noqa: E402
 

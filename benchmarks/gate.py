@@ -6,8 +6,8 @@ that no small one takes. Rows go through the write door into poisoned pages, que
 **Write**: each stored row decodes to within as much of the original as ``encode``'s does. Rounding ties may fall either way, which
 moves no error; a wrong code or scale, or a row in a wrong slot, does.
 
-**Read**: against :func:`kvq_core.reference.attention` in float64 over the decoded pages. A kernel rounds the query, the probabilities and
-the result once each, to bf16 at worst (unit roundoff u = 2^-8), and spreads each evenly: relative errors of the result well below u a
+**Read**: against :func:`kvq_core.call.reference.attention` in float64 over the decoded pages. A kernel rounds the query, the probabilities
+and the result once each, to bf16 at worst (unit roundoff u = 2^-8), and spreads each evenly: relative errors of the result well below u a
 piece. Modes whose kernels take levels beside ``decode``'s say how far (``read_level_errors``). Allowed are 3 u and the largest of those; a
 key lost among n moves the result by about 1 / sqrt(n), more than that for every sequence here but the longest.
 """
@@ -22,10 +22,11 @@ import torch
 
 import precompile
 import problems
-from kvq_core import QuantKVBackend, eager, ops, reference
-from kvq_core.offline import Device
-from kvq_core.plans import Choice
-from kvq_core.spec import Attention, Batch, Plane, Scoring
+from kvq_core import QuantKVBackend
+from kvq_core.call import ops, reference, torch_path
+from kvq_core.call.spec import Attention, Batch, Plane, Scoring
+from kvq_core.launch.offline import Device
+from kvq_core.plan import Choice
 from rows import brief, release
 from shapes import DTYPE, Read, Setting, Write
 
@@ -158,7 +159,7 @@ def _fault(backend: QuantKVBackend, problem: Read, device: torch.device) -> tupl
     options = {name: arguments[name] for name in ("softmax_scale", "softcap", "sinks", "alibi_slopes")}
     scoring = Scoring(**options, window_left=arguments["window_size"][0])
     attention = Attention(arguments["q"], arguments["out"], *planes, batch, scoring)
-    exact = reference.attention(attention, eager.gathering(backend, attention), torch.float64)
+    exact = reference.attention(attention, torch_path.gathering(backend, attention), torch.float64)
     out = arguments["out"].double().unflatten(0, (problem.num_seqs, -1))
     exact = exact.unflatten(0, (problem.num_seqs, -1))
     errors = (out - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)

@@ -32,7 +32,7 @@ import problems  # noqa: E402
 import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend, get_backend  # noqa: E402
 from kvq_core.environment import cuda_tool  # noqa: E402
-from kvq_core.offline import Device  # noqa: E402
+from kvq_core.launch.offline import Device  # noqa: E402
 from kvq_core.testing.launches import noted_launches  # noqa: E402
 
 DEFAULT: Final = (

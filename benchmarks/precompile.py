@@ -19,11 +19,12 @@ checkout.use()
 import torch  # noqa: E402
 
 import problems  # noqa: E402
-from kvq_core import QuantKVBackend, get_backend, ops  # noqa: E402
+from kvq_core import QuantKVBackend, get_backend  # noqa: E402
+from kvq_core.call import ops  # noqa: E402
 from kvq_core.environment import kernels_of  # noqa: E402
-from kvq_core.offline import Device, compiling_for, planning_for  # noqa: E402
-from kvq_core.plans import KINDS, Choice, Decode, Entry, Groups, Prefill, Table, choose  # noqa: E402
-from kvq_core.plans.lookup import Asked, listening  # noqa: E402
+from kvq_core.launch.offline import Device, compiling_for, planning_for  # noqa: E402
+from kvq_core.plan import KINDS, Choice, Decode, Entry, Groups, Prefill, Table, choose  # noqa: E402
+from kvq_core.plan.lookup import Asked, listening  # noqa: E402
 from rows import brief  # noqa: E402
 from shapes import Setting, Write  # noqa: E402
 

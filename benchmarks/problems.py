@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvq_core import QuantKVBackend
-from kvq_core.layout import Geometry, buffers_of, cell_size, layer_views
+from kvq_core.cache.layout import Geometry, buffers_of, cell_size, layer_views
 from shapes import DTYPE, Read, Write
 
 # Rows that are really encoded; the pages hold random draws of them. Far more than any kernel could profit from.

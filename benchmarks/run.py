@@ -36,7 +36,7 @@ import report  # noqa: E402
 import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend  # noqa: E402
 from kvq_core.environment import installed, nvidia_driver, source_version  # noqa: E402
-from kvq_core.offline import Device  # noqa: E402
+from kvq_core.launch.offline import Device  # noqa: E402
 from rows import DeviceLostError, Row  # noqa: E402
 from timing import Timer  # noqa: E402
 

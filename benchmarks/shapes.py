@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvq_core.layout import cell_size, fields
+from kvq_core.cache.layout import cell_size, fields
 
 if TYPE_CHECKING:
     from kvq_core import QuantKVBackend
@@ -25,7 +25,7 @@ def stored_bytes(backend: QuantKVBackend, head_size: int) -> int:
 class Read:
     """Attention of ``query_len`` new tokens of each sequence over its ``seq_lens`` keys (the new ones included), causal.
 
-    ``window``: keys that a row sees, its own included. ``layout``: of the pages, one of :data:`kvq_core.layout.LAYOUTS`.
+    ``window``: keys that a row sees, its own included. ``layout``: of the pages, one of :data:`kvq_core.cache.layout.LAYOUTS`.
     """
 
     name: str

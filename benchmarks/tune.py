@@ -33,15 +33,16 @@ import gate  # noqa: E402
 import modes  # noqa: E402
 import precompile  # noqa: E402
 import shapes  # noqa: E402
-from kvq_core import KVQError, QuantKVBackend, ops  # noqa: E402
+from kvq_core import KVQError, QuantKVBackend  # noqa: E402
+from kvq_core.call import ops  # noqa: E402
 from kvq_core.environment import installed, kernels_of, source_version  # noqa: E402
 from kvq_core.errors import ArgumentError  # noqa: E402
-from kvq_core.offline import Device  # noqa: E402
-from kvq_core.plans import KINDS, Choice, Entry, Run, Table, choose  # noqa: E402
-from kvq_core.plans.candidates import candidates, class_of  # noqa: E402
-from kvq_core.plans.lookup import SWITCH, own_file  # noqa: E402
-from kvq_core.plans.selection import NOISE, Outcome, Trial, select  # noqa: E402
-from kvq_core.plans.table import Range, Where  # noqa: E402
+from kvq_core.launch.offline import Device  # noqa: E402
+from kvq_core.plan import KINDS, Choice, Entry, Run, Table, choose  # noqa: E402
+from kvq_core.plan.candidates import candidates, class_of  # noqa: E402
+from kvq_core.plan.lookup import SWITCH, own_file  # noqa: E402
+from kvq_core.plan.selection import NOISE, Outcome, Trial, select  # noqa: E402
+from kvq_core.plan.table import Range, Where  # noqa: E402
 from rows import brief, release  # noqa: E402
 from timing import Call, Timer  # noqa: E402
 

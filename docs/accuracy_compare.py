@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from kvq_core import QuantKVBackend, get_backend
-from kvq_core.calibration import FIRST_PREFILL, Smoothings
 from kvq_core.evaluation import Document, ModeResult, Passage, Session, TinySubject, evaluate, read_documents
 from kvq_core.evaluation.tiny_model import TinyModel, load_model
 from kvq_core.evaluation.tiny_subject import bundled
 from kvq_core.hadamard import block_hadamard, block_of, single_rht
 from kvq_core.none import NoneBackend
+from kvq_core.smoothing.calibration import FIRST_PREFILL, Smoothings
 
 HERE = Path(__file__).parent
 DATA, PAGE = HERE / "_data" / "compare.json", HERE / "accuracy.md"

@@ -24,11 +24,11 @@ from tqdm import tqdm
 import accuracy_agreement as agreement
 from accuracy_measure import LayerLoss, Recall, Smoothed, Stretch, ask, bits, by_distance, by_layer, by_position, needles
 from kvq_core import KVQError, QuantKVBackend
-from kvq_core.calibration import FIRST_PREFILL, Smoothings
 from kvq_core.environment import first_line
 from kvq_core.evaluation import Document, Passage, TinySubject, read_documents
 from kvq_core.evaluation.tiny_model import load_model, usable_device
 from kvq_core.evaluation.tiny_subject import bundled
+from kvq_core.smoothing.calibration import FIRST_PREFILL, Smoothings
 
 # Run as a file, what is on the path is this folder.
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

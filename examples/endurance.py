@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from kvq_core import batch_invariant, get_backend, list_backends
 from kvq_core.evaluation.tiny_model import Config, TinyModel, usable_device
-from kvq_core.workspace import kept_bytes
+from kvq_core.launch.workspace import kept_bytes
 from nano_engine import Engine, Request
 
 CONFIG = Config(dim=64, num_layers=2, num_query_heads=4, num_kv_heads=1, head_size=64, hidden=96, max_len=4096)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from kvq_core import QuantKVBackend, get_backend, list_backends
-from kvq_core.calibration import LayerSmoothings, Smoothings
 from kvq_core.evaluation.tiny_model import SEPARATOR, Attend, TinyModel, given_scales, load_model, usable_device
+from kvq_core.smoothing.calibration import LayerSmoothings, Smoothings
 
 WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
 

@@ -7,8 +7,9 @@ from types import FrameType
 
 import torch
 
-from kvq_core import PagedKVCache, eager
-from kvq_core.spec import Plane
+from kvq_core import PagedKVCache
+from kvq_core.call import torch_path
+from kvq_core.call.spec import Plane
 
 
 def assert_consistent(cache: PagedKVCache) -> None:
@@ -40,7 +41,7 @@ def stored(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
             Plane(caches.key_cache, caches.k_scale_cache, g.head_size),
             Plane(caches.value_cache, caches.v_scale_cache, g.head_size_v),
         )
-        found += [eager.gather(cache.backend, plane, blocks)[: cache.length(seq)] for plane in planes]
+        found += [torch_path.gather(cache.backend, plane, blocks)[: cache.length(seq)] for plane in planes]
     return found
 
 

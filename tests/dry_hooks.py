@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from triton import knobs
 
-from kvq_core import get_backend, list_backends, ops
+from kvq_core import get_backend, list_backends
+from kvq_core.call import ops
 from kvq_core.kernels.combine import combine_kernel
-from kvq_core.offline import compiling_for
+from kvq_core.launch.offline import compiling_for
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.compile_matrix import TARGETS

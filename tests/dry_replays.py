@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from triton import knobs
 
-from kvq_core import get_backend, list_backends, ops, replay, replay_cache, schedule
+from kvq_core import get_backend, list_backends
+from kvq_core.call import ops, replay_cache
+from kvq_core.launch import replay
+from kvq_core.plan import planner
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.dry_launch import DryDriver, launching_for
@@ -108,7 +111,7 @@ def environment(dry: DryDriver, name: str) -> Iterator[None]:
     debug = knobs.runtime.debug
     dry.stream = 7 if name == "stream" else 0
     knobs.runtime.debug = name == "debug"
-    with schedule.batch_invariant(name == "batch invariant"):
+    with planner.batch_invariant(name == "batch invariant"):
         yield
     dry.stream, knobs.runtime.debug = 0, debug
 

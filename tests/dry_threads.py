@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvq_core import get_backend, launch, ops, replay, schedule, workspace
-from kvq_core.spec import Attention
+from kvq_core import get_backend
+from kvq_core.call import ops
+from kvq_core.call.spec import Attention
+from kvq_core.launch import attention, replay, workspace
+from kvq_core.plan import planner
 from kvq_core.testing import dry_launch, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.dry_launch import Started, launching_for
@@ -118,7 +121,7 @@ def keeps_its_plan() -> bool:
     validate = Attention.validate
 
     def turned(attention: Attention, backend: Any) -> None:
-        schedule.set_batch_invariant(False)
+        planner.set_batch_invariant(False)
         validate(attention, backend)
 
     seen = []
@@ -128,7 +131,7 @@ def keeps_its_plan() -> bool:
                 ops.forget_repeats()
             Attention.validate = check  # type: ignore[method-assign]
             dry.started = []
-            with schedule.batch_invariant():
+            with planner.batch_invariant():
                 made.backend.unified_attention(out=out, **reading)
             seen.append(dry.started)
     return seen[0] == seen[1] == seen[2]
@@ -139,7 +142,7 @@ def main() -> None:
     parser.add_argument("--unlocked", action="store_true")
     if parser.parse_args().unlocked:
         replay._CHOOSING = contextlib.nullcontext()
-        replay.sole_use = launch.sole_use = lambda *place: contextlib.nullcontext()
+        replay.sole_use = attention.sole_use = lambda *place: contextlib.nullcontext()
     kept_plan = keeps_its_plan()
     # As on a GPU, where threads start on one stream; on the CPU each would have a workspace of its own.
     workspace._place = lambda device, stream: (device, 0)

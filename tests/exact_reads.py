@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 import test_backends
-from kvq_core import get_backend, ops
-from kvq_core.plans import Table
+from kvq_core import get_backend
+from kvq_core.call import ops
+from kvq_core.plan import Table
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.launches import noted_constants

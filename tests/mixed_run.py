@@ -10,9 +10,9 @@ import random
 import torch
 
 from kvq_core import get_backend
-from kvq_core.layout import page_views
-from kvq_core.offline import Device, planning_for
-from kvq_core.warmup import Call, Demand, _identity, distinct_launches, places_of, rounded_query_len, workspace_elements
+from kvq_core.cache.layout import page_views
+from kvq_core.launch.offline import Device, planning_for
+from kvq_core.launch.warmup import Call, Demand, _identity, distinct_launches, places_of, rounded_query_len, workspace_elements
 
 H100 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
 HEADS, SIZE, BLOCKS, BLOCK_SIZE = 2, 64, 512, 16

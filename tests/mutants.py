@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvq_core import eager, reference
 from kvq_core.backend import QuantKVBackend
+from kvq_core.call import reference, torch_path
+from kvq_core.call.spec import Attention, NewRows
 from kvq_core.hadamard import block_hadamard, single_rht
+from kvq_core.launch.workspace import kept_buffer, workspace
 from kvq_core.none import NoneBackend
-from kvq_core.spec import Attention, NewRows
 from kvq_core.testing import BackendTests, budgets
-from kvq_core.workspace import kept_buffer, workspace
 from kvq_int2 import Int2PerTokenHead
 from kvq_int2 import codec as int2
 from kvq_int4 import Int4PerTokenHead
@@ -45,10 +45,10 @@ class Control(Int8PerTokenHead):
     space = staticmethod(lambda x: x.double())
 
     def write(self, rows: NewRows) -> None:
-        eager.write(self, rows)
+        torch_path.write(self, rows)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
 
 
 class Int4Control(Int4PerTokenHead):
@@ -66,7 +66,7 @@ class WindowTooWide(Control):
 
     def read(self, attention: Attention) -> None:
         left = attention.scoring.window_left
-        eager.read(self, bent(attention, window_left=left + 1 if left >= 0 else -1))
+        torch_path.read(self, bent(attention, window_left=left + 1 if left >= 0 else -1))
 
 
 class WindowTooNarrow(Control):
@@ -74,14 +74,14 @@ class WindowTooNarrow(Control):
 
     def read(self, attention: Attention) -> None:
         left = attention.scoring.window_left
-        eager.read(self, bent(attention, window_left=max(left - 1, 0) if left >= 0 else -1))
+        torch_path.read(self, bent(attention, window_left=max(left - 1, 0) if left >= 0 else -1))
 
 
 class NoSoftcap(Control):
     caught_by = ("test_attention", "softcap=")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, bent(attention, softcap=0.0))
+        torch_path.read(self, bent(attention, softcap=0.0))
 
 
 class SinksTwice(Control):
@@ -89,14 +89,14 @@ class SinksTwice(Control):
 
     def read(self, attention: Attention) -> None:
         sinks = attention.scoring.sinks
-        eager.read(self, bent(attention, sinks=None if sinks is None else sinks.float() + torch.log(torch.tensor(2.0))))
+        torch_path.read(self, bent(attention, sinks=None if sinks is None else sinks.float() + torch.log(torch.tensor(2.0))))
 
 
 class AlibiWithoutSqrt(Control):
     caught_by = ("test_attention", "alibi_sqrt=")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, bent(attention, use_alibi_sqrt=False))
+        torch_path.read(self, bent(attention, use_alibi_sqrt=False))
 
 
 class BiasTransposed(Control):
@@ -104,7 +104,7 @@ class BiasTransposed(Control):
 
     def read(self, attention: Attention) -> None:
         bias = attention.scoring.qq_bias
-        eager.read(self, bent(attention, qq_bias=None if bias is None else bias.T))
+        torch_path.read(self, bent(attention, qq_bias=None if bias is None else bias.T))
 
 
 class RangesExclusive(Control):
@@ -112,28 +112,28 @@ class RangesExclusive(Control):
 
     def read(self, attention: Attention) -> None:
         ranges = attention.scoring.mm_prefix_range
-        eager.read(self, bent(attention, mm_prefix_range=None if ranges is None else ranges - torch.tensor([0, 1], dtype=torch.int32)))
+        torch_path.read(self, bent(attention, mm_prefix_range=None if ranges is None else ranges - torch.tensor([0, 1], dtype=torch.int32)))
 
 
 class ForgetsNewestKey(Control):
     caught_by = ("test_attention", "query_lens=1x1x1,seq_lens=1x16x17")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, lengths(attention, lambda used: (used - 1).clamp(min=1)))
+        torch_path.read(self, lengths(attention, lambda used: (used - 1).clamp(min=1)))
 
 
 class ReadsPastTheEnd(Control):
     caught_by = ("test_attention", "query_lens=2x8x5")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, lengths(attention, lambda used: used + 1))
+        torch_path.read(self, lengths(attention, lambda used: used + 1))
 
 
 class TrustsTheHint(Control):
     caught_by = ("test_longest_sequence_is_a_hint",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, lengths(attention, lambda used: used.clamp(max=attention.batch.max_seqlen_k)))
+        torch_path.read(self, lengths(attention, lambda used: used.clamp(max=attention.batch.max_seqlen_k)))
 
 
 class ClampsBlockIds(Control):
@@ -141,7 +141,7 @@ class ClampsBlockIds(Control):
 
     def read(self, attention: Attention) -> None:
         table = attention.batch.block_table.clamp(0, attention.keys.num_blocks - 1)
-        eager.read(self, dataclasses.replace(attention, batch=dataclasses.replace(attention.batch, block_table=table)))
+        torch_path.read(self, dataclasses.replace(attention, batch=dataclasses.replace(attention.batch, block_table=table)))
 
 
 class NoOutputScale(Control):
@@ -149,7 +149,7 @@ class NoOutputScale(Control):
 
     def read(self, attention: Attention) -> None:
         scale = attention.output_scale
-        eager.read(self, dataclasses.replace(attention, output_scale=None if scale is None else torch.ones_like(scale)))
+        torch_path.read(self, dataclasses.replace(attention, output_scale=None if scale is None else torch.ones_like(scale)))
 
 
 class HeadsInterleaved(Control):
@@ -158,7 +158,7 @@ class HeadsInterleaved(Control):
     def read(self, attention: Attention) -> None:
         heads = torch.arange(attention.q.shape[1]).view(attention.queries_per_kv, -1).T.flatten()
         out = torch.empty_like(attention.out)
-        eager.read(self, dataclasses.replace(attention, q=attention.q[:, heads], out=out))
+        torch_path.read(self, dataclasses.replace(attention, q=attention.q[:, heads], out=out))
         attention.out[:, heads] = out
 
 
@@ -167,14 +167,14 @@ class KeyScalesForValues(Control):
 
     def read(self, attention: Attention) -> None:
         values = dataclasses.replace(attention.values, scales=attention.keys.scales)
-        eager.read(self, dataclasses.replace(attention, values=values))
+        torch_path.read(self, dataclasses.replace(attention, values=values))
 
 
 class RoundsResultToBfloat16(Control):
     caught_by = ("test_attention", "rows=")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         result(attention, lambda out: out.to(torch.bfloat16).float())
 
 
@@ -182,7 +182,7 @@ class OneInFiveHundredTooMuch(Control):
     caught_by = ("test_attention", "query_lens=33,seq_lens=33")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         result(attention, lambda out: out * 1.002)
 
 
@@ -190,7 +190,7 @@ class NotUnrotated(Int4Control):
     caught_by = ("test_attention", "head_size=128")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         result(attention, lambda out: single_rht(out) / out.shape[-1] ** 0.5)
 
 
@@ -198,7 +198,7 @@ class DependsOnTheBatch(Control):
     caught_by = ("test_batch_invariance",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         if attention.batch.num_seqs > 1:
             result(attention, lambda out: out * (1 + 2.0**-10))
 
@@ -207,7 +207,7 @@ class DependsOnPlacement(Control):
     caught_by = ("test_placement_does_not_matter",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         result(attention, lambda out: out * (1 + 2.0**-10 * (attention.batch.block_table[0, 0] % 3)))
 
 
@@ -215,7 +215,7 @@ class LooksAtUnusedBytes(Control):
     caught_by = ("test_unused_bytes_do_not_matter",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         peek = attention.keys.codes.float().sum() % 7
         result(attention, lambda out: out * (1 + 2.0**-9 * peek))
 
@@ -226,7 +226,7 @@ class UsesLeftovers(Control):
     caught_by = ("test_leftovers_do_not_matter",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         _, acc, _, _ = workspace(attention.q.device, 1, 1, 8)
         result(attention, lambda out: out + acc[:1])
 
@@ -236,7 +236,7 @@ class Unsteady(Control):
     calls = 0
 
     def write(self, rows: NewRows) -> None:
-        eager.write(self, rows)
+        torch_path.write(self, rows)
         Unsteady.calls += 1
         rows.keys.codes[rows.slot_mapping[0] // rows.keys.block_size, rows.slot_mapping[0] % rows.keys.block_size, 0, 0] = Unsteady.calls
 
@@ -247,7 +247,7 @@ class DependsOnTheTable(Control):
     caught_by = ("test_results_in_random_batches",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         result(attention, lambda out: out * (1 + 2.0**-9 * (attention.batch.block_table.shape[1] > 2)))
 
 
@@ -257,7 +257,7 @@ class DependsOnItsPlace(Control):
     caught_by = ("test_results_in_random_batches",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         if attention.batch.num_seqs > 4:
             attention.out[attention.batch.cu_seqlens_q[4] :] *= 1 + 2.0**-9
 
@@ -266,7 +266,7 @@ class SpreadsBadRows(Control):
     caught_by = ("test_bad_query_row_stays_alone",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         bad = attention.out.isnan().any(-1).any(-1)
         attention.out[bad] = torch.nan
 
@@ -277,14 +277,14 @@ class UnderestimatesOrder(Control):
     caught_by = ("test_order_of_sequences_does_not_matter",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, lengths(attention, lambda used: used.sort(descending=True).values))
+        torch_path.read(self, lengths(attention, lambda used: used.sort(descending=True).values))
 
 
 class WritesRowsOfNoSequence(Control):
     caught_by = ("test_attention",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         attention.out[int(attention.batch.cu_seqlens_q[-1]) :] = 0
 
 
@@ -292,7 +292,7 @@ class LeavesItsWorkspace(Control):
     caught_by = ("test_attention",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         space = kept_buffer(attention.q.device, 100)
         space.as_strided((1,), (1,), space.storage_offset() + 100)[0] = 0.0
 
@@ -303,7 +303,7 @@ class TrustsItsWorkspace(Control):
     caught_by = ("test_attention",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         result(attention, lambda out: out + kept_buffer(out.device, 100)[0])
 
 
@@ -311,7 +311,7 @@ class LeavesItsScratch(Control):
     caught_by = ("test_engine_splits",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         if attention.scratch is not None:
             top = attention.scratch.max
             top.as_strided((1,), (1,), top.storage_offset() + top.numel())[0] = 0.0
@@ -323,7 +323,7 @@ class SpreadsOverflow(Control):
     caught_by = ("test_fuzz", "interpret")
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         if not attention.out.float().isfinite().all():
             attention.out[int(attention.batch.cu_seqlens_q[-1]) - 1] = torch.nan
 
@@ -341,7 +341,7 @@ class ForgetsSharedBlocks(Control):
                 table[seq, column] = -1 if block in seen else block
                 seen.add(block)
         batch = dataclasses.replace(attention.batch, block_table=table)
-        eager.read(self, dataclasses.replace(attention, batch=batch))
+        torch_path.read(self, dataclasses.replace(attention, batch=batch))
 
 
 class SubnormalQueriesOverflow(Control):
@@ -352,7 +352,7 @@ class SubnormalQueriesOverflow(Control):
     def read(self, attention: Attention) -> None:
         q = attention.q.float()
         peak = q.abs().amax(-1, keepdim=True)
-        eager.read(self, dataclasses.replace(attention, q=torch.where(peak > 0, q * (64.0 / peak) * (peak / 64.0), q)))
+        torch_path.read(self, dataclasses.replace(attention, q=torch.where(peak > 0, q * (64.0 / peak) * (peak / 64.0), q)))
 
 
 class IgnoresScratchSegments(Control):
@@ -361,10 +361,10 @@ class IgnoresScratchSegments(Control):
     caught_by = ("test_engine_splits",)
 
     def read(self, attention: Attention) -> None:
-        eager.read(self, attention)
+        torch_path.read(self, attention)
         if attention.scratch is not None and attention.scratch.num_segments > 1:
             half = torch.empty_like(attention.out)
-            eager.read(self, dataclasses.replace(lengths(attention, lambda used: (used + 1) // 2), out=half))
+            torch_path.read(self, dataclasses.replace(lengths(attention, lambda used: (used + 1) // 2), out=half))
             result(attention, lambda out: (out + half.float()) / 2)
 
 
@@ -376,7 +376,7 @@ class WritesPaddingRows(Control):
 
     def write(self, rows: NewRows) -> None:
         num_slots = rows.keys.num_blocks * rows.keys.block_size
-        eager.write(self, dataclasses.replace(rows, slot_mapping=rows.slot_mapping % num_slots))
+        torch_path.write(self, dataclasses.replace(rows, slot_mapping=rows.slot_mapping % num_slots))
 
 
 class WritesByTheBatch(Control):
@@ -385,7 +385,7 @@ class WritesByTheBatch(Control):
     caught_by = ("test_bytes_in_random_writes",)
 
     def write(self, rows: NewRows) -> None:
-        eager.write(self if rows.key.shape[0] < 50 else _Truncating(), rows)
+        torch_path.write(self if rows.key.shape[0] < 50 else _Truncating(), rows)
 
 
 class IgnoresStrides(Control):
@@ -393,14 +393,14 @@ class IgnoresStrides(Control):
 
     def write(self, rows: NewRows) -> None:
         key = rows.key.as_strided(rows.key.shape, (rows.key.shape[1] * rows.key.shape[2], rows.key.shape[2], 1))
-        eager.write(self, dataclasses.replace(rows, key=key))
+        torch_path.write(self, dataclasses.replace(rows, key=key))
 
 
 class TouchesTheNextSlot(Control):
     caught_by = ("test_written_rows",)
 
     def write(self, rows: NewRows) -> None:
-        eager.write(self, rows)
+        torch_path.write(self, rows)
         rows.keys.codes[rows.keys.num_blocks - 1, -1, -1, -1] += 1
 
 
@@ -408,7 +408,7 @@ class WritesBetweenBlocks(Control):
     caught_by = ("test_written_rows",)
 
     def write(self, rows: NewRows) -> None:
-        eager.write(self, rows)
+        torch_path.write(self, rows)
         block, _, _, size = rows.keys.codes.stride()[0], *rows.keys.codes.shape[1:]
         used = rows.keys.block_size * rows.keys.num_kv_heads * size
         if len(rows.slot_mapping) and block > used:
@@ -419,7 +419,7 @@ class TouchesItsInput(Control):
     caught_by = ("test_written_rows",)
 
     def write(self, rows: NewRows) -> None:
-        eager.write(self, rows)
+        torch_path.write(self, rows)
         rows.value.nan_to_num_(0.0).mul_(2)
 
 
@@ -428,7 +428,7 @@ class ScalesLeftOut(Control):
 
     def write(self, rows: NewRows) -> None:
         scales = rows.values.scales.clone() if rows.values.scales is not None else None
-        eager.write(self, rows)
+        torch_path.write(self, rows)
         if rows.values.scales is not None:
             rows.values.scales.copy_(scales)
 
@@ -463,7 +463,7 @@ class OneBadRowSpoilsAll(Control):
 
     def write(self, rows: NewRows) -> None:
         key = rows.key if bool(rows.key.isfinite().all()) else torch.zeros_like(rows.key)
-        eager.write(self, dataclasses.replace(rows, key=key))
+        torch_path.write(self, dataclasses.replace(rows, key=key))
 
 
 class DependsOnOldBytes(Control):
@@ -471,7 +471,7 @@ class DependsOnOldBytes(Control):
 
     def write(self, rows: NewRows) -> None:
         old = rows.keys.codes.clone()
-        eager.write(self, rows)
+        torch_path.write(self, rows)
         rows.keys.codes.bitwise_xor_((old ^ rows.keys.codes) & 1 & (old != -1))
 
 
@@ -523,7 +523,7 @@ class AddsOneUlp(NoneBackend):
     space = staticmethod(lambda x: x.double())
 
     def write(self, rows: NewRows) -> None:
-        eager.write(self, dataclasses.replace(rows, key=(rows.key.float() * (1 + 2.0**-10)).to(rows.key.dtype)))
+        torch_path.write(self, dataclasses.replace(rows, key=(rows.key.float() * (1 + 2.0**-10)).to(rows.key.dtype)))
 
 
 class OverridesADoor(Control):
@@ -537,7 +537,7 @@ class ReferenceItself(Control):
     """A second control: the dense reference called by hand."""
 
     def read(self, attention: Attention) -> None:
-        dense = reference.attention(attention, lambda plane, blocks: eager.gather(self, plane, blocks))
+        dense = reference.attention(attention, lambda plane, blocks: torch_path.gather(self, plane, blocks))
         owned = slice(int(attention.batch.cu_seqlens_q[-1]))
         attention.out[owned] = reference.to_output_dtype(dense[owned], attention.out.dtype, attention.output_scale)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from kvq_core.schedule import Launch, Problem, combine_tile, plan, write_tile
+from kvq_core.plan.planner import Launch, Problem, combine_tile, plan, write_tile
 
 FILE = Path(__file__).parent / "data" / "plans.json"
 ARCHITECTURES = ("", "sm_90")

@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 
 from kvq_core import get_backend
-from kvq_core.offline import compiling_for
+from kvq_core.launch.offline import compiling_for
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.compile_matrix import TARGETS

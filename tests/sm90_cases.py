@@ -10,10 +10,12 @@ import torch
 
 from exact_reads import rows_alone
 from gluon_interpreted import interpreted_gluon
-from kvq_core import get_backend, launch, ops
-from kvq_core.offline import Device, planning_for
-from kvq_core.plans import Entry, Groups, Table, lookup
-from kvq_core.plans.lookup import listening
+from kvq_core import get_backend
+from kvq_core.call import ops
+from kvq_core.launch import dispatch
+from kvq_core.launch.offline import Device, planning_for
+from kvq_core.plan import Entry, Groups, Table, lookup
+from kvq_core.plan.lookup import listening
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
@@ -26,8 +28,8 @@ def use_kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypa
     monkeypatch.setenv(lookup.SWITCH, "")
     monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(launch, "triton_is_known", lambda: True)
-    elif not launch.triton_is_known():
+        monkeypatch.setattr(dispatch, "triton_is_known", lambda: True)
+    elif not dispatch.triton_is_known():
         pytest.skip("this Triton's Gluon is not known to kvq")
 
 
@@ -55,7 +57,7 @@ def entered(name: str, monkeypatch: pytest.MonkeyPatch, gpu_s: Table, choice: Gr
     if name == "gpu":
         yield Where(place, gpu_s, table_of("sm_90", replace(choice, groups=0)))
         return
-    monkeypatch.setattr(launch, "sm90_fits", lambda attention, form: True)
+    monkeypatch.setattr(dispatch, "sm90_fits", lambda attention, form: True)
     with interpreted_gluon(*kernels):
         yield Where(place, table_of("", choice), table_of("", replace(choice, groups=0)))
 

@@ -83,7 +83,9 @@ MUTANTS = (
     ),
     Mutant("ids outside the cache are read", f"{KERNELS}/paged_kv.py", "        valid = valid & block_exists(block, num_blocks)\n", ""),
     # Where they lie.
-    Mutant("block table taken for contiguous", f"{CORE}/launch.py", "batch.block_table.stride(0),", "batch.block_table.shape[1],"),
+    Mutant(
+        "block table taken for contiguous", f"{CORE}/launch/attention.py", "batch.block_table.stride(0),", "batch.block_table.shape[1],"
+    ),
     Mutant(
         "block table's row of the first sequence",
         f"{KERNELS}/paged_kv.py",
@@ -106,8 +108,8 @@ MUTANTS = (
     ),
     Mutant(
         "planes' strides taken for the same",
-        f"{CORE}/launch.py",
-        "same_strides=_strides(attention.keys) == _strides(attention.values)",
+        f"{CORE}/launch/attention.py",
+        "same_strides=strides_of(attention.keys) == strides_of(attention.values)",
         "same_strides=True",
         TWO_SIZES,
     ),
@@ -239,32 +241,37 @@ MUTANTS = (
     # The host.
     Mutant(
         "too few programs for ragged rows",
-        f"{CORE}/launch.py",
+        f"{CORE}/launch/attention.py",
         "attention.q.shape[0] // config.tokens + batch.num_seqs)",
         "attention.q.shape[0] // config.tokens + 1)",
     ),
     Mutant(
         "row blocks rounded down",
-        f"{CORE}/schedule.py",
+        f"{CORE}/plan/planner.py",
         "    row_blocks = -(-problem.max_seqlen_q // (tile.rows // problem.group))",
         "    row_blocks = max(1, problem.max_seqlen_q // (tile.rows // problem.group))",
     ),
-    Mutant("workspace without room for sums", f"{CORE}/workspace.py", "rows * (head_size_v + 2)\n", "rows * (head_size_v + 1)\n"),
+    Mutant("workspace without room for sums", f"{CORE}/launch/workspace.py", "rows * (head_size_v + 2)\n", "rows * (head_size_v + 1)\n"),
     Mutant(
         "workspace without room for ragged shares",
-        f"{CORE}/schedule.py",
+        f"{CORE}/plan/planner.py",
         '"equal", programs, programs + blocks,',
         '"equal", programs, programs,',
         SPLITS,
     ),
-    Mutant("batch not validated", f"{CORE}/spec.py", "        self.batch.validate(device)\n", ""),
+    Mutant("batch not validated", f"{CORE}/call/spec.py", "        self.batch.validate(device)\n", ""),
     Mutant(
         "planes need not match",
-        f"{CORE}/spec.py",
-        "values.codes.shape[:3] == keys.codes.shape[:3] and values.codes.dtype == keys.codes.dtype,",
-        "True,",
+        f"{CORE}/call/spec.py",
+        "fits = values.codes.shape[:3] == keys.codes.shape[:3]",
+        "fits = True",
     ),
-    Mutant("torch path keeps no slot bounds", f"{CORE}/eager.py", "(rows.slot_mapping < num_slots)", "(rows.slot_mapping <= num_slots)"),
+    Mutant(
+        "torch path keeps no slot bounds",
+        f"{CORE}/call/torch_path.py",
+        "(rows.slot_mapping < num_slots)",
+        "(rows.slot_mapping <= num_slots)",
+    ),
 )
 
 

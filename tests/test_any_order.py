@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cache_checks import assert_consistent
 from kvq_core import ArgumentError, KVQError, OutOfBlocksError, PagedKVCache, get_backend
+from kvq_core.cache.layout import LAYOUTS
 from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention
-from kvq_core.layout import LAYOUTS
 from kvq_core.testing import places
 from nano_engine import Engine, Request
 

@@ -15,13 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvq_core.schedule
-from kvq_core import ArgumentError, KVQError, PagedKVCache, QuantKVBackend, get_backend, list_backends, ops
-from kvq_core.args import OpArgs, ReadArgs, WriteArgs, schema, written
-from kvq_core.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
+import kvq_core.plan.planner
+from kvq_core import ArgumentError, KVQError, PagedKVCache, QuantKVBackend, get_backend, list_backends
+from kvq_core.cache.layout import cell_views
+from kvq_core.call import ops
+from kvq_core.call.args import OpArgs, ReadArgs, WriteArgs, schema, written
+from kvq_core.call.memory import Extent, shares_bytes
 from kvq_core.hadamard import block_of
-from kvq_core.layout import cell_views
-from kvq_core.memory import Extent, shares_bytes
+from kvq_core.smoothing.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 
@@ -270,7 +271,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSmoothing.load, {}, {"path": lambda x: False}),
         (ModelSmoothing({}).save, {}, {"path": lambda x: True}),
     )
-    monkeypatch.setattr(kvq_core.schedule._BATCH_INVARIANT, "value", None)  # put back at the end, whatever the calls make of it
+    monkeypatch.setattr(kvq_core.plan.planner._BATCH_INVARIANT, "value", None)  # put back at the end, whatever the calls make of it
     wrong = [f"{call}: {line}" for call, valid, kinds in entries for line in tried(call, valid, kinds)]
     kvq_core.unregister_backend("none")
     assert not wrong, "\n".join(wrong)

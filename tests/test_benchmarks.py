@@ -27,7 +27,7 @@ import shapes  # noqa: E402
 import tune  # noqa: E402
 from kvq_core import QuantKVBackend, __version__, get_backend, list_backends  # noqa: E402
 from kvq_core.environment import source_version  # noqa: E402
-from kvq_core.plans import Choice, Decode, choose, lookup  # noqa: E402
+from kvq_core.plan import Choice, Decode, choose, lookup  # noqa: E402
 from rows import COPY, FLASHINFER, Row, brief, measured  # noqa: E402
 from shapes import Read, Write  # noqa: E402
 from timing import LEAST_REPEATS, MOST_REPEATS, repeats_for  # noqa: E402
@@ -273,7 +273,7 @@ def test_the_gate_plans_its_problems_as_the_timed_settings_are_planned(known: bo
     """Among them the tiles that only much to read is planned with, which none of the gate's own problems reaches. Warp groups take part
     under a Triton whose Gluon is ``known``, whichever is installed here."""
     monkeypatch.setenv(lookup.SWITCH, "")
-    monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: known)
+    monkeypatch.setattr("kvq_core.launch.dispatch.triton_is_known", lambda: known)
     kinds = {"decode", "combine", "prefill", "write", *(["groups"] if known else [])}
     checks = gate.checks_of([get_backend("int4"), get_backend("int2")], [*shapes.HEADLINE, *shapes.PREFILL, *shapes.WRITE], tune.ASSUMED)
     assert len(checks) == len(set(checks))

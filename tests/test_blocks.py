@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from kvq_core.blocks import BlockPool
+from kvq_core.cache.blocks import BlockPool
 from kvq_core.errors import KVQError, OutOfBlocksError
 
 pytestmark = pytest.mark.quick

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, UnknownModeError, eager, get_backend, reference
-from kvq_core.layout import LAYOUTS
-from kvq_core.spec import Attention, Batch, Plane, Scoring
+from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, UnknownModeError, get_backend
+from kvq_core.cache.layout import LAYOUTS
+from kvq_core.call import reference, torch_path
+from kvq_core.call.spec import Attention, Batch, Plane, Scoring
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 HEADS, QUERY_HEADS, SIZE, SIZE_V, LAYERS, BLOCK = 2, 6, 48, 32, 2, 8
@@ -40,7 +41,7 @@ def pages_of(cache, layer, seq):
     """What the cache holds of a sequence: decoded K and V [length, heads, size], float64."""
     caches, blocks = cache.layer(layer), cache.block_table([seq])[0].long()
     planes = (Plane(caches.key_cache, caches.k_scale_cache, SIZE), Plane(caches.value_cache, caches.v_scale_cache, SIZE_V))
-    return [eager.gather(cache.backend, plane, blocks)[: cache.length(seq)].double() for plane in planes]
+    return [torch_path.gather(cache.backend, plane, blocks)[: cache.length(seq)].double() for plane in planes]
 
 
 def dense(cache, layer, step, q):
@@ -165,7 +166,7 @@ def test_options_reach_the_door(device):
         batch=Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k),
         scoring=Scoring(window_left=6, **options),
     )
-    want = reference.attention(attention, lambda plane, blocks: eager.gather(cache.backend, plane, blocks), torch.float64)
+    want = reference.attention(attention, lambda plane, blocks: torch_path.gather(cache.backend, plane, blocks), torch.float64)
     assert relative(out, want) < budget(out.dtype)
     for name in ("softmax_scale", "softcap", "sinks", "alibi_slopes", "qq_bias", "mm_prefix_range"):
         without = cache.attend(1, q, step, window_size=(6, 0), **{key: value for key, value in options.items() if key != name})

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from kvq_core import ArgumentError, PagedKVCache, SnapshotError
-from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, ModelSmoothing
 from kvq_core.evaluation import TinySubject, evaluate, read_documents
 from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.registry import get_backend
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, ModelSmoothing
 
 HEADS, GROUP, SIZE = 2, 3, 64
 

@@ -348,13 +348,13 @@ def test_doctor_runs_the_kernels_on_a_gpu() -> None:
 def test_doctor_tells_which_kernels_are_off_from_what_dispatch_asks(
     machine: tuple[str, bool, bool, bool], off: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvq_core import families, launch
+    from kvq_core.launch import dispatch, families
 
-    monkeypatch.setattr(launch, "machine_of", lambda device: families.Machine(*machine))
+    monkeypatch.setattr(dispatch, "machine_of", lambda device: families.Machine(*machine))
     told = {family["family"]: family["why"] for family in _families(torch.device("cpu")) if not family["on"]}
     assert len(told) == off and any(reason in why for why in told.values()) == bool(off)
     rows = SimpleNamespace(key=torch.zeros(1, 1, 64, dtype=torch.half), value=torch.zeros(1, 1, 64, dtype=torch.half))
-    assert launch.store_mma_fits(rows) == (families.STORE_MMA.name not in told)
+    assert dispatch.store_mma_fits(rows) == (families.STORE_MMA.name not in told)
 
 
 def test_calc_on_several_gpus(tmp_path: Path) -> None:

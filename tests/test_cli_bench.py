@@ -82,7 +82,7 @@ def test_the_wheel_carries_the_suite(tmp_path: Path) -> None:
         content.extractall(tmp_path / "site")
     carried = tmp_path / "site" / "kvq_core" / "bench"
     assert {file.name for file in carried.glob("*.py")} == {file.name for file in (ROOT / "benchmarks").glob("*.py")}
-    plans = ROOT / "packages" / "kvq-core" / "src" / "kvq_core" / "plans"
-    assert {file.name for file in (tmp_path / "site" / "kvq_core" / "plans").iterdir()} >= {file.name for file in plans.glob("*.*")}
+    plans = ROOT / "packages" / "kvq-core" / "src" / "kvq_core" / "plan"
+    assert {file.name for file in (tmp_path / "site" / "kvq_core" / "plan").iterdir()} >= {file.name for file in plans.glob("*.*")}
     done = subprocess.run([sys.executable, str(carried / "run.py"), "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--settings" in done.stdout, done.stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exact_reads import SUITES, read_exactly
-from kvq_core.plans import Combine, Entry, Table
+from kvq_core.plan import Combine, Entry, Table
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 

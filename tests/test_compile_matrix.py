@@ -16,12 +16,13 @@ import pytest
 import torch
 import triton
 
-from kvq_core import get_backend, ops
+from kvq_core import get_backend
+from kvq_core.call import ops
 from kvq_core.kernels.config import Heads
-from kvq_core.offline import planning_for
-from kvq_core.plans import Decode, Groups, Prefill, Table, choose, lookup
-from kvq_core.plans.lookup import SWITCH, listening
-from kvq_core.replay import triton_is_known
+from kvq_core.launch.offline import planning_for
+from kvq_core.launch.replay import triton_is_known
+from kvq_core.plan import Decode, Groups, Prefill, Table, choose, lookup
+from kvq_core.plan.lookup import SWITCH, listening
 from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_reads
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
 from kvq_core.testing.table_choices import name_of, problems_of

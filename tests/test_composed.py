@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq_core import ArgumentError, PagedKVCache, UnknownModeError, get_backend, has_backend
+from kvq_core.cache.layout import cell_size, cell_views, fields
 from kvq_core.cli.app import app
 from kvq_core.kernels.formats import Format
-from kvq_core.layout import cell_size, cell_views, fields
 from kvq_transformers import KVQCache
 from kvq_transformers.naming import cache_argument
 

@@ -10,7 +10,7 @@ import torch.multiprocessing as multiprocessing
 
 from cache_checks import assert_goes_on_alike, assert_same, forward, go_on_elsewhere
 from kvq_core import ArgumentError, PagedKVCache, get_backend, register_backend, unregister_backend
-from kvq_core.layout import LAYOUTS
+from kvq_core.cache.layout import LAYOUTS
 from kvq_core.none import NoneBackend
 
 MODES = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2", "third_party")

@@ -12,12 +12,12 @@ import torch
 
 import exact_reads
 from exact_reads import SUITES
-from kvq_core import ops
-from kvq_core.offline import Device
-from kvq_core.plans import Groups, Table
-from kvq_core.plans.lookup import listening
+from kvq_core.call import ops
+from kvq_core.launch.offline import Device
+from kvq_core.plan import Groups, Table
+from kvq_core.plan.lookup import listening
+from kvq_core.plan.planner import batch_invariant
 from kvq_core.registry import FIRST_PARTY
-from kvq_core.schedule import batch_invariant
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 from kvq_core.testing.scene import Scene
@@ -101,7 +101,7 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "groups" not in asked("none", DRAFTS)
     with batch_invariant():
         assert "groups" not in asked(mode, DRAFTS)
-    monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: False)
+    monkeypatch.setattr("kvq_core.launch.dispatch.triton_is_known", lambda: False)
     assert "groups" not in asked(mode, DRAFTS)
 
 

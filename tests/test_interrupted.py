@@ -14,9 +14,9 @@ import torch
 import kvq_core
 from cache_checks import assert_consistent, assert_goes_on_alike, forward, is_leaving_with
 from kvq_core import PagedKVCache
-from kvq_core.blocks import BlockPool
+from kvq_core.cache.blocks import BlockPool
+from kvq_core.cache.sequences import SequenceTable
 from kvq_core.none import NoneBackend
-from kvq_core.sequences import SequenceTable
 
 CORE = str(Path(kvq_core.__file__).parent)
 BOOKKEEPING = ("sequences.py", "blocks.py", "contextlib.py")

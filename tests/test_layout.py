@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvq_core import get_backend
+from kvq_core.cache.layout import LAYOUTS, Geometry, cell_size, cell_views, fields, page_views
+from kvq_core.cache.pages import Pages
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import LAYOUTS, Geometry, cell_size, cell_views, fields, page_views
-from kvq_core.pages import Pages
 
 pytestmark = pytest.mark.quick
 

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from kvq_core.cli import doctor
 from kvq_core.cli.app import app
 from kvq_core.errors import ArgumentError, PlanTableError
-from kvq_core.plans import KINDS, Decode, Entry, Groups, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
-from kvq_core.plans.table import Alternative
-from kvq_core.schedule import Problem, plan
+from kvq_core.plan import KINDS, Decode, Entry, Groups, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
+from kvq_core.plan.planner import Problem, plan
+from kvq_core.plan.table import Alternative
 
 pytestmark = pytest.mark.quick
 

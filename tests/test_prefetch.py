@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from exact_reads import NOBODY_S
-from kvq_core import get_backend, launch, ops
-from kvq_core.device import DeviceFacts
+from kvq_core import get_backend
+from kvq_core.call import ops
+from kvq_core.launch.device import DeviceFacts
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -32,7 +33,7 @@ OTHERS: dict[str, tuple[str, Case]] = {
 
 def read(mode: str, case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[Scene, set[int]]:
     """What was read from, and the addresses that were asked for."""
-    monkeypatch.setattr(launch, "device_facts", lambda device: DeviceFacts(5, True, "sm_90"))
+    monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda device: DeviceFacts(5, True, "sm_90"))
     built = scene.build(case, get_backend(mode), device).fill()
     with interpreted_ptx() as done, ops.planning_with(NOBODY_S):
         built.read(**{name: change(built) for name, change in changed.items()})

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvq_core import get_backend, launch
-from kvq_core.device import DeviceFacts
+from kvq_core import get_backend
+from kvq_core.launch.device import DeviceFacts
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -24,7 +24,7 @@ def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.devi
     """``arch``: from sm_89 on there are conversions of fp8."""
 
     def results(use_asm: bool) -> tuple[torch.Tensor, ...]:
-        monkeypatch.setattr(launch, "device_facts", lambda device: DeviceFacts(4, use_asm, arch))
+        monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda device: DeviceFacts(4, use_asm, arch))
         built = scene.build(case, get_backend(mode), interpreted)
         built.write()
         return built.pages.integers("key_cache"), built.pages.integers("value_cache"), built.read()

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvq_core import get_backend, reference
+from kvq_core import get_backend
+from kvq_core.call import reference
+from kvq_core.call.spec import Attention, Batch, Plane, Scoring
+from kvq_core.call.torch_path import gather
 from kvq_core.checks import window_left
-from kvq_core.eager import gather
-from kvq_core.spec import Attention, Batch, Plane, Scoring
 from kvq_core.testing import oracle, scene
 from kvq_core.testing.cases import OPTIONS, Case
 

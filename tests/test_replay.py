@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvq_core import get_backend, list_backends, ops
-from kvq_core.replay_cache import ReplayCache, facts_of
+from kvq_core import get_backend, list_backends
+from kvq_core.call import ops
+from kvq_core.call.replay_cache import ReplayCache, facts_of
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 
@@ -74,7 +75,7 @@ def test_the_oldest_call_is_forgotten() -> None:
 @pytest.mark.parametrize("way", ["plain", "stream", "graph"])
 def test_replays_use_the_new_tensors(monkeypatch: pytest.MonkeyPatch, mode: str, way: str) -> None:
     """Bytes and results of a repeated call are those of the whole way, eagerly, on another stream, and captured."""
-    from kvq_core.replay import triton_is_known
+    from kvq_core.launch.replay import triton_is_known
 
     device, backend = places.enter("gpu", monkeypatch).device, get_backend(mode)
     case = Case(query_lens=(1, 1, 3), seq_lens=(2100, 700, 40), sinks=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvq_core import ArgumentError, get_backend
-from kvq_core.calibration import KeySmoothing
 from kvq_core.scales import LARGEST_CODE, TensorRange, checked_scale
+from kvq_core.smoothing.calibration import KeySmoothing
 
 pytestmark = pytest.mark.quick
 ROWS = torch.randn(50, 2, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 64) + 3

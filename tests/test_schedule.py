@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import record_plans
-from kvq_core import ops, schedule
-from kvq_core.plans import Decode, Entry, Table, Write, lookup
-from kvq_core.schedule import DECODE_QUERY_LEN, Problem, batch_invariant, combine_tile, is_batch_invariant, plan, power_of_two, write_tile
+from kvq_core.call import ops
+from kvq_core.plan import Decode, Entry, Table, Write, lookup, planner
+from kvq_core.plan.planner import (
+    DECODE_QUERY_LEN,
+    Problem,
+    batch_invariant,
+    combine_tile,
+    is_batch_invariant,
+    plan,
+    power_of_two,
+    write_tile,
+)
 
 A = Problem(
     num_seqs=64,
@@ -279,7 +288,7 @@ def test_plans_are_those_recorded(arch: str) -> None:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whatever an earlier test of this process has set.
-    monkeypatch.setattr(schedule._BATCH_INVARIANT, "value", None)
+    monkeypatch.setattr(planner._BATCH_INVARIANT, "value", None)
     monkeypatch.delenv("KVQ_BATCH_INVARIANT", raising=False)
     assert not is_batch_invariant()
     with batch_invariant():

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 import odd_modes
 from kvq_core import ArgumentError, get_backend, list_backends, register_backend, selfcheck, unregister_backend
+from kvq_core.call.spec import Attention
 from kvq_core.cli.app import app
 from kvq_core.none import NoneBackend
-from kvq_core.spec import Attention
 
 pytestmark = pytest.mark.quick
 

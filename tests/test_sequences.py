@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvq_core.blocks import BlockPool
+from kvq_core.cache.blocks import BlockPool
+from kvq_core.cache.sequences import SequenceTable
 from kvq_core.errors import ArgumentError, OutOfBlocksError
-from kvq_core.sequences import SequenceTable
 
 pytestmark = pytest.mark.quick
 

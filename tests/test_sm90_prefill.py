@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from exact_reads import SUITES
-from kvq_core import get_backend, launch, ops
-from kvq_core.device import DeviceFacts
-from kvq_core.plans import Entry, Groups, Table
-from kvq_core.plans.lookup import listening
+from kvq_core import get_backend
+from kvq_core.call import ops
+from kvq_core.call.spec import Attention
+from kvq_core.launch import dispatch
+from kvq_core.launch.device import DeviceFacts
+from kvq_core.plan import Entry, Groups, Table
+from kvq_core.plan.lookup import listening
+from kvq_core.plan.planner import batch_invariant
 from kvq_core.registry import FIRST_PARTY
-from kvq_core.schedule import batch_invariant
-from kvq_core.spec import Attention
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import LARGE, Case
 from kvq_core.testing.scene import Scene
@@ -79,21 +81,21 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "groups" not in kinds_asked("int8_per_token_head", replace(PLAIN, layout="interleaved"), WITH)
     with batch_invariant():
         assert "groups" not in kinds_asked("int4_per_token_head", PLAIN, WITH)
-    monkeypatch.setattr("kvq_core.launch.triton_is_known", lambda: False)
+    monkeypatch.setattr("kvq_core.launch.dispatch.triton_is_known", lambda: False)
     assert "groups" not in kinds_asked("int4_per_token_head", PLAIN, WITH)
 
 
 def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     device = DeviceFacts(132, True, "sm_90")
-    monkeypatch.setattr(launch, "device_facts", lambda _: device)
+    monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda _: device)
     built = scene.build(PLAIN, get_backend("int4"), torch.device("cpu"))
     seen: list[Attention] = []
     monkeypatch.setattr(type(built.backend), "read", lambda backend, attention: seen.append(attention))
     monkeypatch.setattr(ops, "kernels_run_on", lambda device: True)
     built.backend.unified_attention(out=built.fresh_out()["rows"], **built.read_arguments())
     for interpreting in (True, False):
-        monkeypatch.setattr(launch, "interpreting", lambda answer=interpreting: answer)
-        assert launch.sm90_fits(seen[0], get_backend("int4").kernels().format) != interpreting
+        monkeypatch.setattr(dispatch, "interpreting", lambda answer=interpreting: answer)
+        assert dispatch.sm90_fits(seen[0], get_backend("int4").kernels().format) != interpreting
 
 
 KERNELS = ("kvq_core.kernels.sm90.plain", *(f"kvq_{package}.prefill" for package in ("int8fp8", "int4", "int2")))

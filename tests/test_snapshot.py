@@ -13,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cache_checks import assert_consistent
-from kvq_core import ArgumentError, PagedKVCache, SnapshotError, get_backend, register_backend, snapshot, unregister_backend
-from kvq_core.calibration import ModelSmoothing
-from kvq_core.layout import LAYOUTS
+from kvq_core import ArgumentError, PagedKVCache, SnapshotError, get_backend, register_backend, unregister_backend
+from kvq_core.cache import snapshot
+from kvq_core.cache.layout import LAYOUTS
 from kvq_core.none import NoneBackend
+from kvq_core.smoothing.calibration import ModelSmoothing
 
 pytestmark = pytest.mark.quick
 

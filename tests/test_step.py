@@ -5,8 +5,8 @@ from array import array
 import pytest
 import torch
 
-from kvq_core import step as steps
-from kvq_core.sequences import GrownRow
+from kvq_core.cache import step as steps
+from kvq_core.cache.sequences import GrownRow
 
 pytestmark = pytest.mark.quick
 

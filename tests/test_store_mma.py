@@ -13,11 +13,14 @@ import torch
 
 from exact_reads import SUITES
 from gluon_interpreted import interpreted_gluon
-from kvq_core import get_backend, launch, ops
+from kvq_core import get_backend
+from kvq_core.call import ops
 from kvq_core.hadamard import sign_bits, single_rht
-from kvq_core.offline import Device, planning_for
-from kvq_core.plans import Entry, Table, Write
-from kvq_core.plans.lookup import listening
+from kvq_core.launch import dispatch
+from kvq_core.launch.offline import Device, planning_for
+from kvq_core.launch.replay import LaunchRecord
+from kvq_core.plan import Entry, Table, Write
+from kvq_core.plan.lookup import listening
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
@@ -55,7 +58,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if found.name == "gpu":
         yield found
         return
-    monkeypatch.setattr(launch, "store_mma_fits", lambda rows: True)
+    monkeypatch.setattr(dispatch, "store_mma_fits", lambda rows: True)
     with interpreted_gluon(*KERNELS):
         yield found
 
@@ -67,13 +70,13 @@ def table_of(place: Place, choice: Write) -> Table:
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where the kernels are from that are launched from now on."""
     seen: list[str] = []
-    start = launch.LaunchRecord.start
+    start = LaunchRecord.start
 
     def noting(self: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
         seen.append(kernel.fn.__module__)
         start(self, kernel, *arguments, **options)
 
-    monkeypatch.setattr(launch.LaunchRecord, "start", noting)
+    monkeypatch.setattr(LaunchRecord, "start", noting)
     return seen
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exact_reads import SUITES, read_exactly
-from kvq_core.plans import Decode, Entry, Table
+from kvq_core.plan import Decode, Entry, Table
 from kvq_core.testing.cases import Case
 
 CASE = Case(query_lens=(1, 1, 1), seq_lens=(700, 3, 301), head_size=128, num_kv_heads=2, queries_per_kv=2)

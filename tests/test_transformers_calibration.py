@@ -9,8 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import eager_mask
 
 from kvq_core import ArgumentError
-from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing
 from kvq_core.scales import LARGEST_CODE
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing
 from kvq_core.testing import places
 from kvq_transformers import Calibration, KVQCache, calibrate, disable, enable
 from kvq_transformers.attention import register

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvq_core import ArgumentError
-from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing
+from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, enable
 from kvq_transformers.naming import GENERATE

@@ -13,13 +13,15 @@ from click.testing import CliRunner
 
 import precompile
 import tune
-from kvq_core import get_backend, offline, ops
+from kvq_core import get_backend
+from kvq_core.call import ops
 from kvq_core.cli import suite
 from kvq_core.cli.app import app
 from kvq_core.errors import KVQError
-from kvq_core.plans import KINDS, Choice, Combine, Decode, Groups, Prefill, Range, Run, Table, Write, choose, lookup
-from kvq_core.plans.candidates import candidates, class_of
-from kvq_core.plans.selection import NOISE, ROUNDS, Outcome, select
+from kvq_core.launch import offline
+from kvq_core.plan import KINDS, Choice, Combine, Decode, Groups, Prefill, Range, Run, Table, Write, choose, lookup
+from kvq_core.plan.candidates import candidates, class_of
+from kvq_core.plan.selection import NOISE, ROUNDS, Outcome, select
 
 ROOT = Path(__file__).parents[1]
 

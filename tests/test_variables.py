@@ -7,9 +7,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvq_core import ArgumentError, PagedKVCache, debug, get_backend, schedule, variables
+from kvq_core import ArgumentError, PagedKVCache, get_backend, variables
+from kvq_core.call import debug
 from kvq_core.cli.app import app
 from kvq_core.none import NoneBackend
+from kvq_core.plan import planner
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +38,7 @@ def test_flags_take_the_usual_words(texts: tuple[str, ...], on: bool, monkeypatc
     for text in texts:
         for name in FLAGS:
             monkeypatch.setenv(name, text)
-        assert (debug.enabled(), schedule.is_batch_invariant()) == (on, on), text
+        assert (debug.enabled(), planner.is_batch_invariant()) == (on, on), text
         assert not variables.faults()
 
 

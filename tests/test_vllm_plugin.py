@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvq_core import get_backend, list_backends
-from kvq_core.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.cache.layout import cell_size, fields
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import cell_size, fields
 from kvq_core.registry import short_pairs
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.testing import places
 from kvq_vllm import plugin, probe
 from kvq_vllm.demands import demand_of

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mixed_run
-from kvq_core import target, workspace
-from kvq_core.offline import planning_for
-from kvq_core.warmup import Call, _compile_in_processes, reserve_workspace, warm_up
+from kvq_core.launch import target, workspace
+from kvq_core.launch.offline import planning_for
+from kvq_core.launch.warmup import Call, _compile_in_processes, reserve_workspace, warm_up
 from mixed_run import BLOCK_SIZE, H100, HEADS, demand
 
 

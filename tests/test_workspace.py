@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from kvq_core import workspace as module
+from kvq_core.launch import workspace as module
 from kvq_core.testing import places
 
 CPU = torch.device("cpu")

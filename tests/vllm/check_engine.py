@@ -42,7 +42,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvq_core.calibration import ModelSmoothing
+from kvq_core.smoothing.calibration import ModelSmoothing
 from kvq_transformers import calibrate
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.bloom.modeling_bloom import BloomMLP
 
-from kvq_core.calibration import ModelSmoothing
+from kvq_core.smoothing.calibration import ModelSmoothing
 from kvq_transformers import KVQCache
 
 TRIALS = 4

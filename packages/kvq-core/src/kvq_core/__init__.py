@@ -19,10 +19,10 @@ from kvq_core.registry import InstalledMode, get_backend, has_backend, list_back
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
-    from kvq_core.cache import PagedKVCache
-    from kvq_core.cascade import combine
+    from kvq_core.cache.paged import PagedKVCache
+    from kvq_core.call.cascade import combine
     from kvq_core.hadamard import fast_hadamard_transform, single_rht
-    from kvq_core.schedule import batch_invariant, set_batch_invariant
+    from kvq_core.plan.planner import batch_invariant, set_batch_invariant
 
 __version__ = "0.1.0"
 
@@ -53,12 +53,12 @@ __all__ = [
 def __getattr__(name: str) -> object:
     home = {
         "QuantKVBackend": "backend",
-        "PagedKVCache": "cache",
-        "combine": "cascade",
+        "PagedKVCache": "cache.paged",
+        "combine": "call.cascade",
         "fast_hadamard_transform": "hadamard",
         "single_rht": "hadamard",
-        "batch_invariant": "schedule",
-        "set_batch_invariant": "schedule",
+        "batch_invariant": "plan.planner",
+        "set_batch_invariant": "plan.planner",
     }.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

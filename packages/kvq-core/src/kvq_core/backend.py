@@ -5,8 +5,8 @@ A mode owns two operations on paged K/V caches, and this class is everything an 
 * ``reshape_and_cache`` quantizes new K/V rows and scatters them into the slots that ``slot_mapping`` names;
 * ``unified_attention`` attends over the packed pages, prefill and decode alike, without ever unpacking the cache in memory.
 
-These two *doors* are concrete and identical for every mode. They refuse what would need a backward pass (:mod:`kvq_core.gradients`),
-validate once, bundle what travels together (:mod:`kvq_core.spec`), go through a torch custom op (so ``torch.compile`` sees one opaque
+These two *doors* are concrete and identical for every mode. They refuse what would need a backward pass (:mod:`kvq_core.call.gradients`),
+validate once, bundle what travels together (:mod:`kvq_core.call.spec`), go through a torch custom op (so ``torch.compile`` sees one opaque
 node), and call the few methods a mode implements:
 
 =============  ====================================================================================================
@@ -29,16 +29,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 
-from kvq_core import checks, eager, ops
-from kvq_core.args import ReadArgs, WriteArgs
-from kvq_core.calibration import KeySmoothing
+from kvq_core import checks
+from kvq_core.call import ops, torch_path
+from kvq_core.call.args import ReadArgs, WriteArgs
+from kvq_core.call.gradients import refuse_gradients
+from kvq_core.call.spec import Attention, NewRows
 from kvq_core.errors import ArgumentError, KVQError, described
-from kvq_core.gradients import refuse_gradients
-from kvq_core.spec import Attention, NewRows
+from kvq_core.smoothing.calibration import KeySmoothing
 
 if TYPE_CHECKING:
     from kvq_core.kernels.formats import Kernels
-    from kvq_core.replay import LaunchRecord
+    from kvq_core.launch.replay import LaunchRecord
 
 
 class QuantKVBackend(ABC):
@@ -163,13 +164,13 @@ class QuantKVBackend(ABC):
         """Quantize and scatter ``rows``; everything in them is validated.
 
         Returns what was launched if that is all that was done and only ``rows`` decided it: later calls like this one may then repeat
-        the launches and pass this method by (:mod:`kvq_core.replay_cache`). ``None`` is always right.
+        the launches and pass this method by (:mod:`kvq_core.call.replay_cache`). ``None`` is always right.
         """
         kernels = self.kernels()
         if kernels is None:
-            eager.write(self, rows)
+            torch_path.write(self, rows)
             return None
-        from kvq_core.launch import launch_rows
+        from kvq_core.launch.store import launch_rows
 
         return launch_rows(kernels, rows)
 
@@ -177,9 +178,9 @@ class QuantKVBackend(ABC):
         """Attend over the pages and fill ``attention.out``; everything in it is validated. Returns as :meth:`write` does."""
         kernels = self.kernels()
         if kernels is None:
-            eager.read(self, attention)
+            torch_path.read(self, attention)
             return None
-        from kvq_core.launch import launch_attention
+        from kvq_core.launch.attention import launch_attention
 
         return launch_attention(kernels, attention)
 

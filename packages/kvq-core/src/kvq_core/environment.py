@@ -146,7 +146,7 @@ def kernels_of(backend: QuantKVBackend) -> frozenset[str]:
 
 def path_of(backend: QuantKVBackend, device: torch.device) -> Route:
     """The path that ``backend``'s doors take for tensors on ``device``."""
-    from kvq_core.ops import kernels_run_on
+    from kvq_core.call.ops import kernels_run_on
 
     own = kernels_of(backend)
     if not kernels_run_on(device):

@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError
+from kvq_core.smoothing.calibration import KeySmoothing
 
 LARGEST_CODE: Final = torch.finfo(torch.float8_e4m3fn).max / 2
 """What the largest value seen is stored as: half of e4m3's largest, for a text to come that has larger ones. A floating-point code loses

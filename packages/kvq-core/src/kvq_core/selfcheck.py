@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvq_core import eager, reference
-from kvq_core.cache import PagedKVCache
+from kvq_core.cache.paged import PagedKVCache
+from kvq_core.call import reference, torch_path
+from kvq_core.call.spec import Attention, Batch, Plane, Scoring
 from kvq_core.errors import ArgumentError, KVQError
-from kvq_core.spec import Attention, Batch, Plane, Scoring
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -72,13 +72,13 @@ def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens
     caches = cache.layer(0)
     planes = [Plane(c, s, size) for c, s in ((caches.key_cache, caches.k_scale_cache), (caches.value_cache, caches.v_scale_cache))]
     halves = (backend.key_half, backend.value_half)
-    stored = [eager.gather(half, plane, step.block_table[0].long())[:tokens] for half, plane in zip(halves, planes, strict=True)]
+    stored = [torch_path.gather(half, plane, step.block_table[0].long())[:tokens] for half, plane in zip(halves, planes, strict=True)]
     lost = max(float((s - x).square().sum() / x.square().sum()) for s, x in zip(stored, (key.float(), value.float()), strict=True))
     if not lost < 1:
         raise SelfCheckError(f"mode {backend.mode}: stored rows are off by {lost:.2g} of their own energy on {device}")
     batch = Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, tokens, tokens)
     attention = Attention(q, out, planes[0], planes[1], batch, Scoring(size**-0.5))
-    exact = reference.attention(attention, eager.gathering(backend, attention))
+    exact = reference.attention(attention, torch_path.gathering(backend, attention))
     error = float((out.float() - exact).norm() / exact.norm())
     levels = max((abs(error) for half in halves for error in half.read_level_errors), default=0.0)
     if not error <= READ_TOLERANCE + levels:

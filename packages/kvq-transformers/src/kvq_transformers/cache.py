@@ -10,9 +10,9 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from kvq_core.calibration import ModelSmoothing, Smoothings
+from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError, KVQError
-from kvq_core.spec import FLOATS
+from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedForward, FixedLayer
 from kvq_transformers.forward import CacheStateError
@@ -46,8 +46,8 @@ class KVQCache(Cache):
         max_cache_len: ``None``: pages grow with the text. A number: pages for that many tokens a row are allocated at the first forward
             and stay where they are, so that ``generate`` can compile its decode step.
         block_size: tokens a block, a multiple of 8.
-        smoothing: a :class:`~kvq_core.calibration.ModelSmoothing` with this model's attention layers, or ``"first_prefill"``: each layer
-            takes the mean of the first prompt's keys off all that it stores. Scores stay what they are.
+        smoothing: a :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers, or ``"first_prefill"``:
+            each layer takes the mean of the first prompt's keys off all that it stores. Scores stay what they are.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
             :func:`kvq_transformers.calibrate` finds, or the scales that a checkpoint brings.
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from kvq_core.calibration import KeyStatistics, ModelSmoothing
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import TensorRange
+from kvq_core.smoothing.calibration import KeyStatistics, ModelSmoothing
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.layers import GrowingLayer

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from kvq_core.backend import QuantKVBackend
+from kvq_core.cache.layout import Geometry
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import Geometry
 from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.layers import KVQLayer

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import checked_scale
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing, Smoothings
 
 LayerSmoothing = KeySmoothing | str | None
 Scale = float | torch.Tensor

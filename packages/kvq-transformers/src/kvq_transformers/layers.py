@@ -16,8 +16,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvq_core.backend import QuantKVBackend
+from kvq_core.cache.layout import Geometry
 from kvq_core.errors import ArgumentError, KVQError
-from kvq_core.layout import Geometry
 from kvq_transformers.forward import Forward
 from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.rows import GrowingForward, Piece, RowTable, token_rows

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from kvq_core.blocks import BlockPool
+from kvq_core.cache.blocks import BlockPool
+from kvq_core.cache.sequences import Growth, SequenceTable
+from kvq_core.cache.step import Step, build
 from kvq_core.errors import ArgumentError, KVQError
-from kvq_core.sequences import Growth, SequenceTable
-from kvq_core.step import Step, build
 from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.masks import check_reach, reaching_too_far
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from kvq_core import ops
 from kvq_core.backend import QuantKVBackend
-from kvq_core.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
+from kvq_core.cache.layout import Geometry, LayerCaches
+from kvq_core.cache.pages import Pages
+from kvq_core.call import ops
 from kvq_core.errors import KVQError
-from kvq_core.layout import Geometry, LayerCaches
-from kvq_core.pages import Pages
 from kvq_core.registry import get_backend
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
 from kvq_transformers.given import NOTHING, LayerGiven
 
 

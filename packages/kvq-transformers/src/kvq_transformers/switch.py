@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from kvq_core.calibration import Smoothings
 from kvq_core.errors import ArgumentError
+from kvq_core.smoothing.calibration import Smoothings
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import Scales

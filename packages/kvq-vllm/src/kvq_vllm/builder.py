@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from kvq_core.errors import ArgumentError
-from kvq_core.warmup import rounded_query_len
+from kvq_core.launch.warmup import rounded_query_len
 from kvq_vllm.demands import has_kernels, query_rows, warm_up_group
 from kvq_vllm.refusals import WITHOUT_KVQ, check_group
 from kvq_vllm.settings import Settings

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kvq_core.backend import QuantKVBackend
+from kvq_core.cache.layout import LayerCaches
 from kvq_core.environment import kernels_of
-from kvq_core.layout import LayerCaches
-from kvq_core.warmup import Demand, places_of, reserve_workspace, warm_up
+from kvq_core.launch.warmup import Demand, places_of, reserve_workspace, warm_up
 from kvq_vllm.pages import layer_views
 
 _LOG = logging.getLogger("vllm.kvq")

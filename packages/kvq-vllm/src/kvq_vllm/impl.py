@@ -10,10 +10,10 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionImpl
 
-from kvq_core.calibration import KeySmoothing
+from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import LayerCaches
-from kvq_core.schedule import set_batch_invariant
+from kvq_core.plan.planner import set_batch_invariant
+from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
 from kvq_vllm.pages import content_bytes, layer_views

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvq_core.backend import QuantKVBackend
+from kvq_core.cache.layout import LayerCaches, cell_size, fields, page_views
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import LayerCaches, cell_size, fields, page_views
 
 
 def content_bytes(backend: QuantKVBackend, head_size: int, head_size_v: int, dtype: torch.dtype) -> int:

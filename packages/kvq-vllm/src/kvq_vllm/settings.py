@@ -23,7 +23,7 @@ class Settings:
     """What kvq takes from a configuration.
 
     ``kv_cache_dtype``: the option's value. ``override``: the mode of layers with one of vLLM's own quantized names.
-    ``smoothing``: a file of :meth:`kvq_core.calibration.ModelSmoothing.save`. ``dtype``: of the model's K/V rows.
+    ``smoothing``: a file of :meth:`kvq_core.smoothing.calibration.ModelSmoothing.save`. ``dtype``: of the model's K/V rows.
     """
 
     kv_cache_dtype: str = "auto"

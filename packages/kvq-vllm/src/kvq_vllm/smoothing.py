@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvq_core.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_vllm.settings import SMOOTHING, Settings
 
 _NEED: Final = "a file of ModelSmoothing.save, calibrated on the model that is served (kvq_transformers.calibrate)"

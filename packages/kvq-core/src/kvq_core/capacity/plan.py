@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kvq_core.cache.layout import cell_size, fields
 from kvq_core.capacity.shape import AttentionLayer, ModelShape
 from kvq_core.errors import ArgumentError
-from kvq_core.layout import cell_size, fields
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend

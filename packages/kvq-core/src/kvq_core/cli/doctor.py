@@ -63,8 +63,8 @@ def _families(device: torch.device) -> list[dict[str, Any]]:
     from kvq_core.environment import installed
 
     try:
-        from kvq_core.families import FAMILIES
-        from kvq_core.launch import machine_of
+        from kvq_core.launch.dispatch import machine_of
+        from kvq_core.launch.families import FAMILIES
     except ImportError as problem:  # no Triton for this system
         return [{"family": "Triton kernels", "serves": "reads and writes", "on": False, "why": str(problem), "takes": []}]
     machine, found = machine_of(device), []
@@ -111,8 +111,8 @@ def _plans() -> tuple[list[dict[str, Any]], str]:
 
     from kvq_core.environment import architecture
     from kvq_core.errors import KVQError
-    from kvq_core.plans import tables_for
-    from kvq_core.plans.lookup import SHIPPED
+    from kvq_core.plan import tables_for
+    from kvq_core.plan.lookup import SHIPPED
 
     arch = architecture(torch.cuda.get_device_properties(0)) if torch.cuda.is_available() else ""
     try:

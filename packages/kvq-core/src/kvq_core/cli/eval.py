@@ -18,8 +18,8 @@ from kvq_core.errors import ArgumentError, told
 if TYPE_CHECKING:
     import torch
 
-    from kvq_core.calibration import Smoothings
     from kvq_core.evaluation import Estimate, Evaluation, ModeResult, Passage, Subject
+    from kvq_core.smoothing.calibration import Smoothings
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES: Final = (".safetensors", ".bin", ".gguf", ".json", ".pt")
@@ -183,7 +183,7 @@ def _smoothing(kind: str, subject: Subject, calibration: Passage) -> Smoothings:
     Raises:
         ArgumentError: it is none of the kinds, and no file.
     """
-    from kvq_core.calibration import FIRST_PREFILL, ModelSmoothing
+    from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing
 
     if kind == FIRST_PREFILL:
         return kind

@@ -6,7 +6,7 @@ import click
 
 from kvq_core.cli.modes import backends_of, mode_option
 from kvq_core.cli.suite import need_gpu, run_suite
-from kvq_core.plans import KINDS
+from kvq_core.plan import KINDS
 
 _EXAMPLES = """Examples:
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.capacity import model_shape
 from kvq_core.capacity.plan import layer_bytes
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.evaluation.subject import Passage, cut
 from kvq_core.evaluation.texts import Document
+from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend

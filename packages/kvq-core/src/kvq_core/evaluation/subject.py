@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.evaluation.texts import Document
+from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvq_core.calibration import ModelSmoothing, Smoothings
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import TensorRange
+from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
 
 SEPARATOR = 0
 """The byte that opens every document. Source text never holds it."""

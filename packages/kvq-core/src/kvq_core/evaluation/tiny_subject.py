@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import kvq_core
-from kvq_core.cache import PagedKVCache
-from kvq_core.calibration import KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.cache.paged import PagedKVCache
 from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.subject import Passage, cut
 from kvq_core.evaluation.texts import Document
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing, Smoothings
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend

@@ -1,7 +1,7 @@
 """Build a mode's kernels for every GPU there is no GPU of here: ``python -m kvq_core.testing.compile_matrix MODE ... [--target NAME ...]``.
 
-Triton compiles for a target that a driver names. :mod:`kvq_core.offline` puts a driver in place that names one and has no device, and
-turns every launch into a compilation, so that a mode's own launchers, plans and argument bundles are what is exercised. Run it in a
+Triton compiles for a target that a driver names. :mod:`kvq_core.launch.offline` puts a driver in place that names one and has no device,
+and turns every launch into a compilation, so that a mode's own launchers, plans and argument bundles are what is exercised. Run it in a
 process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled. Plans are those that kvq ships. For a target with
 a table of its own, every tile that is chosen for any problem is built; with ``--every-tile`` for all targets.
 
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvq_core.environment import kernels_of
-from kvq_core.offline import Device, compiling_for
-from kvq_core.plans.lookup import SHIPPED, SWITCH
+from kvq_core.launch.offline import Device, compiling_for
+from kvq_core.plan.lookup import SHIPPED, SWITCH
 from kvq_core.registry import get_backend
 from kvq_core.testing import machine_code, scene
 from kvq_core.testing.cases import Case

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from kvq_core import debug, ops
-from kvq_core.offline import Device, Driver
+from kvq_core.call import debug, ops
+from kvq_core.launch import device as hardware
+from kvq_core.launch.offline import Device, Driver
 from kvq_core.testing.compile_matrix import TARGETS
 
 
@@ -81,8 +82,6 @@ def launching_for(name: str) -> Iterator[DryDriver]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from kvq_core import launch
-
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: launch in a process of its own")
     device = TARGETS[name].device(name)
@@ -110,5 +109,5 @@ def launching_for(name: str) -> Iterator[DryDriver]:
         replace(JITFunction, "_do_compile", choose)
         replace(ops, "kernels_run_on", lambda device: True)
         replace(ops, "replays_on", lambda device: not debug.enabled())
-        replace(launch, "device_facts", lambda tensors: device.facts)
+        replace(hardware, "installed_facts", lambda tensors: device.facts)
         yield dry

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvq_core.calibration import KeySmoothing
 from kvq_core.errors import ArgumentError
+from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene

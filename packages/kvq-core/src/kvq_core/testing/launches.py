@@ -26,7 +26,7 @@ def noted_constants() -> Iterator[list[dict[str, Any]]]:
 @contextmanager
 def _told(listen: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
     """``listen`` is told each launch's kernel and options, before it."""
-    from kvq_core.replay import LaunchRecord  # imports triton
+    from kvq_core.launch.replay import LaunchRecord  # imports triton
 
     start = LaunchRecord.start
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core.cascade import combine
+from kvq_core.call.cascade import combine
 from kvq_core.testing import budgets, places
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place

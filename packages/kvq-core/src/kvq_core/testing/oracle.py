@@ -1,4 +1,4 @@
-"""Attention of one sequence in float64, keeping what an error analysis needs. It shares no code with :mod:`kvq_core.reference`."""
+"""Attention of one sequence in float64, keeping what an error analysis needs. It shares no code with :mod:`kvq_core.call.reference`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core.calibration import KeySmoothing
+from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_core.testing import layouts
 from kvq_core.testing.cases import Case
 from kvq_core.testing.poison import Poisoned, lay_out

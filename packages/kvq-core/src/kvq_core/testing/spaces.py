@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvq_core import workspace
+from kvq_core.launch import workspace
 from kvq_core.testing.poison import Poisoned, lay_out
 
 Make = Callable[[torch.device, int], torch.Tensor]
@@ -28,7 +28,7 @@ def leftovers(fill: Fill) -> Iterator[None]:
 
 @contextlib.contextmanager
 def workspaces(make: Make) -> Iterator[None]:
-    """Within the block ``make(device, elements)`` provides each float32 buffer that :mod:`kvq_core.workspace` is asked for."""
+    """Within the block ``make(device, elements)`` provides each float32 buffer that :mod:`kvq_core.launch.workspace` is asked for."""
 
     class Provider(workspace._Workspaces):
         def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvq_core import ops
+from kvq_core.call import ops
 from kvq_core.errors import ArgumentError
-from kvq_core.offline import Device, planning_for
-from kvq_core.plans import KINDS, Choice, Groups, Table, choose
-from kvq_core.plans.lookup import listening
+from kvq_core.launch.offline import Device, planning_for
+from kvq_core.plan import KINDS, Choice, Groups, Table, choose
+from kvq_core.plan.lookup import listening
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 

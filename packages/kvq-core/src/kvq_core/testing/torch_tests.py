@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvq_core import checks, ops
-from kvq_core.args import ReadArgs
+from kvq_core import checks
+from kvq_core.call import ops
+from kvq_core.call.args import ReadArgs
 from kvq_core.environment import kernels_of
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case

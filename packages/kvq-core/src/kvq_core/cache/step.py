@@ -1,0 +1,117 @@
+"""One step of a batch: the tensors that tell both doors where the new tokens go and what each sequence attends to."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import torch
+
+from kvq_core.cache.sequences import GrownRow
+
+# Triton compiles anew when a pointer or a stride stops being a multiple of 16: keep both so from one step to the next.
+_ALIGNMENT = 64
+_TABLE_WIDTH = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What one ``append`` reserved. Rows of q, key and value follow ``sequences``, each sequence's new tokens in order.
+
+    It serves ``write`` and ``attend``, for every layer, until one of its sequences is appended to, truncated, forked or freed.
+
+    Attributes:
+        sequences: sequence ids, in the order of the rows.
+        slot_mapping: [num_tokens] int64, ``block * block_size + offset`` of each new token.
+        block_table: [num_seqs, max_blocks] int32; -1 past a sequence's last block.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        seqused_k: [num_seqs] int32, lengths with the new tokens.
+        max_seqlen_q, max_seqlen_k: the largest number of new tokens, and the largest length.
+        num_tokens: new tokens in all.
+    """
+
+    sequences: tuple[int, ...]
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seqused_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_tokens: int
+    owner: object = field(repr=False)
+    clock: int = field(repr=False)
+
+
+def build(rows: Rows[GrownRow], block_size: int, device: torch.device, owner: object, clock: int) -> Step:
+    """The :class:`Step` of a planned append. Python works per sequence, never per token; one transfer to ``device``."""
+    cu_seqlens_q, seqused_k, longest = array("i", [0]), array("i"), 0
+    for row in rows:
+        count = row.end - row.start
+        cu_seqlens_q.append(cu_seqlens_q[-1] + count)
+        seqused_k.append(row.end)
+        longest = max(longest, count)
+    parts = (_slots(rows, block_size), _table([row.blocks for row in rows]), _int32(cu_seqlens_q), _int32(seqused_k))
+    slot_mapping, table, starts, used = to_device(parts, device)
+    return Step(
+        sequences=tuple(row.sequence for row in rows),
+        slot_mapping=slot_mapping,
+        block_table=table[:, : max(len(row.blocks) for row in rows)],
+        cu_seqlens_q=starts,
+        seqused_k=used,
+        max_seqlen_q=longest,
+        max_seqlen_k=max(seqused_k),
+        num_tokens=cu_seqlens_q[-1],
+        owner=owner,
+        clock=clock,
+    )
+
+
+def block_table(lists: Rows[array[int]], device: torch.device) -> torch.Tensor:
+    """[len(lists), longest] int32 on ``device``; -1 past the end of each list."""
+    (table,) = to_device((_table(lists),), device)
+    return table[:, : max(map(len, lists))]
+
+
+def to_device(parts: Rows[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of small CPU tensors on ``device``, all in one transfer, each on an aligned address."""
+    firsts, total = [], 0
+    for part in parts:
+        firsts.append(total)
+        total += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+    host = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    for part, first in zip(parts, firsts, strict=True):
+        host[first : first + part.nbytes].view(part.dtype).copy_(part.view(-1))
+    moved = host.to(device, non_blocking=True)
+    return [moved[first : first + part.nbytes].view(part.dtype).view(part.shape) for part, first in zip(parts, firsts, strict=True)]
+
+
+def _int32(values: array[int]) -> torch.Tensor:
+    return torch.frombuffer(values, dtype=torch.int32)
+
+
+def _table(lists: Rows[array[int]]) -> torch.Tensor:
+    width = -(-max(1, *map(len, lists)) // _TABLE_WIDTH) * _TABLE_WIDTH
+    table, padding = array("i"), array("i", [-1]) * width
+    for blocks in lists:
+        table += blocks
+        table += padding[len(blocks) :]
+    return _int32(table).view(len(lists), width)
+
+
+def _slots(rows: Rows[GrownRow], block_size: int) -> torch.Tensor:
+    """Slots of all new tokens: the slots of every block they touch, less those before the first and after the last token."""
+    touched, begin, end = array("i"), array("i"), array("i")
+    for row in rows:
+        first, last = row.start // block_size, (row.end - 1) // block_size
+        begin.append(row.start % block_size)
+        if first < last:
+            touched += row.blocks[first:last]
+            begin += array("i", [0]) * (last - first)
+            end += array("i", [block_size]) * (last - first)
+        touched.append(row.blocks[last])
+        end.append((row.end - 1) % block_size + 1)
+    offsets = torch.arange(block_size, dtype=torch.int32, device="cpu")
+    kept = (offsets >= _int32(begin)[:, None]) & (offsets < _int32(end)[:, None])
+    slots = _int32(touched).to(torch.int64)[:, None] * block_size + offsets
+    return slots[kept]

@@ -1,0 +1,251 @@
+"""torch custom ops: each mode's write and read as one opaque node that ``torch.compile`` and CUDA graphs can hold.
+
+Ops are defined per mode, on first use, as ``kvq::<mode>_write`` and ``kvq::<mode>_read``. ``Library.define`` costs about a fifth of
+``torch.library.custom_op`` per call, which is why it is used here. The op bodies bundle, validate and dispatch, in no-grad
+mode since a mode's own parameters may require grad; a call whose arguments have the facts of an earlier one repeats that one's launches
+instead (:mod:`kvq_core.call.replay_cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from kvq_core import variables
+from kvq_core.call import debug, torch_path
+from kvq_core.call.args import OpArgs, ReadArgs, WriteArgs, schema, written
+from kvq_core.call.memory import Apart, check_apart
+from kvq_core.call.replay_cache import Facts, ReplayCache, facts_of
+from kvq_core.call.spec import Attention, NewRows
+from kvq_core.errors import ArgumentError
+from kvq_core.launch import target
+from kvq_core.plan import planner
+from kvq_core.plan.lookup import asking_first
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+    from kvq_core.launch.replay import LaunchRecord
+    from kvq_core.plan import Table
+
+NOT_TAKEN = (RuntimeError, TypeError, ValueError, OverflowError, AttributeError)
+"""What torch's dispatcher, or the op's own dispatch, raises for arguments that are of no type the op takes."""
+_MAX_SEQLEN_K = ReadArgs._fields.index("max_seqlen_k")
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on ``device``: any GPU, or the CPU when Triton's interpreter was asked for."""
+    return device.type == "cuda" or target.current() is not None or variables.interpreting()
+
+
+def replays_on(device: torch.device) -> bool:
+    """Whether calls on ``device`` may repeat launches: on NVIDIA GPUs, and not under ``KVQ_DEBUG=1``, which looks at values."""
+    return device.type == "cuda" and torch.version.hip is None and not debug.enabled()
+
+
+@torch.no_grad()
+def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> LaunchRecord | None:
+    rows = NewRows.checked(backend, WriteArgs(*arguments), batch_invariant=batch_invariant)
+    if debug.enabled():
+        debug.check_slots(rows)
+    if rows.key.shape[0] == 0 or rows.key.shape[1] == 0 or rows.keys.num_blocks == 0:
+        return None
+    if kernels_run_on(rows.key.device):
+        return backend.write(rows)
+    torch_path.write(backend, rows)
+    return None
+
+
+@torch.no_grad()
+def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> LaunchRecord | None:
+    attention = Attention.checked(backend, ReadArgs(*arguments), batch_invariant=batch_invariant)
+    q = attention.q
+    if debug.enabled():
+        debug.check_batch(attention)
+    if q.shape[0] == 0 or q.shape[1] == 0 or attention.batch.num_seqs == 0:
+        return None
+    if kernels_run_on(q.device):
+        return backend.read(attention)
+    torch_path.read(backend, attention)
+    return None
+
+
+def _read_facts(arguments: tuple[Any, ...]) -> tuple[Facts, list[int]]:
+    """The facts of a read, with ``max_seqlen_k`` as the plan sees it: the calls of one step have those of the last, mostly."""
+    longest = arguments[_MAX_SEQLEN_K]
+    if longest > 0:
+        arguments = (*arguments[:_MAX_SEQLEN_K], planner.power_of_two(longest), *arguments[_MAX_SEQLEN_K + 1 :])
+    return facts_of(arguments)
+
+
+@dataclass(frozen=True)
+class _Verb:
+    """One of the two ops: its arguments, its body, and what of its arguments a call depends on."""
+
+    name: str
+    args: OpArgs
+    body: Callable[..., LaunchRecord | None]
+    facts: Callable[[tuple[Any, ...]], tuple[Facts, list[int]]]
+
+    @functools.cached_property
+    def _written(self) -> frozenset[str]:
+        return written(self.args)
+
+    def written(self, backend: QuantKVBackend) -> frozenset[str]:
+        """The names of the arguments that the op writes. Scales that the caller gives are inputs."""
+        return self._written - {"k_scale_cache", "v_scale_cache"} if backend.takes_scales else self._written
+
+    def check_memory(self, backend: QuantKVBackend, arguments: tuple[Any, ...]) -> Apart:
+        return check_apart(self.args._fields, arguments, self.written(backend))
+
+
+_VERBS = (_Verb("write", WriteArgs, _write, facts_of), _Verb("read", ReadArgs, _read, _read_facts))
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The backend that a mode's ops call, and the calls of each op that can be repeated."""
+
+    backend: QuantKVBackend
+    repeats: dict[str, ReplayCache] = field(default_factory=lambda: {verb.name: ReplayCache() for verb in _VERBS})
+
+    def call(self, verb: _Verb, arguments: tuple[Any, ...]) -> None:
+        device = arguments[0].device
+        # Read once for each call: another thread may turn the switch before the call is over.
+        batch_invariant = planner.is_batch_invariant()
+        if not replays_on(device):
+            verb.check_memory(self.backend, arguments)
+            verb.body(self.backend, batch_invariant, *arguments)
+            return
+        facts, addresses = verb.facts(arguments)
+        facts = (batch_invariant, *facts)
+        repeats = self.repeats[verb.name]
+        repeat = repeats.get(facts)
+        if repeat is not None and repeat(addresses):
+            return
+        apart = verb.check_memory(self.backend, arguments)
+        record = verb.body(self.backend, batch_invariant, *arguments)
+        repeat = record.repeat(addresses, apart) if record is not None else None
+        if repeat is not None:
+            repeats.keep(facts, repeat)
+
+
+class _Ops:
+    """The ops defined so far. A mode registered anew (a test's, say) takes over its name's ops."""
+
+    def __init__(self) -> None:
+        self._libraries: list[torch.library.Library] = []
+        # Reentrant: a thread that was interrupted while it held the lock can take it again.
+        self._lock = threading.RLock()
+        self._bound: dict[str, _Bound] = {}
+
+    def bind(self, backend: QuantKVBackend) -> None:
+        """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
+        with self._lock:
+            self._bind(backend)
+
+    def _bind(self, backend: QuantKVBackend) -> None:
+        if backend.mode in self._bound:
+            self._bound[backend.mode] = _Bound(backend)
+            return
+        library = torch.library.Library("kvq", "FRAGMENT")
+        try:
+            for verb in _VERBS:
+                self._define(library, verb, backend)
+            self._libraries.append(library)
+            # Last: another thread that finds the mode bound takes its ops without asking for the lock.
+            self._bound[backend.mode] = _Bound(backend)
+        except BaseException:
+            # Ctrl-C, say. An op that is there in part could not be defined again.
+            self._bound.pop(backend.mode, None)
+            library._destroy()
+            raise
+
+    def _define(self, library: torch.library.Library, verb: _Verb, backend: QuantKVBackend) -> None:
+        mode = backend.mode
+        name = _op_name(mode, verb.name)
+        library.define(name + schema(verb.args, verb.written(backend)))
+
+        def run(*arguments: Any) -> None:
+            device = arguments[0].device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                # Triton launches on the current device.
+                with torch.cuda.device(device):
+                    self._bound[mode].call(verb, arguments)
+            else:
+                self._bound[mode].call(verb, arguments)
+
+        for key in ("CPU", "CUDA"):
+            library.impl(name, run, key)
+
+        def no_result(*arguments: object) -> None:
+            """Both ops only change their arguments: there is no result to describe. Meta tensors of no tracer come here, too."""
+            for argument, x in zip(verb.args._fields, arguments, strict=False):
+                if isinstance(x, torch.Tensor) and x.device.type == "meta" and not isinstance(x, FakeTensor):
+                    raise ArgumentError(argument, "a tensor on meta", "one on a CPU or CUDA device")
+
+        torch.library.register_fake(f"kvq::{name}", no_result, lib=library)
+
+    def forget(self) -> None:
+        with self._lock:
+            self._bound = {mode: _Bound(bound.backend) for mode, bound in self._bound.items()}
+
+    def current(self, mode: str) -> QuantKVBackend | None:
+        bound = self._bound.get(mode)
+        return bound.backend if bound else None
+
+
+_OPS = _Ops()
+
+
+def forget_repeats() -> None:
+    """Have the next call of every kind go the whole way: for who changes plans or kernels in a running program (tuning, tests)."""
+    _OPS.forget()
+
+
+@contextlib.contextmanager
+def planning_with(table: Table) -> Iterator[None]:
+    """Within the block, calls are planned by ``table`` where it has an entry: for tuning and tests. Nothing planned before is repeated."""
+
+    def forget() -> None:
+        planner.plan.cache_clear()
+        forget_repeats()
+
+    with asking_first(table):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+def _op_name(mode: str, verb: str) -> str:
+    """``<mode>_<verb>``; of a composed mode, whose name has a slash in it, ``<mode of K>_with_<mode of V>_<verb>``."""
+    return f"{mode.replace('/', '_with_')}_{verb}"
+
+
+def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
+    if target.current() is not None:
+        # Tensors may lie where ops do not go.
+        return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, planner.is_batch_invariant())
+    if _OPS.current(backend.mode) is not backend:
+        variables.check()
+        _OPS.bind(backend)
+    op: Callable[..., None] = getattr(torch.ops.kvq, _op_name(backend.mode, verb)).default
+    return op
+
+
+def write_op(backend: QuantKVBackend) -> Callable[..., object]:
+    """The op ``kvq::<mode>_write``, bound to ``backend``."""
+    return _op(backend, "write")
+
+
+def read_op(backend: QuantKVBackend) -> Callable[..., object]:
+    """The op ``kvq::<mode>_read``, bound to ``backend``."""
+    return _op(backend, "read")

@@ -1,0 +1,57 @@
+"""Write and read in plain torch, from a mode's ``encode`` and ``decode`` alone: the CPU path, and the reference for the kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvq_core.call import reference
+from kvq_core.call.spec import Attention, NewRows, Plane
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+
+
+def write(backend: QuantKVBackend, rows: NewRows) -> None:
+    """Encode all rows and scatter those whose slot lies in the cache."""
+    num_slots = rows.keys.num_blocks * rows.keys.block_size
+    kept = (rows.slot_mapping >= 0) & (rows.slot_mapping < num_slots)
+    slots = rows.slot_mapping[kept]
+    key = rows.key if rows.smoothing is None else rows.smoothing.smooth(rows.key)
+    key_half, value_half = backend.key_half, backend.value_half
+    for x, plane, encode in ((key, rows.keys, key_half.encode), (rows.value, rows.values, value_half.encode_value)):
+        given = None if backend.needs_scale_caches else plane.scales
+        codes, scales = encode(x[kept], scale=given)
+        block, offset = slots // plane.block_size, slots % plane.block_size
+        plane.codes[block, offset] = codes.view(plane.codes.dtype)
+        if backend.needs_scale_caches and plane.scales is not None and scales is not None:
+            plane.scales[block, offset] = scales
+
+
+def read(backend: QuantKVBackend, attention: Attention) -> None:
+    """Dense float32 attention over the decoded pages, one sequence at a time."""
+    result, lse = reference.attention_and_lse(attention, gathering(backend, attention))
+    # Rows past the last sequence's, an engine's padding, stay as they are.
+    owned = slice(int(attention.batch.cu_seqlens_q[-1]))
+    attention.out[owned] = reference.to_output_dtype(result[owned], attention.out.dtype, attention.output_scale)
+    if attention.lse is not None:
+        attention.lse[owned] = lse[owned]
+
+
+def gathering(backend: QuantKVBackend, attention: Attention) -> reference.Gather:
+    """:func:`gather` from K's pages of ``attention`` as K is stored, and from V's as V is."""
+
+    def gathered(plane: Plane, blocks: torch.Tensor) -> torch.Tensor:
+        return gather(backend.key_half if plane is attention.keys else backend.value_half, plane, blocks)
+
+    return gathered
+
+
+def gather(backend: QuantKVBackend, plane: Plane, blocks: torch.Tensor) -> torch.Tensor:
+    """Decoded rows [len(blocks) * block_size, num_kv_heads, head_size] of the given physical blocks, float32."""
+    codes = plane.codes[blocks].flatten(0, 1)
+    if not backend.needs_scale_caches:
+        return backend.decode(codes, plane.scales)
+    scales = None if plane.scales is None else plane.scales[blocks].flatten(0, 1)
+    return backend.decode(codes, scales)

@@ -1,0 +1,237 @@
+"""From validated problems to kernel launches: bundle, plan, launch, combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from kvq_core.call.spec import Attention
+from kvq_core.errors import ArgumentError
+from kvq_core.kernels import args
+from kvq_core.kernels.combine import combine_kernel
+from kvq_core.kernels.config import CombineTile, Heads, ReadConfig, multiplied_lanes
+from kvq_core.kernels.formats import Format, Kernels, Sm90Kernels
+from kvq_core.launch import dispatch
+from kvq_core.launch.bundles import bundle_output, bundle_plane, bundle_rows, bundle_scoring, row_alignment, strides_of
+from kvq_core.launch.device import device_facts, interpreting, overlaps
+from kvq_core.launch.replay import LaunchRecord
+from kvq_core.launch.workspace import sole_use
+from kvq_core.plan import planner
+from kvq_core.plan.planner import SM90_DECODE_MULTIROW, SM90_PREFILL, TRITON
+
+_FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+PREFETCHED_KEYS = 32
+"""Keys of a split up to which a program prefetches its first tile; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
+
+
+def launch_attention(kernels: Kernels, attention: Attention) -> LaunchRecord:
+    """Launch a mode's attention kernel, and the combine kernel where keys are split, for every class of query lengths in the batch."""
+    record = LaunchRecord(attention.q.device)
+    sm90 = dispatch.sm90_kernels(kernels, dispatch.sm90_fits, attention, kernels.format)
+    problem = problem_of(attention, kernels.format, sm90)
+    entries = {TRITON: kernels.attend, SM90_PREFILL: sm90.prefill, SM90_DECODE_MULTIROW: sm90.decode_multirow}
+    with sole_use(attention.q.device):
+        for launch in planner.plan(problem):
+            _launch(record, entries[launch.tile.family], attention, kernels.format, problem, launch)
+    return record
+
+
+def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> planner.Problem:
+    """The facts that the plan depends on; ``sm90``: those kernels that can take the call."""
+    batch, q, device = attention.batch, attention.q, device_facts(attention.q.device)
+    plane = form.wider
+    head = Heads(max(q.shape[2], attention.out.shape[2]), plane.ways)
+    max_seqlen_q = min(batch.max_seqlen_q, planner.power_of_two(q.shape[0]))  # rounded: kernels are compiled for it
+    max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
+    if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
+        # What a window leaves of a long sequence is read as a short one is.
+        max_seqlen_k = min(max_seqlen_k, scoring.window_left + max_seqlen_q)
+    segments, may_split = 0, True
+    if attention.seq_threshold_3d is not None and batch.num_seqs > attention.seq_threshold_3d:
+        may_split = False
+    elif attention.scratch is not None and attention.scratch.output.shape[0] >= q.shape[0]:
+        segments = attention.scratch.num_segments
+    return planner.Problem(
+        num_seqs=batch.num_seqs,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=planner.power_of_two(max_seqlen_k),
+        max_keys=batch.block_table.shape[1] * attention.keys.block_size,
+        uniform=batch.num_seqs * batch.max_seqlen_q == q.shape[0],
+        group=attention.queries_per_kv,
+        num_kv_heads=attention.keys.num_kv_heads,
+        lane_bytes=2 if plane.packed else attention.keys.codes.element_size(),
+        lanes=head.width,
+        ways=plane.ways,
+        num_sms=device.num_sms,
+        head_lanes=head.lanes,
+        foldable=_foldable(attention, form),
+        in_chunks=plane.packed and multiplied_lanes(head.lanes) < head.width,
+        engine_segments=segments,
+        scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,
+        may_split=may_split,
+        batch_invariant=attention.batch_invariant,
+        arch=device.arch,
+        variant=plane.variant,
+        side_bytes=any(half.side_bytes for half in form.halves),
+        sm90_fits=sm90.prefill is not None,
+        multirow_fits=sm90.decode_multirow is not None,
+    )
+
+
+def _launch(
+    record: LaunchRecord, kernel: Any, attention: Attention, form: Format, problem: planner.Problem, launch: planner.Launch
+) -> None:
+    batch, tile = attention.batch, launch.tile
+    config = _config(attention, form, launch)
+    items, programs = launch.max_items, launch.programs
+    if not launch.split:
+        # Every sequence has at most one row block that is not full.
+        programs = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
+    out = attention.out
+    output = bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
+    lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
+    score = bundle_scoring(attention)
+    splits, partials = _splits(record, attention, launch, items, config)
+    record.start(
+        kernel,
+        (programs, problem.num_kv_heads),
+        bundle_rows(attention.q, attention.smoothing),
+        bundle_plane(attention.keys, "k_cache", form.key),
+        bundle_plane(attention.values, "v_cache", form.value),
+        output,
+        attention.output_scale,
+        lengths,
+        score,
+        splits,
+        partials,
+        batch.num_seqs,
+        batch.block_table.stride(0),
+        batch.block_table.shape[1],
+        attention.keys.num_blocks,
+        C=config,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **({"maxnreg": tile.registers} if tile.registers and config.use_asm and tile.family is not SM90_PREFILL else {}),
+    )
+    if not launch.split:
+        return
+    row_blocks = batch.num_seqs * launch.max_row_blocks
+    combine = planner.combine_tile(problem, launch, row_blocks)
+    slices = min(combine.slices, config.slices)
+    rows = triton.cdiv(row_blocks, combine.blocks) * config.tokens * config.group * slices
+    eights = 0 if config.alone else row_blocks * (tile.rows // 8)
+    record.start(
+        combine_kernel,
+        (eights + rows, problem.num_kv_heads),
+        output,
+        attention.output_scale,
+        lengths,
+        score._replace(qq_bias=None, alibi_slopes=None),
+        splits,
+        partials,
+        row_blocks,
+        programs,
+        # With fewer slices than planned, as many bytes together all the same.
+        TILE=CombineTile(combine.few, combine.splits * slices // combine.slices, combine.blocks, slices),
+        C=config,
+        num_warps=combine.warps,
+        **({"launch_pdl": True} if config.overlap else {}),
+    )
+
+
+def _loops(attention: Attention, launch: planner.Launch) -> int:
+    """Loops over a work tile's key tiles."""
+    if attention.scoring.mm_prefix_range is not None:
+        # Who sees what of a prefix is known row by row.
+        return 1
+    # Of a sequence's newest token every valid key is seen: nothing but the last tile's end, and blocks that are missing, asks for a mask.
+    return launch.tile.loops if launch.max_query_len == 1 else 2
+
+
+def _config(attention: Attention, form: Format, launch: planner.Launch) -> ReadConfig:
+    tile = launch.tile
+    # Warp groups have a loop over work tiles, and may leave a row in one split to the combine kernel.
+    alone = launch.split == "equal" and attention.batch.num_seqs * launch.max_row_blocks == 1 and tile.family is TRITON
+    stride = max(strides_of(attention.keys) + strides_of(attention.values))
+    return ReadConfig(
+        format=form,
+        head_size=attention.q.shape[2],
+        head_size_v=attention.out.shape[2],
+        block_size=attention.keys.block_size,
+        group=attention.queries_per_kv,
+        rows=tile.rows,
+        keys=tile.keys,
+        fold=tile.fold,
+        warps=tile.warps,
+        stages=tile.stages,
+        decode=tile.decode,
+        keys_first=tile.keys_first,
+        min_query_len=launch.min_query_len,
+        max_query_len=launch.max_query_len,
+        max_row_blocks=launch.max_row_blocks if launch.split else 0,
+        narrow_n=_narrow_n(attention, form, launch),
+        loops=_loops(attention, launch),
+        alone=alone,
+        prefetch=alone and _prefetch(form, launch) and device_facts(attention.q.device).use_asm,
+        split=launch.split,
+        same_strides=strides_of(attention.keys) == strides_of(attention.values),
+        row_bytes=min(row_alignment(attention.keys, tile.fold), row_alignment(attention.values, tile.fold)),
+        wide_planes=attention.keys.num_blocks * stride >= 2**31,
+        wide_pages=attention.keys.block_size * stride >= 2**31,
+        wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
+        alibi_sqrt=attention.scoring.use_alibi_sqrt,
+        shifted=attention.smoothing is not None and attention.sees_shift,
+        output=_FP8_NAMES.get(attention.out.dtype, ""),
+        registers=(tile.registers or 0) if tile.family is SM90_PREFILL else 0,
+        use_asm=device_facts(attention.q.device).use_asm,
+        fp8_hardware=device_facts(attention.q.device).fp8_hardware,
+        least_splits=2 if tile.family is TRITON else 1,
+        mixed=form.value.rotated and tile.family is TRITON,
+        overlap=("start" if launch.combine_waits else "end") if launch.split and overlaps(attention.q.device) else "",
+        upcast_dots=interpreting(),
+    )
+
+
+def _narrow_n(attention: Attention, form: Format, launch: planner.Launch) -> bool:
+    """Whether rows have two columns each: where much is done to each score, and at most half of the fewest rows of a tile can be valid."""
+    tile = launch.tile
+    eight = tile.keys_first and tile.family is TRITON and tile.fold == 1 and tile.rows == 8
+    return form.narrow_n and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
+
+
+def _prefetch(form: Format, launch: planner.Launch) -> bool:
+    """Whether programs prefetch their first tile: of packed rows, where each has one work tile, and that is short."""
+    tile = launch.tile
+    short = launch.combine_waits and launch.least * tile.keys <= PREFETCHED_KEYS
+    return short and form.packed and tile.keys_first and (tile.warps, tile.rows, tile.fold) == (1, 8, 1)
+
+
+def _foldable(attention: Attention, form: Format) -> bool:
+    """Whether two keys' lanes take less padding in one row than in two, and are neighbours in memory, in the same block."""
+    size = attention.q.shape[2]
+    if not (form.packed and form.alike) or size != attention.out.shape[2] or attention.keys.block_size % 2:
+        return False
+    lanes = size // form.key.ways
+    spares = multiplied_lanes(2 * lanes) < 2 * multiplied_lanes(lanes)
+    return spares and all(plane.codes.stride(1) * plane.codes.element_size() == 2 * lanes for plane in (attention.keys, attention.values))
+
+
+def _splits(
+    record: LaunchRecord, attention: Attention, launch: planner.Launch, items: int, config: ReadConfig
+) -> tuple[args.Splits, args.Partials]:
+    if not launch.split:
+        return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
+    row_blocks = attention.batch.num_seqs * launch.max_row_blocks
+    if launch.split == "segments":
+        scratch = attention.scratch
+        if scratch is None:
+            raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
+        segments = scratch.output.shape[2]
+        splits = args.Splits(0, 0, segments)
+        plan, *_ = record.workspace(row_blocks, 0, 0)
+        return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
+    rows = items * attention.keys.num_kv_heads * config.rows
+    plan, acc, top, total = record.workspace(row_blocks, rows, config.head_size_v)
+    return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)

@@ -1,0 +1,75 @@
+"""Tensors of a validated call as the bundles that kernels take: pointers and strides."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvq_core.call.replay_cache import ALIGNMENT
+from kvq_core.call.spec import Attention, Plane, Smoothing
+from kvq_core.errors import ArgumentError
+from kvq_core.kernels import args
+from kvq_core.kernels.formats import PlaneFormat
+
+
+def lanes_of(plane: Plane, name: str, form: PlaneFormat) -> torch.Tensor:
+    """The codes as 16-bit lanes (unpacked modes: as they are), without a copy."""
+    if not form.packed:
+        return plane.codes
+    try:
+        return plane.codes.view(torch.uint8).view(torch.uint16)
+    except RuntimeError as error:
+        strides = f"strides {plane.codes.stride()}, offset {plane.codes.storage_offset()}"
+        raise ArgumentError(name, strides, "even strides, offset and packed head size: rows are read as 16-bit lanes") from error
+
+
+def bundle_plane(plane: Plane, name: str, form: PlaneFormat) -> args.Plane:
+    codes = lanes_of(plane, name, form)
+    block, slot, head, _ = codes.stride()
+    scales = plane.scales
+    if scales is None or scales.dim() != 3:
+        return args.Plane(codes, scales, block, slot, head, 0, 0, 0)
+    return args.Plane(codes, scales, block, slot, head, *scales.stride())
+
+
+def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None) -> args.Rows:
+    token, head, _ = tensor.stride()
+    if smoothing is None:
+        return args.Rows(tensor, token, head)
+    return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor)
+
+
+def bundle_output(out: torch.Tensor, lse: torch.Tensor | None) -> args.Output:
+    token, head, _ = out.stride()
+    return args.Output(out, token, head, lse)
+
+
+def bundle_scoring(attention: Attention) -> args.Scoring:
+    scoring = attention.scoring
+    bias, ranges = scoring.qq_bias, scoring.mm_prefix_range
+    return args.Scoring(
+        float(scoring.softmax_scale),
+        scoring.window_left if scoring.window_left >= 0 else None,
+        float(scoring.softcap) if scoring.softcap > 0 else None,
+        scoring.sinks,
+        scoring.alibi_slopes,
+        bias,
+        0 if bias is None else bias.stride(0),
+        0 if bias is None else bias.shape[0],
+        ranges,
+        0 if ranges is None else ranges.shape[1],
+    )
+
+
+def strides_of(plane: Plane) -> tuple[int, ...]:
+    """Block, slot and head strides of codes and, where there are any, of scales."""
+    scales = plane.scales.stride() if plane.scales is not None and plane.scales.dim() == 3 else ()
+    return (*plane.codes.stride()[:3], *scales)
+
+
+def row_alignment(plane: Plane, fold: int = 1) -> int:
+    """What each row of codes, of ``fold`` keys, starts at a multiple of: a power of two, no more than matters."""
+    codes = plane.codes
+    block, slot, head = (stride * codes.element_size() for stride in codes.stride()[:3])
+    return math.gcd(ALIGNMENT, codes.data_ptr(), block, fold * slot, head)

@@ -1,0 +1,312 @@
+"""Key smoothing: what all keys of a head share is taken off before they are quantized, and given back to the scores exactly.
+
+For a fixed vector mu and factors g of a kv head, with ``k' = (k - mu) / g`` in the pages and ``q' = q * g``::
+
+    q.k = q'.k' + q.mu
+
+``q.mu`` is the same for every key of a row, so that the softmax does not see it; where something else does (a softcap, sinks), the
+kernels add it back. Real keys have channels with a large mean (key biases, in Qwen2 and Qwen2.5), which would take up the levels that
+should tell keys apart. mu and g must be the same for all keys of a cache: they are part of what its bytes mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Self, Union
+
+import torch
+
+from kvq_core import checks
+from kvq_core.cache import tensorfile
+from kvq_core.errors import ArgumentError, described
+
+FIRST_PREFILL: Final = "first_prefill"
+"""In place of a :class:`ModelSmoothing`: each layer's mean is that of the first keys it is given."""
+Smoothings = Union["ModelSmoothing", str, None]
+"""What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, or nothing."""
+_KEY: Final = "kvq_smoothing"
+_FORMAT_VERSION: Final = 1
+_TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance)")
+_LARGEST_FACTOR: Final = 16.0
+
+
+@dataclass(frozen=True, eq=False)
+class KeySmoothing:
+    """One layer's mean key ``mean`` [num_kv_heads, head_size] and channel factors ``balance`` (the same shape, positive), float32.
+
+    ``balance`` is optional. ``inverse`` is 1 / balance.
+
+    Raises:
+        ArgumentError: a tensor has another shape or dtype, or the two differ in shape or device.
+    """
+
+    mean: torch.Tensor
+    balance: torch.Tensor | None = None
+    inverse: torch.Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, given in (("mean", self.mean), ("balance", self.balance)):
+            if given is None and name == "balance":
+                continue
+            tensor = checks.tensor(name, given)
+            if tensor.dim() != 2 or tensor.dtype != torch.float32:
+                raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype}", "[num_kv_heads, head_size] float32")
+            if tensor.shape != self.mean.shape or tensor.device != self.mean.device:
+                raise ArgumentError(name, f"{tuple(tensor.shape)} on {tensor.device}", f"{tuple(self.mean.shape)} on {self.mean.device}")
+            object.__setattr__(self, name, tensor.detach().contiguous())
+        object.__setattr__(self, "inverse", None if self.balance is None else 1 / self.balance)
+
+    @classmethod
+    def estimate(cls, keys: torch.Tensor, queries: torch.Tensor | None = None) -> Self:
+        """The mean of keys [num_tokens, num_kv_heads, head_size]; with queries [any, num_query_heads, head_size] the balance, too."""
+        statistics = KeyStatistics()
+        statistics.add(keys, queries)
+        found = statistics.smoothing(balanced=queries is not None)
+        return cls(found.mean, found.balance)
+
+    @property
+    def fingerprint(self) -> str:
+        """What the numbers are, in 16 hexadecimal digits. Waits for the device."""
+        digest = hashlib.sha256(str(tuple(self.mean.shape)).encode())
+        for tensor in (self.mean, self.balance):
+            digest.update(b"none" if tensor is None else tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def to(self, device: torch.device | str) -> KeySmoothing:
+        """The same on ``device``."""
+        device = checks.device("device", device)
+        return KeySmoothing(self.mean.to(device), None if self.balance is None else self.balance.to(device))
+
+    def check(self, num_kv_heads: int, head_size: int, argument: str = "smoothing") -> None:
+        """Raise :class:`~kvq_core.ArgumentError` naming ``argument`` unless this is for so many heads of that size."""
+        if self.mean.shape != (num_kv_heads, head_size):
+            heads, size = self.mean.shape
+            raise ArgumentError(argument, f"one for {heads} heads of {size}", f"one for {num_kv_heads} heads of {head_size}")
+
+
+class KeyStatistics:
+    """Sums over keys, and over queries, as they come: from any number of :meth:`add` to one :class:`KeySmoothing`."""
+
+    def __init__(self) -> None:
+        self._keys: _Moments | None = None
+        self._queries: _Moments | None = None
+
+    def add(self, keys: torch.Tensor, queries: torch.Tensor | None = None, real: torch.Tensor | None = None) -> None:
+        """Count keys [num_tokens, num_kv_heads, head_size], those ``real`` [num_tokens] bool, and queries [any, heads, head_size]."""
+        heads, size = checks.floats("keys", keys, 3, "[num_tokens, num_kv_heads, head_size]").shape[1:]
+        known = self._keys
+        if known is not None and known.total.shape != (heads, size):
+            raise ArgumentError("keys", f"{heads} heads of {size}", "the {} heads of {} of earlier ones".format(*known.total.shape))
+        if real is not None and (checks.tensor("real", real).dtype != torch.bool or real.shape != keys.shape[:1]):
+            raise ArgumentError("real", f"shape {tuple(real.shape)}, {real.dtype}", f"[{len(keys)}] bool, one for each token")
+        if queries is not None:
+            checks.floats("queries", queries, 3, "[num_tokens, num_query_heads, head_size]")
+            if not heads or queries.shape[1] % heads or queries.shape[2] != size:
+                raise ArgumentError("queries", f"shape {tuple(queries.shape)}", f"[num_tokens, a multiple of {heads}, {size}]")
+        for name, x in (("real", real), ("queries", queries)):
+            if x is not None and x.device != keys.device:
+                raise ArgumentError(name, f"a tensor on {x.device}", f"one on {keys.device}")
+        self._keys = _Moments.of(keys, real).plus(known)
+        if queries is None:
+            return
+        grouped = queries.unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1)
+        self._queries = _Moments.of(grouped, None).plus(self._queries)
+
+    def smoothing(self, *, balanced: bool = False) -> KeySmoothing:
+        """The mean of the keys counted; ``balanced``: and factors that make a channel's rounding matter alike in every channel.
+
+        A channel of keys with standard deviation s_k, met by queries of root mean square s_q, has the factor sqrt(s_k / s_q), relative to
+        the geometric mean of its head: quantization spreads its error evenly over k', and the scores see it times q'.
+        """
+        checks.flag("balanced", balanced)
+        if self._keys is None:
+            raise ArgumentError("keys", "none so far", "keys to estimate a mean from")
+        mean = self._keys.mean
+        if not balanced:
+            return KeySmoothing(mean.float())
+        if self._queries is None:
+            raise ArgumentError("queries", "none so far", "queries to balance the channels by")
+        spread = (self._keys.square - mean.square()).clamp(min=0).sqrt()
+        ratio = (spread / self._queries.square.sqrt().clamp(min=1e-12)).clamp(min=1e-12).sqrt().log()
+        factor = (ratio - ratio.mean(-1, keepdim=True)).exp().clamp(1 / _LARGEST_FACTOR, _LARGEST_FACTOR)
+        return KeySmoothing(mean.float(), factor.float())
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """How many rows, and the sums of them and of their squares [heads, size], float64."""
+
+    count: torch.Tensor
+    total: torch.Tensor
+    squares: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, real: torch.Tensor | None) -> _Moments:
+        x = rows.detach().double()
+        if real is None:
+            count = torch.tensor(float(len(x)), dtype=torch.float64, device=x.device)
+        else:
+            # Not picked, which would wait for the device; a row that is not real may hold anything.
+            x = x.masked_fill(~real[:, None, None], 0.0)
+            count = real.sum(dtype=torch.float64)
+        return cls(count, x.sum(0), x.square().sum(0))
+
+    def plus(self, other: _Moments | None) -> _Moments:
+        if other is None:
+            return self
+        return _Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        return self.total / self.count.clamp(min=1)
+
+    @property
+    def square(self) -> torch.Tensor:
+        return self.squares / self.count.clamp(min=1)
+
+
+class LayerSmoothings:
+    """What a cache of ``num_layers`` layers writes and reads with: given, found from the first keys, or nothing.
+
+    Args:
+        given: ``None``, a :class:`ModelSmoothing` with all of ``layers``, or :data:`FIRST_PREFILL`.
+        layers: numbers of the layers, as the model counts them.
+
+    Raises:
+        ArgumentError: it is for other layers, heads or head sizes.
+    """
+
+    def __init__(
+        self, given: Smoothings, layers: list[int], num_kv_heads: int, head_size: int, device: torch.device, argument: str = "smoothing"
+    ) -> None:
+        self._found: dict[int, KeySmoothing] = {}
+        self._estimates = given == FIRST_PREFILL if isinstance(given, str) else False
+        if isinstance(given, ModelSmoothing):
+            for layer, one in zip(layers, given.for_layers(layers, argument), strict=True):
+                one.check(num_kv_heads, head_size, f"{argument} (layer {layer})")
+                self._found[layer] = one.to(device)
+        elif given is not None and not self._estimates:
+            raise ArgumentError(argument, described(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
+
+    def get(self, layer: int) -> KeySmoothing | None:
+        return self._found.get(layer)
+
+    def for_write(self, layer: int, key: torch.Tensor, real: torch.Tensor | None = None) -> KeySmoothing | None:
+        """The layer's; the first time, if it is to be found, from keys [num_tokens, num_kv_heads, head_size], those that are ``real``."""
+        if self._estimates and layer not in self._found:
+            statistics = KeyStatistics()
+            statistics.add(key, real=real)
+            self._found[layer] = statistics.smoothing()
+        return self._found.get(layer)
+
+    @property
+    def found(self) -> ModelSmoothing | None:
+        """Those of all layers that have one by now; ``None`` if there are none."""
+        return ModelSmoothing(dict(sorted(self._found.items()))) if self._found else None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSmoothing(Mapping[int, KeySmoothing]):
+    """The :class:`KeySmoothing` of each layer of a model that has one, by layer."""
+
+    layers: Mapping[int, KeySmoothing]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Mapping):
+            raise ArgumentError("layers", described(self.layers), "a mapping from layers to KeySmoothing")
+        for layer, one in self.layers.items():
+            checks.integer("layers", layer)
+            checks.instance(f"layers[{layer}]", one, KeySmoothing)
+
+    def __getitem__(self, layer: int) -> KeySmoothing:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all layers. Caches with the same bytes and another fingerprint hold other keys. Waits for the device."""
+        every = [(layer, self.layers[layer].fingerprint) for layer in sorted(self.layers)]
+        return hashlib.sha256(json.dumps(every).encode()).hexdigest()[:16]
+
+    def for_layers(self, layers: list[int], argument: str = "smoothing") -> list[KeySmoothing]:
+        """Those of ``layers``, in order; :class:`~kvq_core.ArgumentError` naming ``argument`` and the ones that are missing."""
+        missing = [layer for layer in layers if layer not in self.layers]
+        if missing:
+            raise ArgumentError(argument, f"none for layers {missing}", f"one for each of {layers}: calibrate on the model it is used with")
+        return [self.layers[layer] for layer in layers]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name: ``smoothing.LAYER.mean`` and ``.balance``."""
+        found = {}
+        for layer, one in self.layers.items():
+            found[f"smoothing.{layer}.mean"] = one.mean
+            if one.balance is not None:
+                found[f"smoothing.{layer}.balance"] = one.balance
+        return found
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> ModelSmoothing:
+        """Undo :meth:`tensors`; :class:`~kvq_core.ArgumentError` if they have other names, or do not fit each other."""
+        layers = sorted({int(match[1]) for match in map(_TENSOR.fullmatch, tensors) if match})
+        try:
+            found = cls(
+                {layer: KeySmoothing(tensors[f"smoothing.{layer}.mean"], tensors.get(f"smoothing.{layer}.balance")) for layer in layers}
+            )
+        except KeyError as cause:
+            raise ArgumentError("tensors", f"no {cause}", "a mean for each layer") from None
+        if found.tensors().keys() != tensors.keys():
+            raise ArgumentError("tensors", sorted(tensors), "smoothing.LAYER.mean and smoothing.LAYER.balance")
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, with the fingerprint in its metadata.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        checks.path("path", path)
+        header = {"format_version": _FORMAT_VERSION, "fingerprint": self.fingerprint}
+        stored = {name: tensor.cpu().contiguous() for name, tensor in self.tensors().items()}
+        tensorfile.write(path, stored, {_KEY: json.dumps(header)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> ModelSmoothing:
+        """What :meth:`save` wrote.
+
+        Raises:
+            SnapshotError: the file is damaged, or no such file of this format version.
+            OSError: there is no file, or it cannot be read.
+        """
+        checks.path("path", path)
+        device = checks.device("device", device)
+        with tensorfile.opened(path) as file:
+            text = file.metadata.get(_KEY)
+            if text is None:
+                raise file.error("no key smoothing")
+            try:
+                header = tensorfile.parse_json(text)
+                version, fingerprint = header["format_version"], header["fingerprint"]
+            except (ValueError, KeyError, TypeError) as cause:
+                raise file.error(f"its header is damaged: {type(cause).__name__} {cause}") from cause
+            if type(version) is not int or version != _FORMAT_VERSION:
+                raise file.error(f"format version {version!r}, this kvq reads version {_FORMAT_VERSION}")
+            tensors = {name: file.empty(name, torch.float32) for name in file.entries}
+            for name, tensor in tensors.items():
+                file.read_into(name, tensor)
+            try:
+                found = cls.of_tensors(tensors)
+            except ArgumentError as cause:
+                raise file.damaged(str(cause)) from cause
+            if found.fingerprint != fingerprint:
+                raise file.error("damaged: its numbers are not those that were saved")
+        return cls({layer: one.to(device) for layer, one in found.layers.items()})

@@ -8,7 +8,7 @@ run (``--minutes`` limits the time), makes the exit status 1. ``--json`` keeps t
 Scenarios repeat themselves within a version of hypothesis.
 
 ``--suite FILE`` names a file with :class:`~kvq_core.testing.BackendTests` subclasses, whose own error bounds then hold for their modes
-(this repository: ``tests/test_backends.py``); a mode without one is held to the defaults.
+(this repository: ``tests/kernels/test_backends.py``); a mode without one is held to the defaults.
 """
 
 from __future__ import annotations

@@ -1,0 +1,200 @@
+"""Every kernel builds for every GPU, within that GPU's shared memory, and costs no more there than the golden counts say.
+
+Each target in a process of its own: this one interprets. By default every mode is built for one target, and every target builds some of the
+modes, so that each is built for several NVIDIA targets and an AMD one; ``-m matrix`` builds the rest and every tile, which takes minutes.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from kvq_core import get_backend
+from kvq_core.call import ops
+from kvq_core.kernels.config import Heads
+from kvq_core.launch.offline import planning_for
+from kvq_core.launch.replay import triton_is_known
+from kvq_core.plan import Decode, Groups, Prefill, Table, choose, lookup
+from kvq_core.plan.lookup import SWITCH, listening
+from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_reads
+from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
+from kvq_core.testing.table_choices import name_of, problems_of
+
+MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+KERNELS = {("decode", "write"), ("decode", "attend"), ("decode", "combine_kernel"), ("prefill", "attend")}
+MEASURED = ("sm_90",)
+"""Targets that kvq ships a table of launch plans for: each tile there that can be chosen is built (``-m matrix``)."""
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden_counts.json"
+MEASURE = ["-m", "kvq_core.testing.compile_matrix"]
+WHOLE = "sm_90"
+"""The target that every mode is always built for."""
+
+
+def some_modes(target: str) -> tuple[str, ...]:
+    """The modes that ``target`` is built for by default: a third of them, of AMD's two targets a half.
+
+    Targets take turns in the order of their shared memory, so that each mode is built where there is least of it.
+    """
+    peers = [name for name in TARGETS if TARGETS[name].backend == TARGETS[target].backend]
+    peers.sort(key=lambda name: TARGETS[name].shared_limit)
+    turns = 3 if target in CUDA_TARGETS else 2
+    return MODES if target == WHOLE else MODES[peers.index(target) % turns :: turns]
+
+
+@pytest.fixture(autouse=True)
+def plans_are_kvq_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "")
+    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_builds(target: str) -> None:
+    build(target, some_modes(target))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("first", range(2))
+@pytest.mark.parametrize("target", MEASURED)
+def test_every_tile_of_the_tables_builds(target: str, first: int) -> None:
+    """Every other mode at a time: these take longest, and come first."""
+    build(target, MODES[first::2], every_tile=True)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("target", [target for target in TARGETS if target not in MEASURED])
+def test_every_kernel_of_the_other_modes_builds(target: str) -> None:
+    build(target, tuple(mode for mode in MODES if mode not in some_modes(target)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout", "head_size"),
+    [("int4", "head_major", 96), ("int2", "head_major", 64), ("int4", "interleaved", 128), ("int8", "interleaved", 128)],
+)
+def test_rows_are_copied_in_as_few_pieces_as_their_places_allow(mode: str, layout: str, head_size: int) -> None:
+    """Of rows that do not start at multiples of 32 bytes, too: Triton by itself would load each lane alone, and wait for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).parent / "row_loads.py"), mode, layout, str(head_size)]
+    loads = json.loads(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
+    assert not {kind for kind in loads if kind.endswith(("b8", "b16"))}, loads
+    assert loads.get("cp.async.cg", 0) + loads.get("cp.async.ca", 0) >= 16, loads
+
+
+@pytest.mark.quick
+def test_each_mode_is_built_for_little_shared_memory_and_for_amd_by_default() -> None:
+    scarce = [target for target in CUDA_TARGETS if TARGETS[target].shared_limit < 100 * 1024]
+    for targets in (scarce, [target for target in TARGETS if target not in CUDA_TARGETS]):
+        assert {mode for target in targets for mode in some_modes(target)} == set(MODES)
+
+
+def build(target: str, modes: tuple[str, ...], *, every_tile: bool = False) -> None:
+    """Build the kernels of ``modes`` for ``target``, with every tile that a table can choose or those of the cases, and look at them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *MEASURE, *modes, "--target", target, "--json", "--every-tile" if every_tile else "--no-every-tile"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    built = [json.loads(line) for line in done.stdout.splitlines()]
+    for mode in modes:
+        in_float32 = of_float32(mode, target)
+        of_mode = [one for one in built if one["mode"] == mode]
+        assert {(one["case"], one["kernel"]) for one in of_mode} == (kernels(mode, target) if every_tile else KERNELS)
+        for one in of_mode:
+            assert one["target"] == target and one["registers"] > 0 and one["instructions"] > 50, one
+            assert one["shared"] <= TARGETS[target].shared_limit, f"cannot be launched: {one}"
+            if target.startswith("sm_") and one["kernel"] == "attend" and one["case"] not in in_float32:
+                assert one["products"] > 0, f"no tensor-core products: {one}"
+                assert one["hot"]["keys"] > 1, f"no pipelined loop: {one}"
+            if one["kernel"] == "write":
+                assert one["spilled"] == 0, one
+            assert one["merged_exponents"] == 0, f"huge scores lose their maximum: {one}"
+    # Here, since compiling is what takes time.
+    if target in CUDA_TARGETS:
+        compare_with_golden(target, built, modes, every_tile=every_tile)
+
+
+def kernels(mode: str, target: str) -> set[tuple[str, str]]:
+    """The cases and kernels that are built."""
+    reads = further_reads(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else ()
+    writes = {("few", "write"), ("many", "write")} if target in MEASURED else set()
+    return KERNELS | {(read, "attend") for read in reads} | writes
+
+
+def of_float32(mode: str, target: str) -> set[str]:
+    """Reads that are built for rows of float32, which no tensor core multiplies in full precision."""
+    reads = further_reads(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else {}
+    return {name for name, problem in reads.items() if problem.made.case.dtype == torch.float32}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) -> None:
+    """By asking the tables for every class of problems of the mode's format, whether or not there is a problem of that class."""
+    backend, device = get_backend(mode), TARGETS[target].device(target)
+    found = problems_of(backend, device)
+    with ops.planning_with(Table(target, {})), planning_for(device), listening() as asked:
+        next(iter(found.values())).read()
+    fixed = dict(asked)["decode"]
+    every = set()
+    for width in {Heads(2**n, fixed["ways"]).width * fixed["ways"] for n in range(4, 11) if 2**n <= backend.max_head_size}:
+        for lane_bytes in (2, 4) if fixed["ways"] == 1 else (2,):
+            facts = fixed | {"width": width, "lane_bytes": lane_bytes}
+            every.add(name_of(choose(target, Prefill, facts)))
+            for rows in (32, 64, 256):
+                groups = choose(target, Groups, facts | {"rows": rows})
+                if groups.groups and (width, lane_bytes) == (128, 2) and triton_is_known():
+                    every.add(name_of(groups))
+            reads = itertools.product((8, 16, 32, 64, 128), (False, True), (0, *(2**n for n in range(25))), (0, 512, 513))
+            for rows, folded, keys, longest in reads:
+                read = {"rows": rows, "folded": folded, "keys_per_sm": keys, "longest": longest}
+                every.add(name_of(choose(target, Decode, facts | read)))
+    assert found.keys() == every
+
+
+def compare_with_golden(target: str, built: list[dict[str, Any]], modes: tuple[str, ...] = MODES, *, every_tile: bool = True) -> None:
+    golden = GoldenCounts.read(GOLDEN).for_target(target)
+    cases = {case for case, _ in KERNELS}
+    named = {kernel: (kernel.split()[0], kernel.split()[2]) for kernel in golden.kernels}
+    chosen = [kernel for kernel, (mode, case) in named.items() if mode in modes and (every_tile or case in cases)]
+    golden = GoldenCounts(golden.triton, {kernel: golden.kernels[kernel] for kernel in chosen})
+    if golden.triton != triton.__version__:
+        pytest.skip(f"all kernels build; not compared: the golden counts are of Triton {golden.triton}, this is {triton.__version__}")
+    worse = "\n".join(golden.regressions(GoldenCounts.of(built, triton.__version__)))
+    again = f"python {' '.join([*MEASURE, *MODES])} --golden {GOLDEN.relative_to(Path(__file__).parents[2])}"
+    assert not worse, f"{worse}\nIf that is meant: {again}"
+
+
+def as_built(golden: GoldenCounts) -> list[dict[str, Any]]:
+    """Builds that have the counts of ``golden``."""
+    builds = []
+    for kernel, row in golden.kernels.items():
+        names = zip(("mode", "target", "case", "kernel"), kernel.split(), strict=True)
+        hot = {name: count for name, count in row.items() if name not in PER_PROGRAM}
+        builds.append({**dict(names), **{name: row[name] for name in PER_PROGRAM}, "hot": hot})
+    return builds
+
+
+def test_the_golden_counts_cover_every_kernel() -> None:
+    wanted = {f"{mode} {target} {case} {kernel}" for mode in MODES for target in CUDA_TARGETS for case, kernel in kernels(mode, target)}
+    counted = {kernel for kernel in GoldenCounts.read(GOLDEN).kernels if triton_is_known() or " groups-" not in kernel}
+    assert counted == wanted
+
+
+@pytest.mark.quick
+def test_a_costlier_kernel_fails_and_another_compiler_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = GoldenCounts.read(GOLDEN)
+    built = as_built(golden.for_target("sm_90"))
+    monkeypatch.setattr(triton, "__version__", golden.triton)
+    compare_with_golden("sm_90", built)
+    built[0]["hot"]["conversions"] += 1
+    with pytest.raises(AssertionError, match=r"(?s)conversions \d+ -> \d+.*--golden tests/data/golden_counts.json"):
+        compare_with_golden("sm_90", built)
+    monkeypatch.setattr(triton, "__version__", "3.5.0")
+    with pytest.raises(pytest.skip.Exception, match=f"of Triton {golden.triton}, this is 3.5.0"):
+        compare_with_golden("sm_90", built)

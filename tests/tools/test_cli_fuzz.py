@@ -1,0 +1,162 @@
+"""The command line on generated configs and options: an exit status of 0, 1 or 2, no traceback, in bounded time."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvq_core.cli.app import app
+
+pytestmark = pytest.mark.quick
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+LLAMA = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+BASES = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
+JUNK = [0, -1, 1, 2, 3, 1.5, float("nan"), float("inf"), True, False, None, "", "x", "128", [], [1], ["full_attention"], {}, {"a": 1}]
+JUNK += [10**9, 10**30, 2**63, [True] * 3, ["mamba"] * 32, "M*", "LG", [[[]]], {"0": {"head_dim": 3}}, {"9" * 50: {}}, "\ud800"]
+FIELDS = (
+    "num_hidden_layers num_attention_heads num_key_value_heads head_dim v_head_dim hidden_size layer_types layers_block_type "
+    "hybrid_override_pattern block_types attn_layer_indices attn_type_list attn_layer_period attn_layer_offset "
+    "full_attention_interval sliding_window use_sliding_window sliding_window_pattern max_window_layers num_kv_shared_layers "
+    "kv_lora_rank qk_rope_head_dim attention_chunk_size is_encoder_decoder multi_query new_decoder_architecture torch_dtype "
+    "dtype model_type text_config llm_config quantization_config tie_word_embeddings vocab_size intermediate_size num_experts "
+    "moe_intermediate_size mlp_only_layers first_k_dense_replace n_shared_experts decoder_sparse_step max_position_embeddings "
+    "per_layer_config global_head_dim swa_head_dim swa_num_key_value_heads attn_config cross_attention_layers "
+    "add_cross_attention n_layer n_head linear_num_value_heads attention_window_size hidden_size_per_layer_input "
+    "attn_output_gate "
+)
+OPTIONS = {
+    "--gpu-gib": ("80", "24", "1e9", "nan", "inf", "1e308", "-1", "1e-300", "0", "x"),
+    "--gpus": ("1", "2", "8", "3", "64", "0", "-1", "1.5", str(10**9), "9" * 5000),
+    "--weights-gib": ("0", "1", "nan", "inf", "1e308"),
+    "--context": ("1", "1000000", "0", str(10**30), "x"),
+    "--concurrency": ("7", "0", str(2**40)),
+    "--block-size": ("8", "1048576", "12", "0", "-8", str(10**9)),
+    "--utilization": ("1", "0", "nan", "1.1"),
+    "--reserve-gib": ("1", "nan", "inf", "1e5"),
+    "--mode": ("int4", "none,int2", "int9", "", ",", "a:b:c", "\udcff"),
+    "--dtype": ("float32", "int8"),
+}
+
+
+def run(*arguments: str) -> Any:
+    begin = time.perf_counter()
+    done = CliRunner().invoke(app, arguments, prog_name="kvq")
+    assert done.exception is None or isinstance(done.exception, SystemExit), (arguments, done.exception)
+    assert done.exit_code in (0, 1, 2) and "Traceback" not in done.output, arguments
+    assert done.exit_code != 2 or "Error: " in done.stderr, arguments
+    assert time.perf_counter() - begin < 10, arguments
+    return done
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_generated_configs_and_options(seed: int, tmp_path: Path) -> None:
+    rng, path, answered = random.Random(seed), tmp_path / "config.json", 0
+    for _ in range(150):
+        config = json.loads(json.dumps(rng.choice(BASES)))
+        for _ in range(rng.randrange(3)):
+            nested = config.get("text_config")
+            target = nested if isinstance(nested, dict) and rng.random() < 0.5 else config
+            target[rng.choice(FIELDS.split())] = rng.choice(JUNK)
+        text = json.dumps(config)
+        path.write_text(text[: rng.randrange(len(text))] if rng.random() < 0.05 else text)
+        options = [part for name, values in OPTIONS.items() if rng.random() < 0.15 for part in (name, rng.choice(values))]
+        form = rng.choice([[], ["--json"], ["--csv"]])
+        done = run("calc", str(path), *options, *form)
+        answered += done.exit_code == 0
+        if done.exit_code == 0 and form == ["--json"]:
+            assert all(mode["bytes_per_token"] > 0 for mode in json.loads(done.stdout)["modes"])
+    assert answered >= 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, "layer_types: got 4 entries, need 32"),
+        ({"layer_types": ["full_attention"] * 33}, "layer_types: got 33 entries, need 32"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000, need at most 4,096"),
+        ({"num_hidden_layers": 10**9, "attn_layer_period": 2}, "need at most 4,096"),
+        ({"num_attention_heads": 30}, "num_key_value_heads: got 8, need a divisor of num_attention_heads, 30"),
+        ({"num_key_value_heads": 64}, "num_key_value_heads: got 64, need a divisor"),
+        ({"hidden_size": 4100}, "need a divisor of hidden_size, 4100"),
+        ({"n_layer": 12}, "num_hidden_layers: got num_hidden_layers 32 and n_layer 12, need one value"),
+        *(({"head_dim": value}, "head_dim: got") for value in (0, -1, "128", True, 1.5, [128], 10**30)),
+        ({"attn_layer_indices": [3, 32]}, "attn_layer_indices: got [3, 32], need indices of layers, 0 to 31"),
+        ({"attn_type_list": [1, 0]}, "attn_type_list: got 2 entries"),
+        ({"hybrid_override_pattern": "M*"}, "hybrid_override_pattern: got 2 entries"),
+        ({"hybrid_override_pattern": "M*X"}, "hybrid_override_pattern: got 'M*X'"),
+        ({"num_kv_shared_layers": 33}, "num_kv_shared_layers: got 33, need at most the 32 layers"),
+        ({"per_layer_config": {"32": {}}}, "per_layer_config: got {'32': {}}"),
+        ({"text_config": [1]}, "text_config: got [1], need a JSON object"),
+        ({"text_config": {"num_hidden_layers": 4, "layer_types": ["full_attention"]}}, "layer_types: got 1 entries, need 4"),
+        ({"is_encoder_decoder": "no"}, "is_encoder_decoder: got 'no', need true or false"),
+    ],
+)
+def test_configs_that_contradict_themselves(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **fields}))
+    done = run("calc", str(path))
+    assert done.exit_code == 2 and message in done.stderr and not done.stdout
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    contents = {
+        "deep": b"[" * 100_000,
+        "digits": b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}",
+        "bytes": bytes(range(256)),
+        "empty": b"",
+    }
+    contents |= {"null": b"null", "list": b"[]", "nan": b"NaN", "torn": b'{"a": "\\ud8', "empty": b""}
+    places = []
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        places.append(str(tmp_path / name))
+    (tmp_path / "secret.json").write_bytes(b"{}")
+    (tmp_path / "secret.json").chmod(0)
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    places += [str(tmp_path / "folder"), str(tmp_path), "/dev/null", "/dev/zero", "a" * 5000 + ".json", "\udcff.json", "\0.json", "", "."]
+    for place in [*places, str(tmp_path / "secret.json")]:
+        assert run("calc", place).exit_code == 2, place
+
+
+@pytest.mark.parametrize("command", [["list"], ["calc", str(CONFIGS / "qwen3-8b.json")], ["doctor"]])
+def test_json_and_csv_exclude_each_other(command: list[str]) -> None:
+    for flags in (["--json", "--csv"], ["--csv", "--json"]):
+        done = run(*command, *flags)
+        assert done.exit_code == 2 and "--json and --csv exclude each other" in done.stderr
+
+
+def kvq(arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-m", "kvq_core", *arguments], stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"]])
+def test_a_reader_that_has_seen_enough_ends_it_silently(arguments: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = kvq(arguments, stdout=write)
+    os.close(write)
+    assert process.communicate(timeout=120)[1] == "" and process.returncode == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_a_full_disk_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        process = kvq(["list"], stdout=full)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and "No space left" in said and "Traceback" not in said
+
+
+def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "modèle.json"
+    path.write_text(json.dumps(LLAMA))
+    process = kvq(["calc", str(path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 0 and "mod\\xe8le.json" in out and not said

@@ -1,0 +1,236 @@
+"""The documents say what is so: their Python runs, their links lead somewhere, and their tables agree with the packages.
+
+Sybil finds and runs the code blocks. A page is one test, whose blocks share a namespace, so that workers may take pages in any order. A
+block that cannot run has a comment ``<!--- skip: next "reason" -->`` on the line before it.
+"""
+
+import contextlib
+import json
+import math
+import re
+import tomllib
+import types
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+from sybil import Sybil
+from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+
+import kvq_core
+import kvq_transformers
+import plots
+from kvq_core import get_backend, list_backends, unregister_backend
+from kvq_core.registry import ALIASES, FIRST_PARTY, IN_PROCESS
+
+ROOT = Path(__file__).parents[2]
+
+SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "packages").glob("*/README.md")),
+]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def text_of(guide: str) -> str:
+    return (ROOT / "docs" / f"{guide}.md").read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that lead to a page's headings, as GitHub forms them."""
+    headings = HEADING.findall(without_code(page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def run(page: Path) -> tuple[dict[str, Any], int]:
+    """Execute a page's Python blocks in order; return their namespace, and how many there were, those skipped for a reason included."""
+    document = SYBIL.parse(page)
+    # What a module has, since dataclasses and the registry look up where a class was defined.
+    document.namespace.update(vars(types.ModuleType(f"docs_{page.stem}")))
+    blocks = 0
+    for example in document.examples():
+        if isinstance(example.parsed, tuple):
+            action, reason = example.parsed
+            assert action == "next" and reason, f"{name_of(page)}:{example.line}: a skip is for one block, and says why"
+        else:
+            blocks += 1
+        with contextlib.suppress(SkipTest):
+            example.evaluate()
+    return document.namespace, blocks
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The documents' CPU examples take the torch path, as a reader's would, and leave nothing behind."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("KVQ_DEBUG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    before = {entry.mode for entry in list_backends() if entry.distribution == IN_PROCESS}
+    yield
+    for entry in list_backends():
+        if entry.distribution == IN_PROCESS and entry.mode not in before:
+            unregister_backend(entry.mode)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_runs(page: Path) -> None:
+    _, blocks = run(page)
+    languages = [block["language"] for block in FENCE.finditer(page.read_text(encoding="utf-8"))]
+    assert blocks == languages.count("python"), "Sybil and the page disagree about what a Python block is"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_resolve(page: Path) -> None:
+    for target in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, fragment = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{name_of(page)}: {target}"
+        if fragment:
+            assert fragment in anchors(found), f"{name_of(page)}: {target} names no heading of {name_of(found)}"
+
+
+def test_index_leads_to_every_page() -> None:
+    """But for the log of experiments, which is no page of the site."""
+    index = ROOT / "docs" / "index.md"
+    trees = [block["code"] for block in FENCE.finditer(index.read_text(encoding="utf-8")) if block["language"] == "{toctree}"]
+    listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = [
+        page.relative_to(index.parent).with_suffix("").as_posix() for page in PAGES if page.is_relative_to(index.parent) and page != index
+    ]
+    assert sorted(listed) == sorted(page for page in pages if not page.startswith("dev/"))
+
+
+@pytest.mark.parametrize("package", [kvq_core, kvq_transformers], ids=lambda package: package.__name__)
+def test_the_api_reference_has_every_public_name(package: types.ModuleType) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(rf"^\.\. auto\w+:: (?:{package.__name__}\.)?(\w+)$", page, re.MULTILINE))
+    assert set(package.__all__) <= described
+
+
+def test_the_api_page_says_how_stable_each_exported_name_is() -> None:
+    packages = [path.parent.name for path in sorted(ROOT.glob("packages/*/src/*/__init__.py"))]
+    stated = [(row["package"], name) for row in plots.table(text_of("api"), "package") for name in row["names"].split(", ")]
+    assert sorted(stated) == sorted((package, name) for package in packages for name in import_module(package).__all__)
+    for first in ("package", "module"):
+        assert {row["stability"] for row in plots.table(text_of("api"), first)} == {"stable", "provisional"}
+
+
+def named_in_tables() -> Iterator[tuple[str, list[str]]]:
+    """Files, from a package's source folder, and what ``architecture.md`` and ``api.md`` say is defined in each."""
+    architecture = text_of("architecture")
+    for heading in re.findall(r"^\| (file in .+?) \|", architecture, re.MULTILINE):
+        _, _, package = heading.replace("`", "").replace("a mode", "kvq_int4").partition("file in ")
+        for row in plots.table(architecture, heading):
+            yield f"{package}/{row[heading.replace('`', '')]}", row["names"].split(", ")
+    for row in plots.table(text_of("api"), "module"):
+        yield f"{row['module'].replace('.', '/')}.py", row["names"].split(", ")
+
+
+def test_the_api_page_has_every_name_of_the_kernels() -> None:
+    rows = [row["names"].split(", ") for row in plots.table(text_of("api"), "module") if row["module"] == "kvq_core.kernels.api"]
+    assert sorted(name for names in rows for name in names) == sorted(import_module("kvq_core.kernels.api").__all__)
+
+
+def test_what_the_pages_name_is_where_they_say() -> None:
+    for file, names in named_in_tables():
+        if file == "kvq_core/testing.py":
+            file = "kvq_core/testing/suite.py"
+        (path,) = ROOT.glob(f"packages/*/src/{file}")
+        source = path.read_text(encoding="utf-8")
+        if file == "kvq_core/kernels/api.py":  # which defines nothing
+            assert set(names) <= set(import_module("kvq_core.kernels.api").__all__), names
+            continue
+        absent = [name for name in names if not re.search(rf"^ *(def|class) {name}\b|^ *{name}\b.* = ", source, re.MULTILINE)]
+        assert not absent, f"{file}: {', '.join(absent)}"
+
+
+def test_contributing_names_commands_and_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["envs"]["default"]["scripts"]
+    assert set(re.findall(r"hatch run ([\w-]+)", text)) <= {*scripts, "python", "pytest", "kvq"}
+    absent = [name for name in re.findall(r"(?:tests|docs|benchmarks)/[\w/-]+\.(?:py|md)", text) if not (ROOT / name).exists()]
+    assert absent == ["docs/modes/NAME.md"]
+
+
+def test_the_install_table_names_the_installed_modes() -> None:
+    installed = {(e.distribution, e.mode, e.value) for e in list_backends() if e.distribution in FIRST_PARTY.values()}
+    named = plots.table(text_of("start-here"), "distribution")
+    assert {(row["distribution"], row["mode"], row["entry point in kvq.backends"]) for row in named} == installed
+    for row in named:
+        assert row["import"] == row["distribution"].replace("-", "_") == row["entry point in kvq.backends"].partition(".")[0]
+    assert {row["alias"]: row["mode"] for row in named if row["alias"]} == dict(ALIASES)
+
+
+def test_the_bytes_and_errors_of_rows_are_measured() -> None:
+    measured = run(ROOT / "docs" / "accuracy.md")[0]["measured"]
+    rows = plots.table(text_of("accuracy"), "mode")
+    assert [row["mode"] for row in rows] == list(measured)
+    for row in rows:
+        size, bits, error = measured[row["mode"]]
+        assert float(row["bytes per token and head"]) == size and float(row["bits per element"]) == bits, row
+        assert float(row["times smaller"]) == pytest.approx(256 / size, abs=0.005), row
+        assert float(row["relative MSE"]) == pytest.approx(error, rel=0.01), row
+
+
+def test_the_tables_of_modes_show_what_was_measured() -> None:
+    stored = {row["mode"]: row for row in plots.table(text_of("accuracy"), "mode")}
+    aliases = {row["mode"]: (row["alias"], row["distribution"]) for row in plots.table(text_of("start-here"), "distribution")}
+    pays_from = run(ROOT / "docs" / "choosing-a-mode.md")[0]["pays_from"]
+    choosing, readme = plots.table(text_of("choosing-a-mode"), "mode"), plots.table(README, "mode")
+    for row, short, bar in zip(choosing, readme, plots.bars(), strict=True):
+        assert row["mode"] == short["mode"] == bar.mode
+        assert row["bytes per token and head"] == stored[bar.mode]["bytes per token and head"]
+        assert (float(row["times smaller"]), float(row["decode, x FlashInfer bf16"])) == (bar.times_smaller, bar.times_as_fast)
+        assert (short["alias"], short["package"]) == aliases[bar.mode]
+        assert all(short[column] == row[column] for column in short.keys() & row.keys())
+        if bar.mode == "none":
+            assert (row["loss, bits per byte"], row["pays from, tokens"]) == ("exact", "")
+        else:
+            assert row["loss, bits per byte"] == f"+{bar.loss:.2f} %"
+            assert float(row["pays from, tokens"].replace(",", "")) == pytest.approx(pays_from[bar.mode], abs=500), bar.mode
+
+
+def test_the_readme_shows_figures_of_vllm_that_the_guide_has() -> None:
+    guide = {(row["cache"], row["attention"]): row for row in plots.table(text_of("vllm"), "cache")}
+    for row in plots.table(README, "cache"):
+        assert row.items() <= guide[row["cache"], row["attention"]].items()
+
+
+def test_the_claim_of_the_readme_is_that_of_the_tables() -> None:
+    quantized = [bar for bar in plots.bars() if bar.mode != "none"]
+    for what, values in (("the speed", [b.times_as_fast for b in quantized]), ("smaller", [b.times_smaller for b in quantized])):
+        # Rounded down: the tables' figures are rounded once already.
+        least, most = (math.floor(round(100 * value) / 10) / 10 for value in (min(values), max(values)))
+        claim = f"{least} to {most} times {what}"
+        assert claim in " ".join(README.split()), claim
+
+
+@pytest.mark.parametrize("theme", plots.THEMES)
+def test_the_figure_shows_the_tables(theme: str) -> None:
+    """Otherwise: ``hatch run python docs/plots.py``."""
+    assert [plots.Bar(**bar) for bar in json.loads(plots.kept_in("modes", theme))] == plots.bars()
+
+
+def test_write_a_backend_example_packs() -> None:
+    """The example mode's own promises, since its conformance suite is not collected here."""
+    space, _ = run(ROOT / "docs" / "write-a-backend.md")
+    backend = get_backend("int4_plain")
+    assert type(backend) is space["Int4Plain"] and space["TestInt4Plain"].mode == backend.mode

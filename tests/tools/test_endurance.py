@@ -1,0 +1,126 @@
+"""The endurance run, in small: it holds in every mode, and says so when something leaks or a request is not what it is alone.
+
+On the CPU these take the torch path: kernels have suites of their own.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import endurance
+import nano_engine
+from kvq_core import list_backends
+from kvq_core.testing import places
+
+ROOT = Path(__file__).parents[2]
+
+MODES = sorted({entry.mode for entry in list_backends()})
+SMALL: dict[str, Any] = {"requests": 32, "sample": 16, "num_blocks": 20, "block_size": 16, "chunk": 64, "long": 0, "seed": 0}
+
+
+def endured(mode: str, device: str = "cpu", **changes: Any) -> endurance.Outcome:
+    return endurance.endure(endurance.Plan(mode=mode, device=device, **SMALL | changes), lambda count: None)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.enter("eager", monkeypatch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_endures(eager: None, mode: str) -> None:
+    seen = endured(mode)
+    assert seen.problems == []
+    assert min(seen.finished, seen.cancelled, seen.forks, seen.preemptions) > 0, "nothing of that kind was tested"
+    assert seen.compared == 16 and seen.finished + seen.cancelled == 32
+
+
+def leaks(release: Callable[..., None]) -> Callable[..., None]:
+    def broken(engine: nano_engine.Engine, request: nano_engine.Request) -> None:
+        request.blocks = request.blocks[:-1]
+        release(engine, request)
+
+    return broken
+
+
+def gives_away_what_others_hold(release: Callable[..., None]) -> Callable[..., None]:
+    def broken(engine: nano_engine.Engine, request: nano_engine.Request) -> None:
+        for block in request.blocks:
+            engine.holders[block] = 1
+        release(engine, request)
+
+    return broken
+
+
+@pytest.mark.parametrize(("defect", "problem"), [(leaks, "blocks leaked"), (gives_away_what_others_hold, "differ from")])
+def test_defects_are_noticed(eager: None, monkeypatch: pytest.MonkeyPatch, defect: Callable[..., Any], problem: str) -> None:
+    monkeypatch.setattr(nano_engine.Engine, "release", defect(nano_engine.Engine.release))
+    assert any(problem in line for line in endured("int8_per_token_head", num_blocks=60, requests=60).problems)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_the_command(jobs: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    sizes = {"requests": "12", "sample": "4", "num-blocks": "24", "long": "0", "chunk": "64", "device": "cpu", "jobs": jobs}
+    options = [word for name, value in sizes.items() for word in (f"--{name}", value)]
+    assert endurance.main([*options, "--modes", "none", "int4"]) == 0
+    printed = capsys.readouterr().out
+    assert "int4_per_token_head" in printed and "4 of 4" in printed and "every block free" in printed
+
+
+def test_a_mode_that_fails_costs_the_others_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is told with what failed and how to have it again, and the file has both."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    write = nano_engine.Engine.execute
+
+    def failing(engine: nano_engine.Engine, work: Any) -> Any:
+        if engine.backend.mode == "none" and engine.stats.steps > 3:
+            raise RuntimeError("the device is gone")
+        return write(engine, work)
+
+    monkeypatch.setattr(nano_engine.Engine, "execute", failing)
+    options = ["--requests", "12", "--sample", "4", "--num-blocks", "24", "--long", "0", "--chunk", "64", "--device", "cpu"]
+    assert endurance.main([*options, "--modes", "none", "int4", "--json", str(tmp_path / "outcomes.json")]) == 1
+    printed = capsys.readouterr().out
+    assert "none: RuntimeError: the device is gone" in printed and "4 of 4" in printed
+    assert (
+        f"again: python examples/endurance.py --modes none {' '.join(options[:6])} --block-size 16 --chunk 64 --long 0 --seed 0" in printed
+    )
+    kept = {one["mode"]: one for one in json.loads((tmp_path / "outcomes.json").read_text())}
+    assert "the device is gone" in kept["none"]["error"] and kept["int4_per_token_head"]["added"] == 12
+
+
+def test_the_time_may_be_up(eager: None) -> None:
+    seen = endured("int8_per_token_head", requests=100_000, minutes=0.01)
+    assert 0 < seen.added < 100_000 and seen.finished + seen.cancelled == seen.added and seen.leaked_blocks == seen.different == 0
+    assert seen.problems == [f"int8_per_token_head: {100_000 - seen.added} requests had not arrived when the time was up"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "--requests: got 0"),
+        (["--modes", "int5"], "int5"),
+        (["--num-blocks", "100"], "--num-blocks: got 100, need 175"),
+        (["--device", "abacus"], "abacus"),
+    ],
+)
+def test_bad_arguments_end_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        endurance.main(["--device", "cpu", *arguments])
+    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_endures_on_a_gpu(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """With prompts past the length at which keys are split."""
+    places.enter("gpu", monkeypatch)
+    seen = endured(mode, "cuda", requests=400, sample=60, num_blocks=192, chunk=256, long=20)
+    assert seen.problems == [] and min(seen.finished, seen.cancelled, seen.forks, seen.preemptions) > 0

@@ -1,0 +1,193 @@
+"""Evaluation through the cache: what is fed and counted, against a dense model and sums done otherwise."""
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvq_core import ArgumentError, PagedKVCache, get_backend, list_backends
+from kvq_core.evaluation import Document, Estimate, Evaluation, Passage, TinySubject, evaluate, read_documents
+from kvq_core.evaluation.subject import cut
+from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention
+from kvq_core.evaluation.tiny_subject import bundled
+from kvq_core.none import NoneBackend
+
+MODES = sorted({entry.mode for entry in list_backends()}, key=lambda mode: mode != "none")
+TEXTS = [b"x = 1\n" * 20, b"import os, sys\n" * 9, b"def f(x):\n    return x\n" * 3]
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture(scope="module")
+def subject(small_model: TinyModel) -> TinySubject:
+    return TinySubject(small_model)
+
+
+def passages(subject: TinySubject) -> list[Passage]:
+    return subject.passages([Document(str(i), text) for i, text in enumerate(TEXTS)], 200)
+
+
+def run(subject: TinySubject, modes: Sequence[str] = ("none",), **options: int) -> Evaluation:
+    scored = passages(subject)
+    return evaluate(subject, [get_backend(mode) for mode in modes], scored, calibration=scored[0], **options)
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_documents_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("#### a\none\n#### b\ntwo\n#### not\nthree")
+    assert read_documents(path) == [Document("a", b"one\n"), Document("b", b"two\n"), Document("not", b"three\n")]
+    path.write_text("plain, with a line\n#### inside\n")
+    assert read_documents(path) == [Document("text.txt", b"plain, with a line\n#### inside\n")]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), (b"\xff\xfea", "no UTF-8"), (b" \n\t", "nothing but white space")]
+)
+def test_unreadable_texts_are_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=f"^text: got .*text.txt: {message}"):
+        read_documents(path)
+
+
+@pytest.mark.quick
+def test_texts_are_cut_into_passages(subject: TinySubject) -> None:
+    assert [len(piece) for piece in cut(range(250), 100)] == [100, 100, 50]
+    assert [len(piece) for piece in cut(range(249), 100)] == [100, 100]
+    assert [len(piece) for piece in cut(range(3), 100)] == [3]
+    found = subject.passages([Document("a", b"abcdef")], 3)
+    assert found == [Passage((SEPARATOR, *b"abc"), 3), Passage((SEPARATOR, *b"def"), 3)]
+    assert found[0].num_predicted == 3
+    assert len(subject.passages([Document("a", b"x" * 255)], 10_000)[0].tokens) == subject.model.config.max_len
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_estimates() -> None:
+    mean = Estimate.ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4)
+    assert (mean.mean, mean.error) == (2.5, pytest.approx(math.sqrt(5 / 3) / 2)), "for equal weights: of a plain mean"
+    weighted = Estimate.ratio([2.0, 9.0], [1.0, 3.0])
+    residuals = (2 - 11 / 4) ** 2 + (9 - 3 * 11 / 4) ** 2
+    assert (weighted.mean, weighted.error) == (11 / 4, pytest.approx(math.sqrt(2 * residuals) / 4))
+    assert (
+        math.isnan(Estimate.ratio([3.0], [2.0]).error)
+        and f"{Estimate(1.5, math.nan):.4f}, {Estimate(1.5, 0.25):+.2f}" == "1.5000, +1.50 ± 0.25"
+    )
+
+
+def test_none_through_the_cache_is_the_dense_model(subject: TinySubject) -> None:
+    found = run(subject, chunk=16).results[0]
+    nats = [dense_nats(subject.model, passage) for passage in passages(subject)]
+    expected = Estimate.ratio([n / math.log(2) for n in nats], [float(p.nbytes) for p in passages(subject)])
+    # Pages hold bf16: that is all the difference.
+    assert found.bits_per_byte.mean == pytest.approx(expected.mean, rel=0.01)
+    assert found.bits_per_byte.error == pytest.approx(expected.error, rel=0.05)
+    assert found.perplexity.mean == pytest.approx(2**found.bits_per_byte.mean), "a token is a byte here"
+    assert (found.difference.mean, found.kl.mean, found.top1.mean, found.times_smaller) == (0, 0, 1, 1)
+    assert (found.passages, found.predicted) == (3, sum(map(len, TEXTS))) and found.peak_bytes is None
+
+
+def dense_nats(model: TinyModel, passage: Passage) -> float:
+    tokens = torch.tensor(passage.tokens)
+    logits = model(tokens[:-1], torch.arange(len(tokens) - 1), dense_attention)
+    return float(F.cross_entropy(logits, tokens[1:], reduction="sum"))
+
+
+def test_neither_chunks_nor_groups_change_the_figures(subject: TinySubject) -> None:
+    whole, *others = (run(subject, ("none", "int4"), chunk=c, batch=b).results for c, b in ((1000, 9), (7, 2), (64, 1)))
+    for other in others:
+        for one, two in zip(whole, other, strict=True):
+            assert two.bits_per_byte.mean == pytest.approx(one.bits_per_byte.mean, rel=0.01)
+            assert two.kl.mean == pytest.approx(one.kl.mean, rel=0.1, abs=1e-9)
+            assert two.predicted == one.predicted
+
+
+def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> None:
+    """The same two passes over one passage, each in one piece, compared by torch's own divergence."""
+    passage = passages(subject)[1]
+    rows = []
+    for mode in ("none", "int2"):
+        session = subject.open(get_backend(mode), [passage], passage)
+        with torch.inference_mode():
+            rows.append(session.feed([passage.tokens[:-1]])[0].log_softmax(-1))
+    expected = F.kl_div(rows[1], rows[0], reduction="batchmean", log_target=True)
+    found = evaluate(subject, [get_backend("none"), get_backend("int2")], [passage], calibration=passage, chunk=1000).results[1]
+    assert found.kl.mean == pytest.approx(float(expected), rel=1e-4) and math.isnan(found.kl.error)
+    assert found.top1.mean == pytest.approx(float((rows[0].argmax(-1) == rows[1].argmax(-1)).double().mean()))
+    assert found.difference.mean == pytest.approx(
+        float((rows[0] - rows[1]).gather(1, torch.tensor(passage.tokens[1:])[:, None]).mean()) / math.log(2), abs=1e-5
+    )
+
+
+def test_finer_modes_diverge_less(subject: TinySubject) -> None:
+    found = {result.mode: result for result in run(subject, MODES).results}
+    order = ["none", "int8_per_token_head", "int4_per_token_head", "int2_per_token_head"]
+    divergence = [found[mode].kl.mean for mode in order]
+    assert divergence == sorted(divergence) and divergence[1] > 0
+    assert found["int4_per_token_head"].times_smaller == pytest.approx(16 / 4.5)
+    for mode in MODES:
+        cache = PagedKVCache(mode, num_blocks=1, num_kv_heads=1, head_size=64, num_layers=2)
+        assert found[mode].bytes_per_token == cache.bytes_per_token
+        assert found[mode].tokens_per_second > 0
+
+
+class Failing(NoneBackend):
+    mode = "failing_test"
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise ZeroDivisionError("on purpose")
+
+
+def test_a_mode_that_fails_costs_the_others_nothing(subject: TinySubject) -> None:
+    scored = passages(subject)
+    alone = run(subject, ("none", "int8")).results
+    found = evaluate(subject, [get_backend("none"), Failing(), get_backend("int8")], scored, calibration=scored[0])
+    assert [result.mode for result in found.results] == ["none", "int8_per_token_head"]
+    assert [result.kl for result in found.results] == [result.kl for result in alone]
+    assert isinstance(found.failures["failing_test"], ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(subject, [Failing(), get_backend("int8")], scored, calibration=scored[0])
+
+
+@pytest.mark.quick
+def test_nothing_to_score_is_refused(subject: TinySubject) -> None:
+    scored = passages(subject)
+    for given, options, name in (([], {}, "passages"), ([Passage((0,), 0)], {}, "passages"), (scored, {"chunk": 0}, "chunk")):
+        with pytest.raises(ArgumentError, match=name):
+            evaluate(subject, [get_backend("none")], given, calibration=scored[0], **options)
+
+
+@pytest.mark.quick
+def test_the_bundled_model_is_found_from_a_checkout_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvq_core
+
+    root = Path(__file__).parents[2]
+    assert bundled("heldout.txt") == root / "examples" / "tiny_model" / "heldout.txt"
+    monkeypatch.setattr(kvq_core, "__file__", str(tmp_path / "site-packages" / "kvq_core" / "__init__.py"))
+    monkeypatch.chdir(root / "docs")
+    assert bundled("heldout.txt") == root / "examples" / "tiny_model" / "heldout.txt"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"need a checkout of kvq's repository .* or --model and --text"):
+        bundled("heldout.txt")
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_the_memory_of_each_mode(small_model: TinyModel) -> None:
+    on_gpu = TinySubject(copy.deepcopy(small_model).to("cuda", torch.bfloat16))
+    found = run(on_gpu, ("none", "int4")).results
+    assert all(result.peak_bytes and result.peak_bytes > 2 * on_gpu.model.num_parameters for result in found)

@@ -1,0 +1,204 @@
+"""Calls that vary one thing each, launched into the void with and without repeats: ``python tests/unit/dry_replays.py [--blind FACT]``.
+
+Prints as JSON how many variations there were, whether launches can be repeated with this Triton, how many calls were, how many launches
+hooks missed, and which variations went wrong: their launches (kernel, what Triton specialized it on, grid, stream, every value) or
+error were not those of a process that repeats nothing. ``--blind`` leaves a fact of the tensors out, so that there must be some.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton import knobs
+
+from kvq_core import get_backend, list_backends
+from kvq_core.call import ops, replay_cache
+from kvq_core.launch import replay
+from kvq_core.plan import planner
+from kvq_core.testing import scene
+from kvq_core.testing.cases import Case
+from kvq_core.testing.dry_launch import DryDriver, launching_for
+
+CPU = torch.device("cpu")
+MODES = ("int4_per_token_head", "fp8_per_tensor", "none")
+COMMON: dict[str, Any] = {"head_size": 64, "dtype": torch.bfloat16}
+CASES = {
+    "split": Case(query_lens=(1,) * 3, seq_lens=(2048,) * 3, **COMMON),
+    "mixed": Case(query_lens=(1, 40), seq_lens=(900, 64), **COMMON),
+    "options": Case(
+        query_lens=(2,) * 2,
+        seq_lens=(1500,) * 2,
+        window=100,
+        softcap=30.0,
+        sinks=True,
+        alibi=True,
+        qq_bias=8,
+        mm_prefix=(((3, 20),), ()),
+        **COMMON,
+    ),
+    "one of each": Case(query_lens=(1,), seq_lens=(16,), num_kv_heads=1, queries_per_kv=1, **COMMON),
+}
+Variation = tuple[str, dict[str, Any]]
+
+
+def moved(x: torch.Tensor, *, by: int = 0, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A copy ``by`` elements past an aligned address, with the same or other strides."""
+    strides = strides or x.stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) if x.numel() else 0
+    flat = torch.zeros((span + by) * x.element_size() + 16, dtype=torch.uint8)
+    flat = flat[-flat.data_ptr() % 16 :]
+    return flat[: (span + by) * x.element_size()].view(x.dtype).as_strided(x.shape, strides, by)
+
+
+def of_tensor(name: str, x: torch.Tensor) -> Iterator[Variation]:
+    yield f"{name} elsewhere", {name: moved(x)}
+    for by in (1, 2, 16 // x.element_size()):
+        yield f"{name} moved by {by}", {name: moved(x, by=by)}
+    for dim in range(x.dim()):
+        wider = tuple(stride * (2 if axis == dim else 1) for axis, stride in enumerate(x.stride()))
+        yield f"{name} with twice stride {dim}", {name: moved(x, strides=wider)}
+        odd = tuple(stride + (1 if axis == dim else 0) for axis, stride in enumerate(x.stride()))
+        yield f"{name} with odd stride {dim}", {name: moved(x, strides=odd)}
+        yield f"{name} shorter in {dim}", {name: x.narrow(dim, 0, max(x.shape[dim] - 1, 0))}
+        yield f"{name} longer in {dim}", {name: torch.cat([x, x.narrow(dim, 0, 1)], dim) if x.shape[dim] else x}
+    for dtype in (torch.float16, torch.float32, torch.int64, torch.uint8, torch.float8_e4m3fn):
+        yield f"{name} as {dtype}", {name: torch.zeros_like(x, dtype=dtype)}
+    yield f"{name} on meta", {name: x.to("meta")}
+
+
+def of_number(name: str, x: Any) -> Iterator[Variation]:
+    for value in (0, 1, 2, 3, 16, 100, -1, -2):
+        yield f"{name} = {value}", {name: type(x)(value)}
+    yield f"{name} + 1", {name: type(x)(x + 1)}
+
+
+def variations(arguments: dict[str, Any], all_options: dict[str, Any]) -> Iterator[Variation]:
+    yield "nothing", {}
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            yield from of_tensor(name, x)
+            yield f"no {name}", {name: None}
+        elif isinstance(x, bool):
+            yield f"not {name}", {name: not x}
+        elif isinstance(x, int | float):
+            yield from of_number(name, x)
+        elif name in all_options:
+            yield f"with {name}", {name: all_options[name]}
+    tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor)]
+    yield "everything elsewhere", {name: moved(arguments[name]) for name in tensors}
+    for a, b in itertools.pairwise(tensors):
+        if arguments[a].shape == arguments[b].shape and arguments[a].dtype == arguments[b].dtype:
+            yield f"{a} is {b}", {a: arguments[b]}
+
+
+def outcome(dry: DryDriver, call: Any, arguments: dict[str, Any]) -> object:
+    """What the call launched, or its error."""
+    dry.started = []
+    try:
+        call(**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return dry.started
+
+
+@contextlib.contextmanager
+def environment(dry: DryDriver, name: str) -> Iterator[None]:
+    """Something besides the arguments that launches depend on."""
+    debug = knobs.runtime.debug
+    dry.stream = 7 if name == "stream" else 0
+    knobs.runtime.debug = name == "debug"
+    with planner.batch_invariant(name == "batch invariant"):
+        yield
+    dry.stream, knobs.runtime.debug = 0, debug
+
+
+def check(dry: DryDriver, mode: str, call: Any, base: dict[str, Any], options: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """(variation, whether what it launched, twice, between two calls without it, was right)."""
+    every = [(label, change, "") for label, change in variations(base, options)]
+    every += [(kind, {}, kind) for kind in ("stream", "debug", "batch invariant")]
+    for label, change, kind in every:
+        arguments = base | change
+        ops.forget_repeats()
+        with environment(dry, kind):
+            right = outcome(dry, call, arguments)
+        ops.forget_repeats()
+        first = outcome(dry, call, base)
+        with environment(dry, kind):
+            seen = [outcome(dry, call, arguments) for _ in range(2)]
+        seen_base = outcome(dry, call, base)
+        fits = all(one == right for one in seen) and first == seen_base
+        yield f"{mode}: {kind or label}", fits
+
+
+def unseen_by_hooks(dry: DryDriver, call: Any, arguments: dict[str, Any]) -> int:
+    """Launches of known calls that a hook, set when they were known already, is not told of."""
+    seen: list[object] = []
+    outcome(dry, call, arguments)
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        outcome(dry, call, arguments)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    return len(dry.started or ()) - len(seen)
+
+
+def launches_of_a_write(dry: DryDriver, mode: str) -> int:
+    backend = get_backend(mode)
+    outcome(dry, backend.reshape_and_cache, scene.build(CASES["split"], backend, CPU).write_arguments())
+    return len(dry.started or ())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blind", choices=("alignment", "stride", "dtype"))
+    blind = parser.parse_args().blind
+    if blind == "alignment":
+        replay_cache.ALIGNMENT = 1
+    elif blind is not None:
+        whole = replay_cache.facts_of
+        hidden = tuple if blind == "stride" else torch.dtype
+        ops._read_facts.__globals__["facts_of"] = lambda arguments: (
+            tuple(x for x in whole(arguments)[0] if type(x) is not hidden),
+            whole(arguments)[1],
+        )
+    tried, repeated, unseen, wrong = 0, 0, 0, []
+    again = replay.Replay.__call__
+
+    def counted(self: replay.Replay, addresses: list[int]) -> bool:
+        nonlocal repeated
+        done = again(self, addresses)
+        repeated += done
+        return done
+
+    replay.Replay.__call__ = counted  # type: ignore[method-assign]
+    with launching_for("sm_90") as dry:
+        for mode in MODES:
+            backend = get_backend(mode)
+            options = scene.build(CASES["options"], backend, CPU).read_arguments()
+            for name, case in CASES.items():
+                if blind is not None and wrong:
+                    break  # there are some, which is all that was asked
+                made = scene.build(case, backend, CPU)
+                num_rows = sum(case.query_lens)
+                reading = made.read_arguments() | {"q": made.q[:num_rows], "out": made.fresh_out(num_rows)["rows"]}
+                doors = [(backend.unified_attention, reading)]
+                if name == "split":
+                    doors.append((backend.reshape_and_cache, made.write_arguments()))
+                    doors.append((backend.unified_attention, reading | made.scratch(4)))
+                for call, base in doors:
+                    for label, fits in check(dry, mode, call, base, options):
+                        tried += 1
+                        wrong += [] if fits else [f"{name}, {label}"]
+                    unseen += unseen_by_hooks(dry, call, base)
+        launches = {entry.mode: launches_of_a_write(dry, entry.mode) for entry in list_backends()}
+    known = replay.triton_is_known()
+    seen = {"tried": tried, "known": known, "repeated": repeated, "unseen_by_hooks": unseen, "wrong": wrong}
+    print(json.dumps(seen | {"launches_of_a_write": launches}))
+
+
+if __name__ == "__main__":
+    main()

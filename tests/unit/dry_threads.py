@@ -1,0 +1,178 @@
+"""Threads that call the doors of several modes at once on one stream, with no GPU: ``python tests/unit/dry_threads.py [--unlocked]``.
+
+Prints as JSON how many launches there were and what went wrong: calls between whose launch and merge another thread used the workspace
+that they share, launches that began while Triton was choosing for another thread, and threads whose launches were not those of a process
+with one thread. Each launch lets other threads go first, as Triton's launcher does. ``--unlocked`` takes the locks away, so that there
+must be some. Last comes whether a call keeps its plan when another thread turns the batch-invariant switch in the middle of it.
+"""
+
+import argparse
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from kvq_core import get_backend
+from kvq_core.call import ops
+from kvq_core.call.spec import Attention
+from kvq_core.launch import attention, replay, workspace
+from kvq_core.plan import planner
+from kvq_core.testing import dry_launch, scene
+from kvq_core.testing.cases import Case
+from kvq_core.testing.dry_launch import Started, launching_for
+
+CPU = torch.device("cpu")
+MODES = ("none", "int8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+LENGTHS = ((3000, 200), (2500, 2500), (9000, 10), (400, 300))
+ROUNDS = 3
+
+Call = Callable[[], None]
+
+
+def calls_of(mode: str, number: int) -> list[Call]:
+    """Both doors over a few batches, most of which are split; tensors of this thread's own."""
+    backend, calls = get_backend(mode), []
+    for lengths in LENGTHS:
+        case = Case(query_lens=(1, 1 + number % 2), seq_lens=lengths, head_size=64, dtype=torch.bfloat16, num_kv_heads=1)
+        made = scene.build(case, backend, CPU, seed=number)
+        writing, reading, out = made.write_arguments(), made.read_arguments(), made.fresh_out()["rows"]
+        calls.append(lambda backend=backend, writing=writing: backend.reshape_and_cache(**writing))
+        calls.append(lambda backend=backend, reading=reading, out=out: backend.unified_attention(out=out, **reading))
+    return calls * ROUNDS
+
+
+class Watched:
+    """Which thread launched what, in order, and how often two were inside ``JITFunction.run`` together."""
+
+    def __init__(self) -> None:
+        self.starts: list[tuple[int, Started]] = []
+        self.overlaps = self.inside = 0
+        launcher, run = dry_launch._Launcher.__call__, JITFunction.run
+
+        def slow(launching: Any, *arguments: Any) -> None:
+            time.sleep(0)
+            driver = launching._driver
+            # A list of this launch's own: the driver's has those of all threads.
+            noted: list[Started] = []
+            launching._driver = SimpleNamespace(started=noted)
+            try:
+                launcher(launching, *arguments)
+            finally:
+                launching._driver = driver
+            self.starts += [(threading.get_ident(), started) for started in noted]
+
+        def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
+            self.inside += 1
+            self.overlaps += self.inside > 1
+            try:
+                return run(kernel, *arguments, **options)
+            finally:
+                self.inside -= 1
+
+        dry_launch._Launcher.__call__ = slow  # type: ignore[method-assign]
+        JITFunction.run = counted
+
+
+def interleaved(starts: list[tuple[int, Started]]) -> int:
+    """Launches that used a workspace between another thread's launch into it and that one's merge."""
+    places = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for kept in workspace._WORKSPACES._kept.values() for x in kept]
+    wrong, owner = 0, None
+    for thread, started in starts:
+        if not any(isinstance(value, int) and any(value in place for place in places) for value in started.values):
+            continue
+        wrong += owner not in (None, thread)
+        owner = None if started.kernel == "combine_kernel" else thread
+    return wrong
+
+
+def in_threads(every: list[list[Call]]) -> None:
+    """Each list of calls in a thread of its own, all at once."""
+    gate = threading.Barrier(len(every))
+    failed: list[BaseException] = []
+
+    def work(calls: list[Call]) -> None:
+        gate.wait()
+        try:
+            for call in calls:
+                call()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(calls,)) for calls in every]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def keeps_its_plan() -> bool:
+    """Whether calls under the switch launch the same after one during which the switch was turned."""
+    case = Case(query_lens=(1, 1), seq_lens=(9000, 10), head_size=64, dtype=torch.bfloat16)
+    made = scene.build(case, get_backend("int4"), CPU)
+    reading, out = made.read_arguments(), made.fresh_out()["rows"]
+    validate = Attention.validate
+
+    def turned(attention: Attention, backend: Any) -> None:
+        planner.set_batch_invariant(False)
+        validate(attention, backend)
+
+    seen = []
+    with launching_for("sm_90") as dry:
+        for check in (validate, turned, validate):
+            if check is not validate or not seen:
+                ops.forget_repeats()
+            Attention.validate = check  # type: ignore[method-assign]
+            dry.started = []
+            with planner.batch_invariant():
+                made.backend.unified_attention(out=out, **reading)
+            seen.append(dry.started)
+    return seen[0] == seen[1] == seen[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unlocked", action="store_true")
+    if parser.parse_args().unlocked:
+        replay._CHOOSING = contextlib.nullcontext()
+        replay.sole_use = attention.sole_use = lambda *place: contextlib.nullcontext()
+    kept_plan = keeps_its_plan()
+    # As on a GPU, where threads start on one stream; on the CPU each would have a workspace of its own.
+    workspace._place = lambda device, stream: (device, 0)
+    every = [calls_of(mode, number) for number, mode in enumerate(MODES * 2)]
+    alone = []
+    with launching_for("sm_90") as dry:
+        for calls in every * 2:  # once more than needed: the workspace has grown by then
+            dry.started = []
+            for call in calls:
+                call()
+            alone.append(dry.started)
+    alone = alone[len(every) :]
+    ops.forget_repeats()
+    watched = Watched()
+    with launching_for("sm_90"):  # a device of its own, so that Triton chooses anew
+        in_threads(every)
+    by_thread: dict[int, list[Started]] = {}
+    for thread, started in watched.starts:
+        by_thread.setdefault(thread, []).append(started)
+    strange = sum(launches not in alone for launches in by_thread.values())
+    report = {
+        "launches": len(watched.starts),
+        "expected": sum(map(len, alone)),
+        "interleaved": interleaved(watched.starts),
+        "overlaps": watched.overlaps,
+        "strange": strange,
+        "kept_plan": kept_plan,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Which module may import which, read off the syntax tree, and what an import of each package drags in."""
+
+import ast
+import graphlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODE_PACKAGES = ("kvq_int2", "kvq_int4", "kvq_int8fp8")
+FRAMEWORKS = ("kvq_transformers", "kvq_vllm")
+MAX_LINES = 400
+
+
+def source_files() -> list[Path]:
+    return sorted(ROOT.glob("packages/*/src/**/*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts[3:]
+    return ".".join(parts).removesuffix(".py").removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute target of every import of a file: under TYPE_CHECKING and inside functions too."""
+    package = module_name(path).split(".") if path.name == "__init__.py" else module_name(path).split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *filter(None, [node.module])] if node.level else [node.module or ""]
+            for alias in node.names:
+                yield node.lineno, ".".join([*base, alias.name])
+
+
+def violations(allowed: Callable[[str, str], bool]) -> list[str]:
+    """Imports for which ``allowed(importing module, imported name)`` is false."""
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {target}"
+        for path in source_files()
+        for line, target in imports(path)
+        if not allowed(module_name(path), target)
+    ]
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def is_jit_file(tree: ast.Module) -> bool:
+    decorators = [ast.unparse(d) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for d in node.decorator_list]
+    return any(decorator.startswith("triton.jit") for decorator in decorators)
+
+
+@pytest.mark.quick
+def test_the_rules_see_the_files() -> None:
+    names = {module_name(path) for path in source_files()}
+    assert {"kvq_core", "kvq_core.backend", *MODE_PACKAGES, *FRAMEWORKS} <= names
+    targets = {target for _, target in imports(ROOT / "packages/kvq-core/src/kvq_core/registry.py")}
+    assert {"os", "importlib.metadata.entry_points", "kvq_core.errors.ArgumentError", "kvq_core.backend.QuantKVBackend"} <= targets
+
+
+def required(extra: str) -> set[str]:
+    """What ``kvq-core[extra]`` requires beside ``kvq-core``."""
+    project = tomllib.loads((ROOT / "packages/kvq-core/pyproject.toml").read_text())["project"]
+    return {re.split(r"[^\w.-]", requirement)[0] for requirement in project["optional-dependencies"][extra]}
+
+
+def test_packages_import_what_they_declare() -> None:
+    """A mode: the core, torch and triton. The core: safetensors too, in its command line what prints and (extra ``plots``) draws, in its
+    shipped test suite what prints and what the extra ``testing`` brings. A framework's package: the core, torch and the framework;
+    kernels and modes are the core's business.
+    """
+
+    def allowed(module: str, target: str) -> bool:
+        own = module.partition(".")[0]
+        declared = {own, "kvq_core", "torch", *sys.stdlib_module_names}
+        declared |= {own.removeprefix("kvq_")} if own in FRAMEWORKS else {"triton"}
+        if own == "kvq_core":
+            declared |= {"safetensors", "fast_hadamard_transform"}  # the latter only if installed
+        if within(module, "kvq_core.evaluation.huggingface"):
+            declared |= {"transformers", "kvq_transformers"}  # only if installed
+        if within(module, "kvq_core.cli"):
+            declared |= {"click", "tabulate", "tqdm", "huggingface_hub"} | required("plots")  # the last two only if installed
+        if within(module, "kvq_core.testing"):
+            declared |= required("testing") | {"tabulate", "tqdm"}
+        return target.partition(".")[0] in declared
+
+    assert not violations(allowed)
+
+
+def test_the_core_imports_no_mode_and_no_framework() -> None:
+    """But for what evaluates a framework's model, if it is installed."""
+
+    def allowed(module: str, target: str) -> bool:
+        top = target.partition(".")[0]
+        if within(module, "kvq_core.evaluation.huggingface"):
+            return top not in MODE_PACKAGES
+        return not within(module, "kvq_core") or top not in (*MODE_PACKAGES, *FRAMEWORKS)
+
+    assert not violations(allowed)
+
+
+def test_kernels_import_only_kernels() -> None:
+    def allowed(module: str, target: str) -> bool:
+        return not within(module, "kvq_core.kernels") or not within(target, "kvq_core") or within(target, "kvq_core.kernels")
+
+    assert not violations(allowed)
+
+
+def test_imports_run_in_no_circle() -> None:
+    """Those that run when a module is imported: not under TYPE_CHECKING, not in functions."""
+    names = {module_name(path) for path in source_files()}
+    graph: dict[str, set[str]] = {}
+    for path in source_files():
+        tree = ast.parse(path.read_text(), str(path))
+        later = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        later += [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+        lines = {line for node in later for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        targets = {target for line, target in imports(path) if line not in lines}
+        # ``from package.module import name``: the module, or a module of that name.
+        found = {target if target in names else target.rpartition(".")[0] for target in targets}
+        graph[module_name(path)] = (found & names) - {module_name(path)}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_nothing_shipped_imports_the_test_suite() -> None:
+    assert not violations(lambda module, target: within(module, "kvq_core.testing") or not within(target, "kvq_core.testing"))
+
+
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("import kvq_core", {"torch", "triton", "numpy", "click", "tabulate", "tqdm", *MODE_PACKAGES}),
+        ("from kvq_core import *", {"triton", *MODE_PACKAGES}),
+        # Where kernels are to be interpreted, that is said before triton is imported, by what is in there.
+        ("from kvq_core.testing import BackendTests, places", {"triton", *MODE_PACKAGES}),
+        *((f"import {package}", {"triton", *MODE_PACKAGES} - {package}) for package in MODE_PACKAGES),
+        *((f"import {package}", {*MODE_PACKAGES}) for package in FRAMEWORKS),
+        # vLLM imports its plug-ins whether they are used or not.
+        ("import kvq_vllm", {"torch", "triton", "vllm"}),
+    ],
+)
+def test_what_an_import_drags_in(program: str, absent: set[str]) -> None:
+    report = f"{program}\nimport json, sys\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not absent & set(json.loads(done.stdout))
+
+
+def test_the_core_offers_what_it_lists() -> None:
+    import kvq_core
+
+    assert [name for name in kvq_core.__all__ if not hasattr(kvq_core, name)] == []
+    assert set(kvq_core.__all__) <= set(dir(kvq_core))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kvq_core.nothing
+
+
+@pytest.mark.quick
+def test_files_stay_readable() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in source_files()}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_users_meet_errors_not_asserts() -> None:
+    """``python -O`` drops asserts. The shipped test suite may use them, and files of jit functions (where they are Triton's)."""
+    found = []
+    for path in source_files():
+        tree = ast.parse(path.read_text(), str(path))
+        if not within(module_name(path), "kvq_core.testing") and not is_jit_file(tree):
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert not found

@@ -1,0 +1,307 @@
+"""The calculator's functions, on configs of published models: bytes worked out by hand, parameters as published."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvq_core import ArgumentError, PagedKVCache, get_backend, list_backends
+from kvq_core.capacity import (
+    GIB,
+    AttentionLayer,
+    Budget,
+    ModelShape,
+    capacity_of,
+    model_shape,
+    read_config,
+    weight_count,
+    weight_file_bytes,
+)
+from kvq_core.capacity.plan import held_tokens, longest_context, sequence_bytes
+
+pytestmark = pytest.mark.quick
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+MODES = sorted({entry.mode for entry in list_backends()})
+LLAMA = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
+
+
+def config(name: str) -> dict[str, Any]:
+    return read_config(CONFIGS / f"{name}.json")
+
+
+def windows(described: dict[str, Any]) -> list[int | None]:
+    return [layer.window for layer in model_shape(described).layers]
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kv_heads", "head_size", "dtype", "max_context"),
+    [
+        ("llama-3.1-8b", 32, 8, 128, torch.bfloat16, 131072),  # head size 4096 / 32
+        ("qwen3-8b", 36, 8, 128, torch.bfloat16, 40960),
+        ("mistral-7b-v0.1", 32, 8, 128, torch.bfloat16, 32768),
+        ("gemma-2-9b", 42, 8, 256, torch.float32, 8192),  # head_dim is not 3584 / 16
+        ("gemma-3-4b", 34, 4, 256, torch.bfloat16, None),  # heads that only the class's defaults tell
+        ("gpt-oss-20b", 24, 8, 64, torch.bfloat16, 131072),
+        ("qwen3-next-80b-a3b", 12, 2, 256, torch.bfloat16, 262144),
+    ],
+)
+def test_layers_of_published_models(
+    name: str, layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, max_context: int | None
+) -> None:
+    shape = model_shape(config(name))
+    assert {(a.num_kv_heads, a.head_size, a.head_size_v) for a in shape.layers} == {(kv_heads, head_size, head_size)}
+    assert (len(shape.layers), shape.dtype, shape.max_context) == (layers, dtype, max_context)
+
+
+def test_windows_of_published_models() -> None:
+    assert windows(config("llama-3.1-8b")) == windows(config("mixtral-8x7b")) == [None] * 32
+    assert windows(config("qwen3-8b")) == [None] * 36
+    assert windows(config("mistral-7b-v0.1")) == [4096] * 32
+    assert windows(config("gemma-2-9b")) == [4096, None] * 21
+    assert windows(config("gemma-3-4b")) == ([1024] * 5 + [None]) * 5 + [1024] * 4
+    assert windows(config("gpt-oss-20b")) == [128, None] * 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, [None] * 6 + [64] * 2),
+        ({"sliding_window": 64, "use_sliding_window": False}, [None] * 8),
+        ({"sliding_window": 64, "sliding_window_pattern": 4}, [64, 64, 64, None] * 2),
+        ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, [64, 64, 64, None] * 2),
+        ({"layer_types": ["full_attention", "linear_attention", "sliding_attention", "conv"] * 2, "sliding_window": 9}, [None, 9] * 2),
+        ({"layers_block_type": ["mamba", "attention", "mamba", "hybrid"] * 2}, [None] * 4),
+        ({"attn_layer_indices": [3, 5]}, [None] * 2),
+        ({"full_attn_idxs": [2]}, [None]),
+        ({"attn_type_list": [0, 0, 0, 1, 0, 0, 0, 1]}, [None] * 2),
+        ({"attn_layer_period": 4, "attn_layer_offset": 2}, [None] * 2),
+        ({"full_attention_interval": 4}, [None] * 2),
+        ({"hybrid_override_pattern": "M-M*-ME*"}, [None] * 2),
+        (
+            {"per_layer_config": {"05": {"sliding_window": 3}}, "layer_types": ["sliding_attention"] * 8, "sliding_window": 9},
+            [9] * 5 + [3] + [9] * 2,
+        ),
+        ({"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 2048}, [2048] * 2),
+        ({"num_kv_shared_layers": 3}, [None] * 5),
+    ],
+)
+def test_the_ways_to_say_which_layers_keep_what(fields: dict[str, Any], expected: list[int | None]) -> None:
+    assert windows({**LLAMA, **fields}) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (4, 128, 128)),
+        ({"num_key_value_heads": 2}, (2, 128, 128)),
+        ({"head_dim": 192, "v_head_dim": 128}, (4, 192, 128)),
+        ({"multi_query": True}, (1, 128, 128)),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, (2, 128, 128)),
+        ({"kv_channels": 64, "multi_query_group_num": 2}, (2, 64, 64)),
+    ],
+)
+def test_heads(fields: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    layer = model_shape({**LLAMA, **fields}).layers[0]
+    assert (layer.num_kv_heads, layer.head_size, layer.head_size_v) == expected
+
+
+def test_full_layers_may_have_heads_of_their_own() -> None:
+    fields = {"sliding_window": 512, "sliding_window_pattern": 4, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 1}
+    local, full = AttentionLayer(4, 256, 256, 512), AttentionLayer(1, 512, 512)
+    assert model_shape({**LLAMA, **fields}).layers == (local, local, local, full) * 2
+
+
+def test_names_of_older_families() -> None:
+    shape = model_shape({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024})
+    assert shape.layers == (AttentionLayer(12, 64, 64),) * 12 and shape.max_context == 1024
+
+
+def test_transformers_agrees_on_the_layers() -> None:
+    """What the library itself makes of the same files."""
+    configuration = pytest.importorskip("transformers").AutoConfig
+    for name in ("gemma-2-9b", "gemma-3-4b", "gpt-oss-20b", "qwen3-next-80b-a3b", "qwen3-8b"):
+        text = configuration.for_model(**config(name)).get_text_config()
+        expected = [
+            AttentionLayer(text.num_key_value_heads, text.head_dim, text.head_dim, text.sliding_window if "sliding" in kind else None)
+            for kind in text.layer_types
+            if kind != "linear_attention"
+        ]
+        assert list(model_shape(config(name)).layers) == expected, name
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (config("deepseek-v3"), "kv_lora_rank 512: multi-head latent attention"),
+        ({**LLAMA, "is_encoder_decoder": True}, "an encoder-decoder"),
+        ({**LLAMA, "attention_chunk_size": 8192}, "chunked attention"),
+        ({**LLAMA, "layer_types": ["compressed_sparse_attention"] * 8}, "layer_types: got 'compressed_sparse_attention'"),
+        ({**LLAMA, "layer_types": ["mamba"] * 8}, "without attention layers"),
+        ({**LLAMA, "layer_types": "full"}, "layer_types: got 'full'"),
+        ({**LLAMA, "num_hidden_layers": "many"}, "num_hidden_layers: got 'many'"),
+        ({**LLAMA, "head_dim": -1}, "head_dim: got -1"),
+        ({**LLAMA, "sliding_window": 4, "sliding_window_pattern": 0.5}, "sliding_window_pattern"),
+        ({"model_type": "resnet", "depths": [3, 4]}, "num_hidden_layers: got none in a config of model type 'resnet'"),
+        ({"model_type": "x", "num_hidden_layers": 3}, "num_attention_heads"),
+        ({"model_type": "x", "num_hidden_layers": 3, "num_attention_heads": 3}, "hidden_size"),
+        ({}, "num_hidden_layers"),
+    ],
+)
+def test_what_kvq_cannot_cache_is_refused(described: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        model_shape(described)
+
+
+def test_files_that_hold_no_config_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    (tmp_path / "torn.json").write_text('{"model_type": ')
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    for path, message in ((tmp_path, "a JSON list"), (tmp_path / "torn.json", "no JSON"), (tmp_path / "bytes.json", "no JSON")):
+        with pytest.raises(ArgumentError, match=message):
+            read_config(path)
+    with pytest.raises(ArgumentError, match="No such file"):
+        read_config(tmp_path / "missing")
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------------
+
+# layers x kv heads x (K and V) x bytes a head: 2 a value in bf16 (4 in float32); 1, a half or a quarter, and a 4-byte scale
+BYTES = {
+    "llama-3.1-8b": {"none": 131072, "int8": 32 * 8 * 2 * 132, "fp8_per_tensor": 65536, "int4": 34816, "int2": 18432},
+    "qwen3-8b": {"none": 147456, "int8": 36 * 8 * 2 * 132, "fp8_per_tensor": 73728, "int4": 39168, "int2": 20736},
+    "gemma-2-9b": {"none": 688128, "int8": 42 * 8 * 2 * 260, "fp8_per_tensor": 172032, "int4": 88704, "int2": 45696},
+    "gpt-oss-20b": {"none": 49152, "int8": 24 * 8 * 2 * 68, "fp8_per_tensor": 24576, "int4": 13824, "int2": 7680},
+    "qwen3-next-80b-a3b": {"none": 24576, "int8": 12 * 2 * 2 * 260, "fp8_per_tensor": 12288, "int4": 6336, "int2": 3264},
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("mode", ["none", "int8", "fp8_per_tensor", "int4", "int2"])
+def test_bytes_per_token_by_hand(name: str, mode: str) -> None:
+    found = capacity_of(get_backend(mode), model_shape(config(name)), Budget(80 * GIB, 0), context=1024)
+    assert found.bytes_per_token == BYTES[name][mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_are_those_the_cache_allocates(mode: str) -> None:
+    shape = ModelShape("x", (AttentionLayer(3, 96, 64),) * 2, 2, torch.float16, None)
+    found = capacity_of(get_backend(mode), shape, Budget(GIB, 0), context=50)
+    cache = PagedKVCache(mode, num_blocks=4, num_kv_heads=3, head_size=96, head_size_v=64, num_layers=2, dtype=torch.float16)
+    assert found.bytes_per_token == cache.bytes_per_token and found.bits_per_element == cache.bits_per_element
+    assert found.sequence_bytes == cache.nbytes, "50 tokens take 4 blocks of 16"
+    assert found.times_smaller == pytest.approx(16 / cache.bits_per_element)
+
+
+def test_a_window_holds_the_blocks_it_touches() -> None:
+    layer = AttentionLayer(1, 64, 64, window=33)
+    assert [held_tokens(layer, context, 16) for context in (1, 16, 17, 48, 49, 10_000)] == [16, 16, 32, 48, 48, 48]
+    for window in (1, 15, 16, 17, 18, 32, 33, 100):
+        most = max(end // 16 - (end - window + 1) // 16 + 1 for end in range(window, window + 64))  # tokens end-window+1 .. end
+        assert held_tokens(AttentionLayer(1, 64, 64, window), 10_000, 16) == 16 * most, window
+
+
+def test_windowed_layers_keep_their_window_only() -> None:
+    shape = model_shape(config("gemma-3-4b"))
+    a_layer = 4 * 2 * 256 * 2
+    at_32k = capacity_of(get_backend("none"), shape, Budget(80 * GIB, 0), context=32768)
+    assert at_32k.sequence_bytes == a_layer * (5 * 32768 + 29 * (1024 + 16))
+    assert at_32k.bytes_per_token == 34 * a_layer
+
+
+def test_a_model_of_windows_alone_has_no_longest_sequence() -> None:
+    shape = model_shape(config("mistral-7b-v0.1"))
+    found = capacity_of(get_backend("int4"), shape, Budget(40 * GIB, 14 * GIB), context=100_000)
+    assert found.tokens is None and found.concurrent_context is None
+    assert found.sequence_bytes == 34816 * (4096 + 16)
+    tight = capacity_of(get_backend("none"), shape, Budget(GIB, 0, utilization=0.25), context=100)
+    assert tight.tokens == (GIB // 4) // (131072 * 16) * 16, "the room ends before the window does"
+
+
+def test_what_fits_in_a_gpu() -> None:
+    """Llama-3.1-8B in 24 GiB: 0.9 x 24 GiB less 8.03e9 x 2 bytes and 1 GiB, by hand."""
+    described = config("llama-3.1-8b")
+    budget = Budget(24 * GIB, weight_count(described).nbytes, GIB)
+    room = int(0.9 * 24 * 2**30) - 2 * 8_029_995_008 - 2**30
+    assert budget.cache_bytes == room
+    found = capacity_of(get_backend("int4"), model_shape(described), budget, context=8192, concurrency=20)
+    assert found.tokens == room // (34816 * 16) * 16
+    assert found.sequences == room // (34816 * 8192) == 21
+    assert found.fits and found.total_bytes == 20 * 34816 * 8192
+    assert found.concurrent_context == room // 20 // (34816 * 16) * 16
+    none = capacity_of(get_backend("none"), model_shape(described), budget, context=8192, concurrency=20)
+    assert not none.fits and none.sequences == 5 and none.times_smaller == 1
+
+
+def test_the_longest_context_is_the_last_that_fits() -> None:
+    shape, backend = model_shape(config("gpt-oss-20b")), get_backend("int2")
+    for room in (0, 7680 * 16 - 1, 7680 * 16, 123_456_789, 9 * GIB):
+        longest = longest_context(backend, shape, room, 16)
+        assert longest is not None
+        assert sequence_bytes(backend, shape, longest, 16) <= room < sequence_bytes(backend, shape, longest + 1, 16)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    shape, backend = model_shape(config("qwen3-8b")), get_backend("int4")
+    for options in ({"context": 0}, {"context": 9, "concurrency": 0}, {"context": 9, "block_size": 12}):
+        with pytest.raises(ArgumentError, match=list(options)[-1]):
+            capacity_of(backend, shape, Budget(GIB, 0), **options)
+    for values in ((0, 0), (1, -1), (1, 0, -1), (1, 0, 0, 0.0), (1, 0, 0, 1.1)):
+        with pytest.raises(ArgumentError):
+            Budget(*values)
+    wide = replace(shape, layers=(AttentionLayer(1, 512, 512),))
+    with pytest.raises(ArgumentError, match="head size 512"):
+        capacity_of(backend, wide, Budget(GIB, 0), context=16)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama-3.1-8b", 8.030e9),
+        ("qwen3-8b", 8.191e9),
+        ("mistral-7b-v0.1", 7.242e9),
+        ("mixtral-8x7b", 46.703e9),
+        ("gemma-2-9b", 9.242e9),
+        ("gemma-3-4b", 3.880e9),  # the text model
+        ("qwen3-next-80b-a3b", 79.67e9),
+    ],
+)
+def test_counted_parameters_are_the_published_ones(name: str, published: float) -> None:
+    count = weight_count(config(name))
+    assert count.parameters == pytest.approx(published, rel=0.002)
+    assert count.bytes_per_parameter == (4 if name == "gemma-2-9b" else 2)
+
+
+@pytest.mark.parametrize(
+    ("described", "what"),
+    [
+        (config("gpt-oss-20b"), "quantized weights .mxfp4."),
+        ({**LLAMA, "vocab_size": 9, "layer_types": ["mamba", "attention"] * 4}, "layers that are not attention"),
+        ({**LLAMA, "vocab_size": 9, "num_kv_shared_layers": 1}, "share their keys"),
+        (LLAMA, "vocab_size"),
+    ],
+)
+def test_weights_that_are_not_counted(described: dict[str, Any], what: str) -> None:
+    with pytest.raises(ArgumentError, match=what):
+        weight_count(described)
+
+
+def test_weights_beside_the_config(tmp_path: Path) -> None:
+    assert weight_file_bytes(tmp_path) is None
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "b.safetensors").write_bytes(b"x" * 11)
+    assert weight_file_bytes(tmp_path) == 111
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
+    assert weight_file_bytes(tmp_path) == 12345

@@ -1,0 +1,167 @@
+"""Broken plug-ins break only themselves: whatever their import raises, prints or offers, every command tells it and goes on."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvq_core import BrokenBackendError, get_backend, list_backends
+from kvq_core.cli.app import app
+
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("fresh_registry")]
+
+CONFIG = Path(__file__).parents[1] / "data" / "configs" / "qwen3-8b.json"
+HEAD = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = 'int3'\n"
+AT_IMPORT = {
+    **{
+        f"raises {what}": f"raise {what}"
+        for what in (
+            "SystemExit",
+            "SystemExit(0)",
+            "BaseException('x')",
+            "GeneratorExit",
+            "MemoryError",
+            "RecursionError",
+            "OSError(5, 'x')",
+        )
+    },
+    "raises an outcome": "import pytest\npytest.skip('x', allow_module_level=True)",
+    "raises what cannot be told": "class E(Exception):\n    def __str__(self): raise OSError\nraise E",
+    "is no Python": "this is none",
+    "is no text": "\0",
+    "offers nothing": "",
+    "offers a number": "Backend = 1",
+    "offers a stranger": "class Backend:\n    mode = 'int3'",
+    "offers what cannot be shown": "class Backend:\n    def __repr__(self): raise SystemExit\nBackend = Backend()",
+    "abstract": "from kvq_core.backend import QuantKVBackend\nclass Backend(QuantKVBackend): mode = 'int3'",
+    **{
+        f"has {name} = {value}": f"{HEAD}    {name} = {value}\n"
+        for name, values in {
+            "mode": ("3", "None", "b'int3'", "'int33'"),
+            "packing_factor": ("0", "-2", "'x'", "None", "2.0", "True"),
+            "head_size_multiple": ("'x'", "0", "-4", "None", "1.5", "True", "float('nan')"),
+            "max_head_size": ("None", "'256'", "0", "float('inf')"),
+            "needs_scale_caches": ("'no'", "None", "1"),
+            "reads_scales": ("None", "[]"),
+            "read_level_errors": ("None", "0.1", "('x',)", "(float('nan'),)"),
+            "encode": ("None", "3"),
+            "decode": ("None",),
+            "cache_dtype": ("'uint8'",),
+            "write": ("None",),
+            "read": ("None",),
+            "check_head_size": ("False",),
+        }.items()
+        for value in values
+    },
+    "packs nothing whole": f"{HEAD}    packing_factor = 3\n    head_size_multiple = 4\n",
+    **{
+        f"{name} raises": f"{HEAD}    @property\n    def {name}(self): raise SystemExit(3)\n"
+        for name in ("packing_factor", "head_size_multiple", "max_head_size", "read_level_errors")
+    },
+    "init raises": f"{HEAD}    def __init__(self): raise SystemExit\n",
+    "init wants more": f"{HEAD}    def __init__(self, bits): pass\n",
+}
+AT_WORK = {
+    f"{name} raises {what}": f"{HEAD}    def {name}(self, *a, **k): raise {what}\n"
+    for name in ("cache_dtype", "encode", "decode", "packed_head_size", "check_head_size")
+    for what in ("SystemExit", "ValueError('x')", "BaseException")
+} | {
+    "cache_dtype is none": f"{HEAD}    def cache_dtype(self, dtype): return 'uint8'\n",
+    "has no hash": f"{HEAD}    def encode(self, x, scale=None): return None\n    def __eq__(self, other): raise SystemExit\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def told(*command: str) -> tuple[int, dict[str, str]]:
+    """Exit status, and the modes that have a status (``list``, ``doctor``) or a figure (``calc``); the JSON is nobody else's."""
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    content = json.loads(done.stdout)
+    lines = content if isinstance(content, list) else content["modes"]
+    return done.exit_code, {line["mode"]: line.get("status", "ok") for line in lines}
+
+
+def installed(install: Callable[..., Path], sources: dict[str, str]) -> dict[str, str]:
+    """One distribution a source, offering the mode ``b0``, ``b1`` ...; what each does, by mode."""
+    for i, source in enumerate(sources.values()):
+        install(f"kvq-b{i}", f"b{i}", source.replace("int3", f"b{i}"))
+    return {f"b{i}": what for i, what in enumerate(sources)}
+
+
+def test_what_is_wrong_at_import_breaks_only_itself(install: Callable[..., Path]) -> None:
+    first_party = {entry.mode for entry in list_backends()}
+    for mode, what in installed(install, AT_IMPORT).items():
+        with pytest.raises(
+            BrokenBackendError, match=rf"^mode '{mode}' from kvq-{mode} 1\.0 \(kvq_{mode}:Backend\) cannot be used: "
+        ) as caught:
+            get_backend(mode)
+        assert caught.value.__cause__ is not None, what
+    status, modes = told("calc", str(CONFIG))
+    assert status == 1 and modes.keys() == first_party
+
+
+def test_what_is_wrong_at_work_is_told_by_check(install: Callable[..., Path]) -> None:
+    broken = installed(install, AT_WORK)
+    for command in (["list", "--check"], ["doctor"]):
+        status, modes = told(*command)
+        assert status == 1
+        assert {mode for mode, found in modes.items() if found == "broken"} == broken.keys(), command
+    for mode, what in broken.items():
+        done = CliRunner().invoke(app, ["calc", str(CONFIG), "--mode", mode, "--gpu-gib", "80"])
+        assert done.exit_code in (0, 2), what
+        assert done.exception is None or isinstance(done.exception, SystemExit), what
+
+
+def test_doctor_and_eval_go_on(install: Callable[..., Path], small_weights: Path, tmp_path: Path) -> None:
+    install("kvq-int3", "int3", AT_WORK["encode raises SystemExit"].replace("encode", "write").replace("decode", "x"))
+    install("kvq-int5", "int5", "raise SystemExit")
+    install("kvq-int6", "int6", AT_WORK["decode raises SystemExit"].replace("int3", "int6"))
+    status, modes = told("doctor")
+    assert status == 1 and modes.pop("int5") == modes.pop("int6") == "broken" and modes["int4_per_token_head"] == "ok"
+    (tmp_path / "text.txt").write_text("import os\n" * 20)
+    given = ["--model", str(small_weights), "--text", str(tmp_path / "text.txt"), "--length", "40", "--documents", "2", "--device", "cpu"]
+    done = CliRunner().invoke(app, ["eval", *given])
+    assert done.exit_code == 1 and "broken: int6: SystemExit" in done.stdout and "from kvq-int5 1.0" in done.stdout
+    assert "\nint4_per_token_head " in done.stdout
+
+
+def test_keyboard_interrupt_is_the_users(install: Callable[..., Path]) -> None:
+    install("kvq-int3", "int3", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        get_backend("int3")
+
+
+PRINTS = f"""import os, sys
+print("hello"); sys.stderr.write("hello"); os.write(1, b"from C"); os.system("echo from a shell")
+{HEAD}
+    def encode(self, x, scale=None):
+        print("encoding"); os.write(1, b"encoding")
+        return x, None
+"""
+
+
+def test_what_plugins_print_is_not_output(install: Callable[..., Path]) -> None:
+    site = install("kvq-int3", "int3", PRINTS)
+    program = f"import sys; sys.path.insert(0, {str(site)!r}); from kvq_core.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, "list", "--check", "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout) and "from C" in done.stderr and "from a shell" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["no METADATA", "binary entry points", "an entry point without a module"])
+def test_damaged_metadata_break_only_their_distribution(install: Callable[..., Path], damage: str) -> None:
+    info = install("kvq-int3", "int3") / "kvq_int3-1.0.dist-info"
+    if damage == "no METADATA":
+        (info / "METADATA").unlink()
+    else:
+        (info / "entry_points.txt").write_bytes(b"\xff\xfe[kvq.backends" if damage.startswith("binary") else b"[kvq.backends]\nint3 = \n")
+    assert get_backend("int4").mode == "int4_per_token_head" and "none" in {entry.mode for entry in list_backends()}

@@ -1,0 +1,106 @@
+"""A mode from outside (``examples/kvq-int3``) works in what comes with kvq, none of which has heard of it.
+
+Nothing is installed: a made-up dist-info with the entry point of the example's own ``pyproject.toml`` makes it found. Its conformance suite
+is the example's, run by ``pytest examples/kvq-int3`` where the package is installed.
+"""
+
+import ast
+import contextlib
+import importlib
+import io
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import demo
+import modes
+import nano_engine
+from kvq_core import PagedKVCache, get_backend, list_backends, selfcheck
+from kvq_core.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "kvq-int3"
+MODE = "int3_per_token_head"
+
+
+pytestmark = pytest.mark.usefixtures("fresh_registry", "int3")
+
+
+@pytest.fixture
+def int3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example as if it were installed, and the torch path, the only one it has."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    offers = project["entry-points"]["kvq.backends"]
+    (info / "entry_points.txt").write_text("\n".join(["[kvq.backends]", *(f"{mode} = {value}" for mode, value in offers.items()), ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLE / "src")
+    importlib.invalidate_caches()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvq_int3"]:
+        del sys.modules[name]
+
+
+def test_it_is_found_and_imported_when_asked_for() -> None:
+    (entry,) = [entry for entry in list_backends() if entry.mode == MODE]
+    assert (entry.distribution, entry.value) == ("kvq-int3", "kvq_int3.backend:Int3PerTokenHead")
+    assert metadata.version("kvq-int3") == entry.version and "kvq_int3" not in sys.modules
+    found = selfcheck.check(get_backend(MODE))
+    assert found.bits_per_element == 3.25 and found.relative_mse == pytest.approx(0.0345, rel=0.1)
+
+
+def test_it_imports_public_names_only() -> None:
+    """What it takes from kvq is listed by a package, or documented in the API reference by its module."""
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for path in sorted((EXAMPLE / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvq_core"):
+                public = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert alias.name in getattr(public, "__all__", ()) or f":: {node.module}.{alias.name}" in reference, alias.name
+
+
+def test_the_friendly_cache_packs_eight_codes_in_three_bytes() -> None:
+    cache = PagedKVCache(MODE, num_blocks=4, num_kv_heads=2, head_size=96, head_size_v=80, dtype=torch.float32, device="cpu")
+    assert cache.bytes_per_token == 2 * (96 * 3 // 8 + 4 + 80 * 3 // 8 + 4)
+
+
+def test_the_command_line_lists_it() -> None:
+    done = CliRunner().invoke(app, ["list", "--check", "--json"], prog_name="kvq")
+    (line,) = [line for line in json.loads(done.stdout) if line["mode"] == MODE]
+    assert done.exit_code == 0 and line["status"] == "ok" and line["bits_per_element"] == 3.25
+
+
+def test_the_benchmark_takes_it() -> None:
+    for names in (None, [MODE]):
+        assert MODE in [backend.mode for backend in modes.backends_of(names)]
+
+
+def test_the_demo_measures_it(small_weights: Path, tmp_path: Path) -> None:
+    out, printed = tmp_path / "demo", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert demo.main(["--quick", "--device", "cpu", "--out", str(out), "--model", str(small_weights), "--modes", MODE, "int2"]) == 0
+    results = {result["mode"]: result for result in json.loads((out / "demo.json").read_text())["results"]}
+    assert set(results) == {"none", MODE, "int2_per_token_head"} and f"\n{MODE} " in printed.getvalue()
+    # 3.45 % of the energy is 14.6 dB under it, for rows that a rotation makes Gaussian.
+    assert results[MODE]["key_snr_db"] == pytest.approx(14.6, abs=1.5)
+    assert results[MODE]["key_snr_db"] > results["int2_per_token_head"]["key_snr_db"] + 3
+    assert 0 < results[MODE]["attention_error"] < results["int2_per_token_head"]["attention_error"]
+
+
+def test_the_nano_engine_decodes_with_it(small_weights: Path) -> None:
+    printed, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
+        arguments = ["def f(x):", "import ", "--kv-cache-dtype", MODE, "--max-new-tokens", "5", "--device", "cpu"]
+        assert nano_engine.main([*arguments, "--model", str(small_weights)]) == 0
+    assert printed.getvalue().count("def f(x):") == 1 and told.getvalue().startswith(f"{MODE} on cpu: ")

@@ -256,6 +256,7 @@ class QuantKVBackend(ABC):
         softmax_segm_expsum: torch.Tensor | None = None,
         smoothing: KeySmoothing | None = None,
         lse: torch.Tensor | None = None,
+        key_stops: torch.Tensor | None = None,
     ) -> None:
         """Causal attention of ragged query rows over the pages, into ``out``.
 
@@ -285,6 +286,7 @@ class QuantKVBackend(ABC):
             smoothing: what :meth:`reshape_and_cache` was given for these pages. Scores are those of the keys as they were.
             lse: [num_tokens, num_query_heads] float32, contiguous: filled with the natural logarithm of each row's softmax denominator,
                 its sink included; -inf for a row that sees nothing. :func:`kvq_core.combine` joins two reads by it.
+            key_stops: [num_seqs] int32: a sequence's keys at this position and later are not seen, where another read has them.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
@@ -316,11 +318,10 @@ class QuantKVBackend(ABC):
             softmax_segm_max,
             softmax_segm_expsum,
         )
-        if smoothing is not None:
-            given = checks.instance("smoothing", smoothing, KeySmoothing)
-            arguments += (given.mean, given.balance)
-        if lse is not None:
-            arguments += (lse,) if smoothing is not None else (None, None, lse)
+        if smoothing is not None or lse is not None or key_stops is not None:
+            given = None if smoothing is None else checks.instance("smoothing", smoothing, KeySmoothing)
+            arguments += (None, None) if given is None else (given.mean, given.balance)
+            arguments += (lse, key_stops)
         if torch.is_grad_enabled():
             refuse_gradients(ReadArgs._fields, arguments)
         try:

@@ -61,6 +61,7 @@ class ReadArgs(NamedTuple):
     k_mean: Tensor | None = None
     k_factor: Tensor | None = None
     lse: Written | None = None
+    key_stops: Tensor | None = None
 
 
 OpArgs = type[WriteArgs] | type[ReadArgs]

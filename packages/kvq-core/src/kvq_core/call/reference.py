@@ -3,7 +3,7 @@
 For query row i of a sequence (absolute position ``p = context_len + i``) and key j::
 
     s    = softmax_scale * q.k                    softcap: s = softcap * tanh(s / softcap)
-    seen = j < seqused_k and (j <= p and p - j < 1 + window_left, or p and j in one range of mm_prefix_range)
+    seen = j < seqused_k and j < key_stops and (j <= p and p - j < 1 + window_left, or p and j in one range of mm_prefix_range)
     s   += slope * (j - p), or -slope * sqrt(p - j) for j <= p;  s += qq_bias[i, j - context_len]
     out  = sum_j softmax(s)_j v_j, with exp(sink) added to the denominator; 0 for a row that sees nothing
     lse  = ln of that denominator, sum_j exp(s_j) + exp(sink); -inf for a row that sees nothing
@@ -50,6 +50,8 @@ def attention_and_lse(attn: Attention, gather: Gather, dtype: torch.dtype = torc
         stored = inside.repeat_interleave(keys.block_size)[:num_keys]
         k = gather(keys, blocks)[:num_keys].to(dtype)
         v = gather(attn.values, blocks)[:num_keys].to(dtype)
+        if batch.key_stops is not None:
+            stored[max(0, int(batch.key_stops[seq])) :] = False
         rows = slice(first, last)
         out[rows], lse[rows] = _one_sequence(q[rows], shift[rows], k, v, stored, attn.scoring, seq)
     return out, lse

@@ -169,7 +169,8 @@ class NewRows:
 class Batch:
     """Who attends to what: ``S`` sequences of ragged query rows over their keys in the pages.
 
-    ``cu_seqlens_q`` [S + 1] int32, ``seqused_k`` [S] int32, ``block_table`` [S, max_blocks] int32.
+    ``cu_seqlens_q`` [S + 1] int32, ``seqused_k`` [S] int32, ``block_table`` [S, max_blocks] int32. ``key_stops`` [S] int32: keys at these
+    positions and later are not seen; ``None``: all are.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -177,6 +178,7 @@ class Batch:
     block_table: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    key_stops: torch.Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -205,8 +207,13 @@ class Batch:
             "at least one column: a sequence's newest tokens are in the pages",
         )
         need_rows(self.block_table, "block_table")
-        for name, tensor in (("seqused_k", self.seqused_k), ("cu_seqlens_q", self.cu_seqlens_q)):
-            need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
+        if self.key_stops is not None:
+            need_tensor(self.key_stops, "key_stops", 1, (torch.int32,), device)
+            got = shape_of(self.key_stops)
+            need(self.key_stops.shape == self.seqused_k.shape, "key_stops", got, f"one for each of {self.num_seqs} sequences")
+        for name, tensor in (("seqused_k", self.seqused_k), ("cu_seqlens_q", self.cu_seqlens_q), ("key_stops", self.key_stops)):
+            if tensor is not None:
+                need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
         need(self.max_seqlen_q >= 0, "max_seqlen_q", self.max_seqlen_q, "a length of at least 0")
         need(self.max_seqlen_k >= 0, "max_seqlen_k", self.max_seqlen_k, "a length of at least 0")
 
@@ -278,7 +285,7 @@ class Attention:
             out=args.out,
             keys=Plane(args.k_cache, args.k_scale_cache, sizes[0]),
             values=Plane(args.v_cache, args.v_scale_cache, sizes[1]),
-            batch=Batch(args.cu_seqlens_q, args.seqused_k, args.block_table, args.max_seqlen_q, args.max_seqlen_k),
+            batch=Batch(args.cu_seqlens_q, args.seqused_k, args.block_table, args.max_seqlen_q, args.max_seqlen_k, args.key_stops),
             scoring=Scoring(
                 args.softmax_scale,
                 args.window_left,

@@ -50,11 +50,12 @@ class Output(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Who attends to what. ``table_stride`` travels beside it, so that it is not specialized on."""
+    """Who attends to what. ``table_stride`` travels beside it, so that it is not specialized on. ``key_stops`` may be None."""
 
     cu_seqlens_q: Any
     seqused_k: Any
     block_table: Any
+    key_stops: Any = None
 
 
 class Scoring(NamedTuple):

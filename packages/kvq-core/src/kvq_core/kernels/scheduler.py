@@ -41,7 +41,15 @@ def sequence_facts(seqs, num_seqs, batch, scoring, C: tl.constexpr):
         first_key = visible_start(seq_len - query_len, scoring.window_left, C.keys)
     else:
         first_key = query_len * 0
-    return row_blocks, tl.maximum(seq_len - first_key, 0)
+    return row_blocks, tl.maximum(before_stop(seq_len, seqs, inside, batch) - first_key, 0)
+
+
+@triton.jit
+def before_stop(end, seqs, inside, batch):
+    """``end`` of the keys of sequences ``seqs``, or where the batch stops them."""
+    if batch.key_stops is not None:
+        end = tl.minimum(end, tl.load(batch.key_stops + seqs, mask=inside, other=0))
+    return end
 
 
 @triton.jit
@@ -189,6 +197,7 @@ def work_tile_at(seq, before, blocks_before, assigned, num_seqs, table_width, ba
         origin = visible_start(context_len, scoring.window_left, C.keys)
     else:
         origin = context_len * 0
+    high = before_stop(high, seq, seq >= 0, batch)
     start = tl.maximum(origin + unit * length, low)
     stop = tl.minimum(tl.minimum(origin + (unit + count) * length, high), table_width * C.block_size)
     work = WorkTile(seq, row_start, num_rows, first_token, context_len, seq_len, start, stop, unit, num_splits, item)

@@ -91,7 +91,7 @@ def _launch(
         programs = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
     out = attention.out
     output = bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
-    lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table)
+    lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops)
     score = bundle_scoring(attention)
     splits, partials = _splits(record, attention, launch, items, config)
     record.start(

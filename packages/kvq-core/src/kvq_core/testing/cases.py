@@ -28,7 +28,7 @@ class Case:
     [head, token]. ``smoothing``: keys share a mean, in some channels thirty times what they
     differ in, which is known (``mean``), with a factor for each channel (``balanced``), or not (empty). The block table has
     ``spare_columns`` more than the longest sequence needs. ``shared``: every sequence begins with the blocks of the first, as far as both
-    fill them, and with the keys and values that are in them.
+    fill them, and with the keys and values that are in them. ``key_stops``: keys at these positions and later are not seen.
     """
 
     query_lens: tuple[int, ...] = (1, 5)
@@ -54,6 +54,7 @@ class Case:
     smoothing: str = ""
     spare_columns: int = 0
     shared: bool = False
+    key_stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         fits = all(0 <= q <= k for q, k in zip(self.query_lens, self.seq_lens, strict=True))
@@ -102,6 +103,8 @@ OPTIONS = (
     Case(**_LONG, alibi=True, alibi_sqrt=True),
     Case(query_lens=(6, 1), seq_lens=(45, 70), qq_bias=6),
     Case(query_lens=(12, 3), seq_lens=(40, 3), qq_bias=8),
+    Case(**_MIXED, key_stops=(32, 7, 0, 20, 64)),
+    Case(**_LONG, key_stops=(40, 16), window=23, sinks=True),
     Case(query_lens=(20, 1), seq_lens=(30, 40), mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35)))),
     Case(query_lens=(20, 5), seq_lens=(20, 40), mm_prefix=(((0, 11), (15, 19)), ((33, 39), (0, 0))), window=4),
     Case(**_LONG, output=torch.float8_e4m3fn),

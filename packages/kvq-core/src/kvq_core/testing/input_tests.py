@@ -131,6 +131,8 @@ READS: dict[str, tuple[str, Change]] = {
     "slopes rank": ("alibi_slopes", lambda a, s: a.update(alibi_slopes=torch.zeros(a["q"].shape[1], 1, device=s.device))),
     "qq_bias square": ("qq_bias", lambda a, s: a.update(qq_bias=torch.zeros(3, 4, device=s.device))),
     "qq_bias rank": ("qq_bias", lambda a, s: a.update(qq_bias=torch.zeros(4, device=s.device))),
+    "key_stops dtype": ("key_stops", lambda a, s: a.update(key_stops=torch.zeros(2, device=s.device))),
+    "key_stops length": ("key_stops", lambda a, s: a.update(key_stops=s.tensor([1], torch.int32))),
     "mm_prefix dtype": ("mm_prefix_range", lambda a, s: a.update(mm_prefix_range=torch.zeros(2, 1, 2, device=s.device))),
     "mm_prefix shape": ("mm_prefix_range", lambda a, s: a.update(mm_prefix_range=s.tensor([[[1, 2, 3]]] * 2, torch.int32))),
     "output_scale size": ("output_scale", lambda a, s: a.update(output_scale=torch.ones(2, device=s.device))),

@@ -72,6 +72,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
         final[:, :rows, context : context + rows] += arguments["qq_bias"][:rows, :rows].double()
     ranges = [] if arguments["mm_prefix_range"] is None else arguments["mm_prefix_range"][seq].tolist()
     seen = visible(num_rows, num_keys, arguments["window_size"][0], ranges).to(q.device) & present
+    if arguments.get("key_stops") is not None:
+        seen[:, max(0, int(arguments["key_stops"][seq])) :] = False
     final = final.masked_fill(~seen, -math.inf)
 
     logits = final

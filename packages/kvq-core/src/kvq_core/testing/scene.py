@@ -172,6 +172,8 @@ class Scene:
             arguments["smoothing"] = self.smoothing
         if arguments["mm_prefix_range"] is not None:
             arguments["mm_prefix_range"] = arguments["mm_prefix_range"][list(seqs)]
+        if arguments["key_stops"] is not None:
+            arguments["key_stops"] = arguments["key_stops"][list(seqs)]
         return arguments
 
     def fresh_out(self, num_rows: int | None = None) -> Poisoned:
@@ -350,4 +352,5 @@ def _options(case: Case, generator: torch.Generator, device: torch.device) -> di
         "qq_bias": draw(case.qq_bias, case.qq_bias, case.qq_bias, dtype=case.dtype),
         "output_scale": None if case.output is None else torch.tensor(0.01, dtype=torch.float32, device=device),
         "mm_prefix_range": ranges,
+        "key_stops": torch.tensor(case.key_stops, dtype=torch.int32, device=device) if case.key_stops else None,
     }

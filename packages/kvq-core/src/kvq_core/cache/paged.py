@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Self
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 
-from kvq_core import __version__, checks
+from kvq_core import checks
 from kvq_core.backend import QuantKVBackend
-from kvq_core.cache import snapshot
+from kvq_core.cache import saved, snapshot
 from kvq_core.cache import step as steps
 from kvq_core.cache.blocks import BlockPool
 from kvq_core.cache.layout import Geometry, LayerCaches
-from kvq_core.cache.pages import Pages, Scale, contents
-from kvq_core.cache.sequences import SAVED, SequenceTable
-from kvq_core.cache.snapshot import Header
+from kvq_core.cache.pages import Pages, Scale
+from kvq_core.cache.saved import Parts
+from kvq_core.cache.sequences import SequenceTable
 from kvq_core.cache.step import Step
-from kvq_core.call.gradients import refuse_gradients
-from kvq_core.call.spec import FLOATS
-from kvq_core.errors import ArgumentError, KVQError, SnapshotError, described
+from kvq_core.errors import ArgumentError, described
 from kvq_core.registry import get_backend
+from kvq_core.residual.rows import ResidualRows
+from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import LayerSmoothings, ModelSmoothing, Smoothings
 
 
@@ -57,6 +57,9 @@ class PagedKVCache:
             (default 1.0). Copied.
         smoothing: a :class:`~kvq_core.smoothing.calibration.ModelSmoothing` of these layers, or ``"first_prefill"``: each layer takes
             the mean of the first keys it is given off all that it stores (:mod:`kvq_core.smoothing.calibration`). Fixed for its life.
+        residual_length, sink_tokens: read the newest and the first so many tokens of a sequence from exact rows, at least
+            (:mod:`kvq_core.residual`). Each layer's :meth:`attend` then follows its :meth:`write`.
+        max_sequences: with one of the two: sequences that live at a time, for which exact rows are allocated.
 
     Raises:
         ArgumentError: an argument does not fit the mode.
@@ -82,16 +85,19 @@ class PagedKVCache:
         k_scale: Scale | Sequence[Scale] | None = None,
         v_scale: Scale | Sequence[Scale] | None = None,
         smoothing: Smoothings = None,
+        residual_length: int = 0,
+        sink_tokens: int = 0,
+        max_sequences: int | None = None,
     ) -> None:
         backend = _backend("mode_or_backend", mode_or_backend)
         head_size_v = head_size if head_size_v is None else head_size_v
         geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size, head_size_v, num_layers, dtype, layout).checked()
-        num_blocks, block_size, num_layers = geometry.num_blocks, geometry.block_size, geometry.num_layers
-        num_kv_heads, head_size = geometry.num_kv_heads, geometry.head_size
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
-        self._table = SequenceTable(BlockPool(num_blocks), block_size)
+        self._table = SequenceTable(BlockPool(geometry.num_blocks), geometry.block_size)
         self.backend, self.geometry = backend, geometry
-        self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), num_kv_heads, head_size, self.device)
+        self._exact = ResidualRows.of(residual_length, sink_tokens, max_sequences, geometry, self.device)
+        layers = list(range(geometry.num_layers))
+        self._smoothings = LayerSmoothings(smoothing, layers, geometry.num_kv_heads, geometry.head_size, self.device)
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -116,8 +122,8 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all K and V buffers, scales stored per (token, head) included."""
-        return self._pages.nbytes
+        """Bytes of all K and V buffers, scales stored per (token, head) and exact rows included."""
+        return self._pages.nbytes + (0 if self._exact is None else self._exact.nbytes)
 
     @property
     def bytes_per_token(self) -> int:
@@ -134,6 +140,16 @@ class PagedKVCache:
     def smoothing(self) -> ModelSmoothing | None:
         """What keys are smoothed with, as far as it is known. Of layers that wait for their first keys it is not."""
         return self._smoothings.found
+
+    @property
+    def residual_window(self) -> ResidualWindow | None:
+        """Which tokens are read from exact rows."""
+        return None if self._exact is None else self._exact.window
+
+    @property
+    def parts(self) -> Parts:
+        """All that this cache is made of: its own, to look at."""
+        return Parts(self.backend, self.geometry, self._pages, self._table, self.smoothing, self._exact)
 
     @property
     def num_free_blocks(self) -> int:
@@ -165,7 +181,13 @@ class PagedKVCache:
     # -- sequences ------------------------------------------------------------------------------------------------------
 
     def allocate_sequence(self) -> int:
-        """A new, empty sequence. Ids are never used again."""
+        """A new, empty sequence. Ids are never used again.
+
+        Raises:
+            OutOfBlocksError: there are ``max_sequences`` already.
+        """
+        if self._exact is not None:
+            self._exact.check_room(len(self._table.ids))
         return self._table.add()
 
     def append(self, new_tokens: Mapping[int, int]) -> Step:
@@ -186,12 +208,24 @@ class PagedKVCache:
         step = steps.build(growth.rows, self.geometry.block_size, self.device, self._table, self._table.clock + 1)
         if growth.copies:
             self._pages.copy_blocks(growth.copies)
+        if self._exact is not None:
+            step = replace(step, residual=self._exact.append(growth.rows))
         self._table.commit(growth)
         return step
 
     def fork(self, seq: int) -> int:
-        """A new sequence with the same tokens, sharing all blocks; nothing is copied until one of the two appends into a shared block."""
-        return self._table.fork(seq)
+        """A new sequence with the same tokens, sharing all blocks; nothing is copied until one of the two appends into a shared block.
+
+        Raises:
+            ArgumentError: an unknown sequence.
+            OutOfBlocksError: there are ``max_sequences`` already.
+        """
+        if self._exact is None:
+            return self._table.fork(seq)
+        self._exact.check_room(len(self._table.ids))
+        new = self._table.fork(seq)
+        self._exact.table.fork(seq, new)
+        return new
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first ``length`` tokens (roll back rejected drafts, say), and give back the blocks behind them.
@@ -200,9 +234,14 @@ class PagedKVCache:
             ArgumentError: an unknown sequence, or a length outside 0 .. :meth:`length`.
         """
         self._table.truncate(seq, length)
+        if self._exact is not None:
+            self._exact.table.truncate(seq, self._table.get(seq).length)
 
     def free(self, seq: int) -> None:
         """Forget a sequence and give back the blocks that only it held."""
+        self._table.get(seq)
+        if self._exact is not None:
+            self._exact.table.free(seq)
         self._table.free(seq)
 
     # -- the two operations ---------------------------------------------------------------------------------------------
@@ -219,9 +258,9 @@ class PagedKVCache:
             ArgumentError: an argument does not fit; nothing was written.
         """
         g, caches = self.geometry, self.layer(layer)
-        self._check_step(step)
-        self._check_rows("key", key, (step.num_tokens, g.num_kv_heads, g.head_size))
-        self._check_rows("value", value, (step.num_tokens, g.num_kv_heads, g.head_size_v))
+        steps.check(step, self._table)
+        (self._exact or self._pages).check_rows("key", key, (step.num_tokens, g.num_kv_heads, g.head_size))
+        (self._exact or self._pages).check_rows("value", value, (step.num_tokens, g.num_kv_heads, g.head_size_v))
         self.backend.reshape_and_cache(
             key,
             value,
@@ -232,6 +271,8 @@ class PagedKVCache:
             v_scale_cache=caches.v_scale_cache,
             smoothing=self._smoothings.for_write(layer, key),
         )
+        if self._exact is not None and step.residual is not None:
+            self._exact.write(layer, key, value, step.residual)
 
     def attend(
         self,
@@ -269,56 +310,44 @@ class PagedKVCache:
             ArgumentError: an argument does not fit; nothing was written.
         """
         g, caches = self.geometry, self.layer(layer)
-        self._check_step(step)
+        steps.check(step, self._table)
         num_query_heads = q.shape[1] if checks.tensor("q", q).dim() == 3 else g.num_kv_heads
-        self._check_rows("q", q, (step.num_tokens, num_query_heads, g.head_size))
+        (self._exact or self._pages).check_rows("q", q, (step.num_tokens, num_query_heads, g.head_size))
         shape = (step.num_tokens, num_query_heads, g.head_size_v)
         if out is None:
             out = torch.empty(shape, dtype=q.dtype if output_scale is None else torch.float8_e4m3fn, device=self.device)
         elif checks.tensor("out", out).shape != shape or out.device != self.device:
             raise ArgumentError("out", f"shape {tuple(out.shape)} on {out.device}", f"{shape} on {self.device}")
+        options: dict[str, Any] = {
+            "cu_seqlens_q": step.cu_seqlens_q,
+            "max_seqlen_q": step.max_seqlen_q,
+            "softmax_scale": g.head_size**-0.5 if softmax_scale is None else softmax_scale,
+            "window_size": window_size,
+            "softcap": softcap,
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+            "use_alibi_sqrt": use_alibi_sqrt,
+            "qq_bias": qq_bias,
+            "output_scale": output_scale,
+            "mm_prefix_range": mm_prefix_range,
+            "smoothing": self._smoothings.get(layer),
+        }
+        if self._exact is not None and step.residual is not None:
+            self._exact.attend(self.backend, layer, q, caches, out, step.residual, **options)
+            return out
         self.backend.unified_attention(
             q,
             caches.key_cache,
             caches.value_cache,
             out,
-            cu_seqlens_q=step.cu_seqlens_q,
-            max_seqlen_q=step.max_seqlen_q,
             seqused_k=step.seqused_k,
             max_seqlen_k=step.max_seqlen_k,
-            softmax_scale=g.head_size**-0.5 if softmax_scale is None else softmax_scale,
-            window_size=window_size,
             block_table=step.block_table,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            use_alibi_sqrt=use_alibi_sqrt,
-            qq_bias=qq_bias,
-            output_scale=output_scale,
-            mm_prefix_range=mm_prefix_range,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
-            smoothing=self._smoothings.get(layer),
+            **options,
         )
         return out
-
-    def _check_step(self, step: Step) -> None:
-        if checks.instance("step", step, Step).owner is not self._table:
-            raise ArgumentError("step", "one of another cache", "one that this cache's append() returned")
-        if not self._table.unchanged_since(step.clock, step.sequences):
-            raise ArgumentError("step", "one whose sequences were appended to, truncated, forked or freed since", "their latest step")
-
-    def _check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if checks.tensor(argument, rows).shape != shape:
-            raise ArgumentError(argument, f"shape {tuple(rows.shape)}", f"{shape} = [num_tokens, heads, head size]")
-        if rows.device != self.device:
-            raise ArgumentError(argument, f"a tensor on {rows.device}", f"one on {self.device}")
-        stored = self.geometry.dtype
-        half = self.backend.key_half
-        if rows.dtype not in FLOATS or half.cache_dtype(rows.dtype) != half.cache_dtype(stored):
-            raise ArgumentError(argument, rows.dtype, f"{stored}, the dtype this cache was made for")
-        if torch.is_grad_enabled():
-            refuse_gradients((argument,), (rows,))
 
     # -- to a file and back ---------------------------------------------------------------------------------------------
 
@@ -329,12 +358,7 @@ class PagedKVCache:
             OSError: the file cannot be written, or ``path`` is there and no regular file.
         """
         checks.path("path", path)
-        package = type(self.backend).__module__.partition(".")[0]
-        versions = {"kvq_core": __version__, package: str(getattr(sys.modules.get(package), "__version__", "unknown"))}
-        bookkeeping = {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in self._table.saved().items()}
-        smoothing = self.smoothing
-        header = Header(self.mode, versions, self.geometry, self._table.next_id, smoothing.fingerprint if smoothing else None)
-        snapshot.save(path, header, self._pages.tensors | bookkeeping | (smoothing.tensors() if smoothing else {}))
+        saved.save(path, self.parts)
 
     @classmethod
     def load(
@@ -364,27 +388,7 @@ class PagedKVCache:
             checks.instance("smoothing", smoothing, ModelSmoothing)
         wanted = None if mode is None else _backend("mode", mode)
         with snapshot.opened(path) as file:
-            header = file.header
-            try:
-                backend = wanted or get_backend(header.mode)
-                if backend.mode != header.mode:
-                    raise file.error(f"it holds mode {header.mode}, not {backend.mode} as asked for")
-                for name, (dtype, shape) in contents(backend, header.geometry).items():
-                    file.expect(name, dtype, shape)
-                for name in SAVED:
-                    file.expect(name, torch.int64)
-                saved = file.smoothing(smoothing)
-                cache = cls(backend, **vars(header.geometry), device=device, smoothing=saved)
-                for name, tensor in cache._pages.tensors.items():
-                    file.fill(name, tensor)
-                cache._pages.check_scales()
-                cache._table.restore({name: file.tensor(name, torch.int64).tolist() for name in SAVED}, header.next_id)
-                file.check_header()
-            except SnapshotError:
-                raise
-            except KVQError as cause:
-                raise file.error(f"cannot restore mode {header.mode}, written by {header.packages}: {cause}") from cause
-        return cache
+            return saved.restored(file, cls, wanted, smoothing, device=device)
 
 
 def _backend(argument: str, mode: str | QuantKVBackend) -> QuantKVBackend:

@@ -14,6 +14,8 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.cache import layout
 from kvq_core.cache.layout import Geometry
 from kvq_core.cache.step import to_device
+from kvq_core.call.gradients import refuse_gradients
+from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import checked_scale, is_scale
 
@@ -79,6 +81,18 @@ class Pages:
                 rows = tensors[name].unsqueeze(1)
                 self.layers = [replace(caches, **{f"{name}_cache": row}) for caches, row in zip(self.layers, rows, strict=True)]
         self.bytes_per_slot = geometry.num_layers * geometry.num_kv_heads * sum(map(layout.cell_size, cells.values()))
+
+    def check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Raise :class:`ArgumentError` unless ``rows`` are of that ``shape``, here, and of a dtype that these pages were made for."""
+        if checks.tensor(argument, rows).shape != shape:
+            raise ArgumentError(argument, f"shape {tuple(rows.shape)}", f"{shape} = [num_tokens, heads, head size]")
+        if rows.device != self.device:
+            raise ArgumentError(argument, f"a tensor on {rows.device}", f"one on {self.device}")
+        stored, half = self.geometry.dtype, self.backend.key_half
+        if rows.dtype not in FLOATS or half.cache_dtype(rows.dtype) != half.cache_dtype(stored):
+            raise ArgumentError(argument, rows.dtype, f"{stored}, the dtype this cache was made for")
+        if torch.is_grad_enabled():
+            refuse_gradients((argument,), (rows,))
 
     def check_scales(self) -> None:
         """Raise :class:`ArgumentError` if a scale for a whole layer is none. Waits for the device."""

@@ -25,10 +25,13 @@ from kvq_core.smoothing.calibration import ModelSmoothing
 FORMAT_VERSION: Final = 1
 SMOOTHED_VERSION: Final = 2
 """Of snapshots whose keys are smoothed: who only knows the first version must not take them for the keys themselves."""
+RESIDUAL_VERSION: Final = 3
+"""Of snapshots with exact rows of a residual window, smoothed or not."""
 _KEY: Final = "kvq"
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _CHECKED: Final = ("mode", "geometry", "next_id", "smoothing", "checksums")
 """What of the header its own checksum is of: all that the bytes' meaning depends on."""
+_RESIDUAL: Final = ("residual_length", "sink_tokens", "max_sequences")
 _LARGEST_ID: Final = 2**62
 
 
@@ -42,11 +45,15 @@ class Header:
     next_id: int
     smoothing: str | None = None
     """The fingerprint of what keys were smoothed with."""
+    residual: dict[str, int] | None = None
+    """``residual_length``, ``sink_tokens`` and ``max_sequences``, if exact rows are kept."""
 
     def to_json(self, checksums: Mapping[str, int]) -> str:
         geometry = asdict(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
         stated = dict(zip(_CHECKED, (self.mode, geometry, self.next_id, self.smoothing, dict(checksums)), strict=True))
         version = SMOOTHED_VERSION if self.smoothing else FORMAT_VERSION
+        if self.residual is not None:
+            stated["residual"], version = self.residual, RESIDUAL_VERSION
         return json.dumps({"format_version": version, "packages": self.packages, **stated, "checksum": _checksum(stated)})
 
 
@@ -110,19 +117,21 @@ class Snapshot:
             version = raw["format_version"]
         except (ValueError, KeyError, TypeError) as cause:
             raise self.error("its kvq header is damaged") from cause
-        if type(version) is not int or version not in (FORMAT_VERSION, SMOOTHED_VERSION):
-            raise self.error(f"it has format version {version!r}, this kvq reads versions {FORMAT_VERSION} and {SMOOTHED_VERSION}")
+        if type(version) is not int or version not in (FORMAT_VERSION, SMOOTHED_VERSION, RESIDUAL_VERSION):
+            raise self.error(f"it has format version {version!r}, this kvq reads versions {FORMAT_VERSION} to {RESIDUAL_VERSION}")
         try:
             stored = {field.name: raw["geometry"][field.name] for field in fields(Geometry)}
             geometry = Geometry(**stored | {"dtype": _DTYPES[stored["dtype"]]})
             checksums = dict(raw["checksums"])
-            smoothing = None if version == FORMAT_VERSION and raw.get("smoothing") is None else str(raw["smoothing"])
+            smoothing = None if version != SMOOTHED_VERSION and raw.get("smoothing") is None else str(raw["smoothing"])
+            residual = {name: _count(raw["residual"][name]) for name in _RESIDUAL} if version == RESIDUAL_VERSION else None
             packages = {name: _text(package) for name, package in raw["packages"].items()}
             next_id = raw["next_id"]
             if type(next_id) is not int or not 0 <= next_id <= _LARGEST_ID:
                 raise ValueError(f"next_id {next_id!r}")
-            self._intact = "checksum" not in raw or raw["checksum"] == _checksum({name: raw.get(name) for name in _CHECKED})
-            return Header(_text(raw["mode"]), packages, geometry, next_id, smoothing), checksums
+            stated = {name: raw.get(name) for name in _CHECKED} | ({} if residual is None else {"residual": raw["residual"]})
+            self._intact = "checksum" not in raw or raw["checksum"] == _checksum(stated)
+            return Header(_text(raw["mode"]), packages, geometry, next_id, smoothing, residual), checksums
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise self.error(f"its kvq header is damaged: {type(cause).__name__} {cause}") from cause
 
@@ -141,6 +150,12 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Snapshot]:
 
 def _checksum(stated: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(stated, sort_keys=True).encode())
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 def _text(value: Any) -> str:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from kvq_core.cache.sequences import GrownRow
+from kvq_core import checks
+from kvq_core.cache.sequences import GrownRow, SequenceTable
+from kvq_core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvq_core.residual.step import ResidualStep
 
 # Triton compiles anew when a pointer or a stride stops being a multiple of 16: keep both so from one step to the next.
 _ALIGNMENT = 64
@@ -29,6 +35,7 @@ class Step:
         seqused_k: [num_seqs] int32, lengths with the new tokens.
         max_seqlen_q, max_seqlen_k: the largest number of new tokens, and the largest length.
         num_tokens: new tokens in all.
+        residual: where exact rows go and are read, in a cache that keeps some.
     """
 
     sequences: tuple[int, ...]
@@ -41,6 +48,7 @@ class Step:
     num_tokens: int
     owner: object = field(repr=False)
     clock: int = field(repr=False)
+    residual: ResidualStep | None = field(default=None, repr=False)
 
 
 def build(rows: Rows[GrownRow], block_size: int, device: torch.device, owner: object, clock: int) -> Step:
@@ -51,7 +59,7 @@ def build(rows: Rows[GrownRow], block_size: int, device: torch.device, owner: ob
         cu_seqlens_q.append(cu_seqlens_q[-1] + count)
         seqused_k.append(row.end)
         longest = max(longest, count)
-    parts = (_slots(rows, block_size), _table([row.blocks for row in rows]), _int32(cu_seqlens_q), _int32(seqused_k))
+    parts = (_slots(rows, block_size), padded_table([row.blocks for row in rows]), int32(cu_seqlens_q), int32(seqused_k))
     slot_mapping, table, starts, used = to_device(parts, device)
     return Step(
         sequences=tuple(row.sequence for row in rows),
@@ -67,9 +75,17 @@ def build(rows: Rows[GrownRow], block_size: int, device: torch.device, owner: ob
     )
 
 
+def check(step: Step, table: SequenceTable) -> None:
+    """Raise :class:`ArgumentError` unless ``step`` is the latest one of its sequences, of the cache with ``table``."""
+    if checks.instance("step", step, Step).owner is not table:
+        raise ArgumentError("step", "one of another cache", "one that this cache's append() returned")
+    if not table.unchanged_since(step.clock, step.sequences):
+        raise ArgumentError("step", "one whose sequences were appended to, truncated, forked or freed since", "their latest step")
+
+
 def block_table(lists: Rows[array[int]], device: torch.device) -> torch.Tensor:
     """[len(lists), longest] int32 on ``device``; -1 past the end of each list."""
-    (table,) = to_device((_table(lists),), device)
+    (table,) = to_device((padded_table(lists),), device)
     return table[:, : max(map(len, lists))]
 
 
@@ -86,17 +102,17 @@ def to_device(parts: Rows[torch.Tensor], device: torch.device) -> list[torch.Ten
     return [moved[first : first + part.nbytes].view(part.dtype).view(part.shape) for part, first in zip(parts, firsts, strict=True)]
 
 
-def _int32(values: array[int]) -> torch.Tensor:
+def int32(values: array[int]) -> torch.Tensor:
     return torch.frombuffer(values, dtype=torch.int32)
 
 
-def _table(lists: Rows[array[int]]) -> torch.Tensor:
+def padded_table(lists: Rows[array[int]]) -> torch.Tensor:
     width = -(-max(1, *map(len, lists)) // _TABLE_WIDTH) * _TABLE_WIDTH
     table, padding = array("i"), array("i", [-1]) * width
     for blocks in lists:
         table += blocks
         table += padding[len(blocks) :]
-    return _int32(table).view(len(lists), width)
+    return int32(table).view(len(lists), width)
 
 
 def _slots(rows: Rows[GrownRow], block_size: int) -> torch.Tensor:
@@ -112,6 +128,6 @@ def _slots(rows: Rows[GrownRow], block_size: int) -> torch.Tensor:
         touched.append(row.blocks[last])
         end.append((row.end - 1) % block_size + 1)
     offsets = torch.arange(block_size, dtype=torch.int32, device="cpu")
-    kept = (offsets >= _int32(begin)[:, None]) & (offsets < _int32(end)[:, None])
-    slots = _int32(touched).to(torch.int64)[:, None] * block_size + offsets
+    kept = (offsets >= int32(begin)[:, None]) & (offsets < int32(end)[:, None])
+    slots = int32(touched).to(torch.int64)[:, None] * block_size + offsets
     return slots[kept]

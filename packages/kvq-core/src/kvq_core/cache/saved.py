@@ -1,0 +1,90 @@
+"""What a snapshot of a cache holds: its pages and sequences, what its keys are smoothed with, and its exact rows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from kvq_core import __version__
+from kvq_core.backend import QuantKVBackend
+from kvq_core.cache import snapshot
+from kvq_core.cache.layout import Geometry
+from kvq_core.cache.pages import Pages, contents
+from kvq_core.cache.sequences import SAVED, SequenceTable
+from kvq_core.cache.snapshot import Header, Snapshot
+from kvq_core.errors import KVQError, SnapshotError
+from kvq_core.registry import get_backend
+from kvq_core.residual.rows import ResidualRows
+from kvq_core.smoothing.calibration import ModelSmoothing
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a cache is made of."""
+
+    backend: QuantKVBackend
+    geometry: Geometry
+    pages: Pages
+    table: SequenceTable
+    smoothing: ModelSmoothing | None
+    exact: ResidualRows | None
+
+
+class Cache(Protocol):
+    """What is made of parts."""
+
+    @property
+    def parts(self) -> Parts: ...
+
+
+C = TypeVar("C", bound=Cache)
+
+
+def save(path: str | os.PathLike[str], parts: Parts) -> None:
+    """Write all of ``parts``, atomically. Raises :class:`OSError` as :func:`kvq_core.cache.snapshot.save` does."""
+    package = type(parts.backend).__module__.partition(".")[0]
+    versions = {"kvq_core": __version__, package: str(getattr(sys.modules.get(package), "__version__", "unknown"))}
+    tensors = parts.pages.tensors | {name: torch.tensor(values, dtype=torch.int64) for name, values in parts.table.saved().items()}
+    fingerprint = residual = None
+    if parts.smoothing is not None:
+        tensors, fingerprint = tensors | parts.smoothing.tensors(), parts.smoothing.fingerprint
+    if parts.exact is not None:
+        tensors, residual = tensors | parts.exact.saved(parts.table.ids), parts.exact.options
+    snapshot.save(path, Header(parts.backend.mode, versions, parts.geometry, parts.table.next_id, fingerprint, residual), tensors)
+
+
+def restored(file: Snapshot, make: Callable[..., C], wanted: QuantKVBackend | None, smoothing: ModelSmoothing | None, **options: Any) -> C:
+    """The cache that was saved, in one that ``make(backend, **arguments, **options)`` returns.
+
+    Raises:
+        SnapshotError: it is not of backend ``wanted`` or not smoothed with ``smoothing``, if these are given; its mode is not installed;
+            it is damaged, or does not fit what its header states.
+    """
+    header = file.header
+    try:
+        backend = wanted or get_backend(header.mode)
+        if backend.mode != header.mode:
+            raise file.error(f"it holds mode {header.mode}, not {backend.mode} as asked for")
+        for name, (dtype, shape) in contents(backend, header.geometry).items():
+            file.expect(name, dtype, shape)
+        for name in SAVED:
+            file.expect(name, torch.int64)
+        cache = make(backend, **vars(header.geometry), **(header.residual or {}), smoothing=file.smoothing(smoothing), **options)
+        parts = cache.parts
+        for name, tensor in parts.pages.tensors.items():
+            file.fill(name, tensor)
+        parts.pages.check_scales()
+        parts.table.restore({name: file.tensor(name, torch.int64).tolist() for name in SAVED}, header.next_id)
+        if parts.exact is not None:
+            parts.exact.restore(file, {seq: parts.table.get(seq).length for seq in parts.table.ids})
+        file.check_header()
+    except SnapshotError:
+        raise
+    except KVQError as cause:
+        raise file.error(f"cannot restore mode {header.mode}, written by {header.packages}: {cause}") from cause
+    return cache

@@ -1,0 +1,231 @@
+"""The exact rows of a cache, and a layer's write and read with them: the doors of mode ``none`` beside those of the cache's mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvq_core import checks
+from kvq_core.backend import QuantKVBackend
+from kvq_core.cache.layout import Geometry, LayerCaches
+from kvq_core.cache.pages import Pages
+from kvq_core.cache.sequences import GrownRow
+from kvq_core.cache.snapshot import Snapshot
+from kvq_core.call.cascade import combine
+from kvq_core.call.reference import to_output_dtype
+from kvq_core.errors import ArgumentError, OutOfBlocksError
+from kvq_core.registry import get_backend
+from kvq_core.residual.step import Read, ResidualStep, build
+from kvq_core.residual.table import SAVED, ExactTable
+from kvq_core.residual.window import ResidualWindow
+from kvq_core.smoothing.calibration import KeySmoothing
+
+
+class ResidualRows:
+    """The exact rows of up to ``max_sequences`` sequences in the layers of a cache of ``geometry``: their blocks' memory, and who holds
+    which."""
+
+    def __init__(self, window: ResidualWindow, geometry: Geometry, max_sequences: int, device: torch.device) -> None:
+        self.window, self.max_sequences = window, checks.integer("max_sequences", max_sequences, 1)
+        num_blocks = self.max_sequences * window.blocks_per_sequence
+        self.table = ExactTable(window, num_blocks)
+        self.pages = ExactPages(geometry, num_blocks, device)
+
+    @classmethod
+    def of(
+        cls, residual_length: int, sink_tokens: int, max_sequences: int | None, geometry: Geometry, device: torch.device
+    ) -> ResidualRows | None:
+        """``None`` if nothing is kept exact. Raises :class:`ArgumentError` naming the argument that is no count."""
+        window = ResidualWindow.of(residual_length, sink_tokens, geometry.block_size)
+        if window is not None and max_sequences is not None:
+            return cls(window, geometry, max_sequences, device)
+        if window is not None:
+            raise ArgumentError("max_sequences", None, "the number of sequences to keep exact rows of (residual_length, sink_tokens)")
+        if max_sequences is not None:
+            raise ArgumentError("max_sequences", max_sequences, "None: without residual_length and sink_tokens no exact rows are kept")
+        return None
+
+    def check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Raise :class:`ArgumentError` unless ``rows`` are of that ``shape`` and of the cache's device and dtype, to be stored as they
+        are."""
+        self.pages.check_rows(argument, rows, shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages.nbytes
+
+    def check_room(self, num_sequences: int) -> None:
+        """Raise :class:`OutOfBlocksError` unless there is room for one more sequence than there are."""
+        if num_sequences >= self.max_sequences:
+            raise OutOfBlocksError(f"{num_sequences} sequences are live, and exact rows are kept of max_sequences={self.max_sequences}")
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What makes another one like this, by the names of a cache's arguments."""
+        return {"residual_length": self.window.length, "sink_tokens": self.window.sinks, "max_sequences": self.max_sequences}
+
+    def saved(self, sequences: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What a snapshot holds of the exact rows of ``sequences``, by name."""
+        lists = self.table.saved(sequences)
+        return self.pages.tensors | {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in lists.items()}
+
+    def restore(self, file: Snapshot, lengths: Mapping[int, int]) -> None:
+        """Take what :meth:`saved` said, of sequences of these ``lengths``; an error if it is damaged or cannot be true."""
+        for name in SAVED:
+            file.expect(name, torch.int64)
+        for name, tensor in self.pages.tensors.items():
+            file.expect(name, tensor.dtype, tuple(tensor.shape))
+            file.fill(name, tensor)
+        self.table.restore({name: file.tensor(name, torch.int64).tolist() for name in SAVED}, lengths)
+
+    def append(self, rows: Sequence[GrownRow]) -> ResidualStep:
+        """Plan the exact rows of packed sequences that grow by ``rows``, copy the blocks that must be copied, and make the plan true."""
+        planned = self.table.plan(rows)
+        step = build(rows, planned, self.window.block_size, self.pages.device)
+        self.pages.copy_blocks(step.copies)
+        self.pages.release()
+        self.table.commit(planned)
+        return step
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, step: ResidualStep) -> None:
+        """Store a call's exact rows in one layer, as :meth:`ExactPages.write`."""
+        self.pages.write(layer, key, value, step)
+
+    def attend(
+        self,
+        backend: QuantKVBackend,
+        layer: int,
+        q: torch.Tensor,
+        packed: LayerCaches,
+        out: torch.Tensor,
+        step: ResidualStep,
+        **options: Any,
+    ) -> None:
+        """Attention of ``q`` over one layer's exact rows and its ``packed`` ones, into ``out``. ``options``: of ``unified_attention``.
+
+        Raises:
+            ArgumentError: an option that this window cannot serve, or the layer's rows were not the last ones written.
+        """
+        self.window.check(**options)
+        attend(backend, q, packed, self.pages.read_from(layer, step), out, step, **options)
+
+
+class ExactPages:
+    """The memory of ``num_blocks`` blocks of exact rows, for all layers of a cache of ``geometry``."""
+
+    def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
+        self._pages = _pages(replace(geometry, num_blocks=num_blocks, layout="head_major"), device)
+        self._staged: tuple[ResidualStep, int, LayerCaches] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_staged": None}
+
+    @property
+    def device(self) -> torch.device:
+        return self._pages.device
+
+    @property
+    def nbytes(self) -> int:
+        return self._pages.nbytes
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All bytes, by name."""
+        return {f"exact_{name}": tensor for name, tensor in self._pages.tensors.items()}
+
+    def check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Raise :class:`ArgumentError` as :meth:`ResidualRows.check_rows`."""
+        self._pages.check_rows(argument, rows, shape)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in every layer."""
+        if copies:
+            self._pages.copy_blocks(copies)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, step: ResidualStep) -> None:
+        """Store a call's exact rows ``key`` [T, Hkv, D] and ``value`` [T, Hkv, Dv] in one layer."""
+        caches = self._pages.layers[layer]
+        if step.staging is not None:
+            staged = _pages(replace(self._pages.geometry, num_blocks=step.staging.num_blocks, num_layers=1), self.device).layers[0]
+            for source, target in zip(_planes(caches), _planes(staged), strict=True):
+                target[step.staging.targets] = source[step.staging.sources]
+            _store(key, value, staged, step.staging.slot_mapping)
+            self._staged = (step, layer, staged)
+        _store(key, value, caches, step.slot_mapping)
+
+    def read_from(self, layer: int, step: ResidualStep) -> LayerCaches:
+        """Where a call's exact rows are read in a layer.
+
+        Raises:
+            ArgumentError: the blocks that they were in are gone, since those of another layer were written.
+        """
+        if step.staging is None:
+            return self._pages.layers[layer]
+        if self._staged is None or self._staged[0] is not step or self._staged[1] != layer:
+            need = "the layer that was written last: more new tokens than the residual window holds stay exact until the next write"
+            raise ArgumentError("layer", layer, need)
+        return self._staged[2]
+
+    def release(self) -> None:
+        """Give back what the last call was read from."""
+        self._staged = None
+
+
+def attend(
+    backend: QuantKVBackend,
+    q: torch.Tensor,
+    packed: LayerCaches,
+    exact: LayerCaches,
+    out: torch.Tensor,
+    step: ResidualStep,
+    *,
+    smoothing: KeySmoothing | None = None,
+    output_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    qq_bias: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Attention of ``q`` [T, Hq, D] over exact and packed rows, into ``out`` [T, Hq, Dv].
+
+    ``options``: those of ``unified_attention`` that both reads have. The sinks' logits and the bias of new tokens are the exact read's.
+    """
+    result, lse = _read(get_backend("none"), q, out.shape, exact, step.exact, sinks=sinks, qq_bias=qq_bias, **options)
+    if step.packed is not None:
+        options |= {"k_scale_cache": packed.k_scale_cache, "v_scale_cache": packed.v_scale_cache, "smoothing": smoothing}
+        result, _ = combine(result, lse, *_read(backend, q, out.shape, packed, step.packed, key_stops=step.key_stops, **options))
+    out.copy_(to_output_dtype(result, out.dtype, output_scale))
+
+
+def _read(
+    backend: QuantKVBackend, q: torch.Tensor, shape: torch.Size, caches: LayerCaches, read: Read, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One read's result, float32, and its log-sum-exp."""
+    result = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    backend.unified_attention(
+        q,
+        caches.key_cache,
+        caches.value_cache,
+        result,
+        seqused_k=read.seqused_k,
+        max_seqlen_k=read.max_seqlen_k,
+        block_table=read.block_table,
+        lse=lse,
+        **options,
+    )
+    return result, lse
+
+
+def _pages(geometry: Geometry, device: torch.device) -> Pages:
+    return Pages(get_backend("none"), geometry, device, None, None)
+
+
+def _store(key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor) -> None:
+    get_backend("none").reshape_and_cache(key, value, caches.key_cache, caches.value_cache, slot_mapping)
+
+
+def _planes(caches: LayerCaches) -> tuple[torch.Tensor, torch.Tensor]:
+    return caches.key_cache, caches.value_cache

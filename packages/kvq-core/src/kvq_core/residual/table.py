@@ -1,0 +1,192 @@
+"""Which blocks the exact rows of a sequence lie in. Pure bookkeeping: no tensor in here.
+
+A sequence of ``end`` tokens has exact rows of tokens ``[0, sinks)`` and ``[first, end)``, one after the other in its blocks, so that they
+are read as a sequence of ``sinks + end - first`` tokens. A call that adds at most ``window.kept`` tokens appends to the blocks; one that
+adds more replaces them by blocks of its own newest tokens, and is read from blocks that live as long as the call (:mod:`.step`).
+
+What is planned becomes true by one assignment. If it and the change of the packed sequences do not both happen, the lengths differ, and
+the sequence goes on without exact rows of the past: its tokens are read from the packed pages, where all of them are.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final
+
+from kvq_core.cache.sequences import GrownRow
+from kvq_core.errors import ArgumentError
+from kvq_core.residual.window import ResidualWindow
+
+SAVED: Final = ("exact_sinks", "exact_firsts", "exact_ends", "exact_blocks")
+
+
+@dataclass(frozen=True)
+class ExactRows:
+    """Exact rows of tokens ``[0, sinks)`` and ``[first, end)`` in ``blocks``; ``sinks`` is a multiple of the block size, no more than
+    ``first``."""
+
+    blocks: array[int]
+    sinks: int
+    first: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        return self.sinks + self.end - self.first
+
+
+NOTHING: Final = ExactRows(array("i"), 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ExactGrowth:
+    """One sequence of a planned call: its exact rows ``before`` the call, without those out of the window, and ``after`` it.
+
+    ``appends``: the new tokens follow those of ``before`` in the blocks of ``after``; else the newest of them fill new blocks.
+    ``copy``: a shared block (from, to) to copy first.
+    """
+
+    sequence: int
+    before: ExactRows
+    after: ExactRows
+    appends: bool
+    copy: tuple[int, int] | None = None
+
+
+class ExactTable:
+    """The exact rows of the live sequences, in the blocks of a pool that ``num_blocks`` blocks belong to."""
+
+    def __init__(self, window: ResidualWindow, num_blocks: int) -> None:
+        self.window = window
+        self.num_blocks = num_blocks
+        self._rows: dict[int, ExactRows] = {}
+
+    def copy(self) -> ExactTable:
+        twin = ExactTable(self.window, self.num_blocks)
+        twin._rows = dict(self._rows)
+        return twin
+
+    def get(self, sequence: int) -> ExactRows:
+        """Those of a live sequence, known to this table or not."""
+        return self._rows.get(sequence, NOTHING)
+
+    def fork(self, sequence: int, new: int) -> None:
+        """``new`` has the rows of ``sequence``, in the same blocks until one of the two writes."""
+        self._rows = {**self._rows, new: self.get(sequence)}
+
+    def free(self, sequence: int) -> None:
+        self._rows = {other: rows for other, rows in self._rows.items() if other != sequence}
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens from ``length`` on. Exact rows that left the window before do not come back."""
+        rows = self.get(sequence)
+        end = min(rows.end, length)
+        if end >= rows.first:
+            kept = replace(rows, end=end)
+        elif end >= rows.sinks:
+            kept = replace(rows, first=end, end=end)
+        else:
+            kept = ExactRows(rows.blocks, 0, 0, end)
+        held = -(-kept.count // self.window.block_size)
+        self._rows = {**self._rows, sequence: replace(kept, blocks=kept.blocks[:held])}
+
+    def shift(self, sequence: int, tokens: int) -> None:
+        """The packed sequence has lost ``tokens`` in front: positions count from there."""
+        rows = self.get(sequence)
+        first, end = rows.first - tokens, rows.end - tokens
+        moved = replace(rows, first=first, end=end)
+        if first < 0:
+            moved = ExactRows(rows.blocks[-first // self.window.block_size :], 0, 0, end)
+        self._rows = {**self._rows, sequence: moved}
+
+    def plan(self, grown: Iterable[GrownRow]) -> tuple[ExactGrowth, ...]:
+        """What tokens ``start:end`` of each sequence of ``grown`` do to its exact rows. Changes nothing.
+
+        Raises:
+            ArgumentError: the blocks do not suffice.
+        """
+        wanted = [(row, self._within_window(self.get(row.sequence), row.start)) for row in grown]
+        held = {**self._rows, **{row.sequence: before for row, before in wanted}}
+        holders = Counter(chain.from_iterable(rows.blocks for rows in held.values()))
+        free = [block for block in range(self.num_blocks - 1, -1, -1) if not holders[block]]
+        planned = []
+        for row, before in wanted:
+            growth = self._grown(row, before, holders, free)
+            holders.subtract(set(before.blocks) - set(growth.after.blocks))
+            planned.append(growth)
+        return tuple(planned)
+
+    def commit(self, planned: Sequence[ExactGrowth]) -> None:
+        self._rows = {**self._rows, **{growth.sequence: growth.after for growth in planned}}
+
+    def saved(self, sequences: Sequence[int]) -> dict[str, list[int]]:
+        """All of it as plain lists, by the names in :data:`SAVED`, in the order of ``sequences``."""
+        rows = [self.get(sequence) for sequence in sequences]
+        blocks = [block for each in rows for block in each.blocks]
+        return dict(zip(SAVED, ([r.sinks for r in rows], [r.first for r in rows], [r.end for r in rows], blocks), strict=True))
+
+    def restore(self, saved: Mapping[str, list[int]], lengths: Mapping[int, int]) -> None:
+        """Fill this table with what :meth:`saved` said of sequences of these ``lengths``; :class:`ArgumentError` if that cannot be true."""
+        sinks, firsts, ends, blocks = (saved[name] for name in SAVED)
+        if not len(sinks) == len(firsts) == len(ends) == len(lengths):
+            raise ArgumentError("exact_ends", f"{len(ends)}", f"one for each of {len(lengths)} sequences")
+        if any(not 0 <= block < self.num_blocks for block in blocks):
+            raise ArgumentError("exact_blocks", "a block outside the cache", f"0 .. {self.num_blocks - 1}")
+        rows, size, taken = {}, self.window.block_size, 0
+        for sequence, sink, first, end in zip(lengths, sinks, firsts, ends, strict=True):
+            if not 0 <= sink <= first <= end == lengths[sequence] or sink % size:
+                raise ArgumentError("exact_firsts", f"{sink}, {first}, {end} in sequence {sequence}", "exact rows of its newest tokens")
+            count = -(-(sink + end - first) // size)
+            rows[sequence] = ExactRows(array("i", blocks[taken : taken + count]), sink, first, end)
+            taken += count
+        if taken != len(blocks):
+            raise ArgumentError("exact_blocks", f"{len(blocks)} blocks", f"{taken} for these rows")
+        self._rows = rows
+
+    def _within_window(self, rows: ExactRows, length: int) -> ExactRows:
+        """``rows`` of a sequence of ``length`` tokens without the blocks that are out of the window."""
+        if rows.end != length:
+            return ExactRows(array("i"), 0, length, length)
+        size, sinks = self.window.block_size, self.window.sink_blocks * self.window.block_size
+        if rows.first == rows.sinks:  # nothing is out of the window yet
+            out = max(length - self.window.length, 0) // size * size
+            if out <= sinks:
+                return rows
+            blocks = rows.blocks[: sinks // size] + rows.blocks[out // size :]
+            return ExactRows(blocks, sinks, out, rows.end)
+        out = max(length - self.window.length - rows.first, 0) // size
+        front = rows.sinks // size
+        return replace(rows, blocks=rows.blocks[:front] + rows.blocks[front + out :], first=rows.first + out * size)
+
+    def _grown(self, row: GrownRow, before: ExactRows, holders: Counter[int], free: list[int]) -> ExactGrowth:
+        size = self.window.block_size
+
+        def take(count: int) -> array[int]:
+            if count > len(free):
+                need = f"{self.num_blocks}: at most {self.num_blocks // self.window.blocks_per_sequence} sequences at a time"
+                raise ArgumentError("max_sequences", f"more sequences than blocks of exact rows hold ({self.num_blocks})", need)
+            taken = array("i", [free.pop() for _ in range(count)])
+            holders.update(taken)
+            return taken
+
+        appends = row.end - row.start <= self.window.kept
+        if appends:
+            after, blocks = replace(before, end=row.end), before.blocks[:]
+        else:
+            # Where all tokens are exact so far, the call's first ones may be sinks.
+            all_exact = before.first == before.sinks
+            sinks = min(self.window.sink_blocks * size, row.end // size * size) if all_exact else before.sinks
+            first = max(sinks, row.start, (row.end - self.window.length) // size * size)
+            after = ExactRows(before.blocks, sinks, first, row.end)
+            blocks = before.blocks[: -(-min(sinks, before.count) // size)]
+        copy = None
+        if min(len(blocks) * size, after.count) > before.count and holders[blocks[-1]] > 1:
+            copy = (blocks[-1], take(1)[0])
+            holders[blocks[-1]] -= 1
+            blocks[-1] = copy[1]
+        blocks += take(-(-after.count // size) - len(blocks))
+        return ExactGrowth(row.sequence, before, replace(after, blocks=blocks), appends, copy)

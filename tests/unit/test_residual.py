@@ -1,0 +1,266 @@
+"""Residual windows: which keys are read exact, through every change of a cache, and that attention is over just those."""
+
+import copy
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache
+from kvq_core.cache.sequences import GrownRow
+from kvq_core.cache.step import Step
+from kvq_core.residual import ResidualWindow
+from kvq_core.residual.table import ExactTable
+from kvq_core.testing import places
+from kvq_core.testing.places import Place
+
+HEADS, SIZE, GROUP, LAYERS = 2, 32, 2, 2
+WINDOWS = (
+    {"residual_length": 16},
+    {"residual_length": 40, "sink_tokens": 4},
+    {"sink_tokens": 20},
+    {"residual_length": 8, "sink_tokens": 16},
+)
+TOLERANCE = {"eager": 1e-5, "interpret": 8e-3, "gpu": 8e-3}
+"""The kernels of packed rows round queries and weights to float16. A key read exact that should be packed moves results by .05 and more."""
+
+
+@dataclass
+class Text:
+    """A sequence's rows as they were given, and as its pages hold them: [K and V, layers, tokens, heads, size]."""
+
+    exact: torch.Tensor
+    packed: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.exact.shape[2]
+
+    def cut(self, length: int) -> "Text":
+        return Text(self.exact[:, :, :length], self.packed[:, :, :length])
+
+
+class Model:
+    """A cache beside a record of all rows that it was given, whose attention is computed in float64."""
+
+    def __init__(self, place: Place, seed: int = 0, **options: Any) -> None:
+        self.device, self.tolerance = place.device, TOLERANCE[place.name]
+        shape = {"num_kv_heads": HEADS, "head_size": SIZE, "num_layers": LAYERS, "dtype": torch.float32, "device": place.device}
+        self.cache = PagedKVCache("int4", num_blocks=300, **shape, **options)
+        self.texts: dict[int, Text] = {}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def window(self) -> ResidualWindow:
+        assert self.cache.residual_window is not None
+        return self.cache.residual_window
+
+    def start(self) -> int:
+        seq = self.cache.allocate_sequence()
+        self.texts[seq] = Text(*torch.zeros(2, 2, LAYERS, 0, HEADS, SIZE, device=self.device))
+        return seq
+
+    def cut(self, seq: int, length: int) -> None:
+        self.cache.truncate(seq, length)
+        self.texts[seq] = self.texts[seq].cut(length)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device)
+
+    def append(self, counts: dict[int, int], **options: Any) -> Step:
+        """Append random rows in every layer and check attention over them."""
+        step = self.cache.append(counts)
+        new = {seq: self.draw(2, LAYERS, count, HEADS, SIZE) for seq, count in counts.items()}
+        backend = self.cache.backend
+        for seq, rows in new.items():
+            packed = torch.stack([backend.decode(*backend.encode(rows[0])), backend.decode(*backend.encode_value(rows[1]))])
+            text = self.texts[seq]
+            self.texts[seq] = Text(torch.cat([text.exact, rows], 2), torch.cat([text.packed, packed], 2))
+        for layer in range(LAYERS):
+            key, value = (torch.cat([rows[half, layer] for rows in new.values()]) for half in (0, 1))
+            self.cache.write(layer, key, value, step)
+            q = self.draw(step.num_tokens, HEADS * GROUP, SIZE)
+            results = self.cache.attend(layer, q, step, **options).split(list(counts.values()))
+            for seq, rows, result in zip(counts, q.split(list(counts.values())), results, strict=True):
+                error = (result.double() - self.attention(seq, layer, rows, self.first(step, seq), **options)).abs().max()
+                assert error < self.tolerance, f"sequence {seq}, {len(self.texts[seq])} tokens: off by {error:.1e}"
+        return step
+
+    def first(self, step: Step, seq: int) -> int:
+        """The first key behind the sinks that the call reads exact."""
+        residual, at = step.residual, step.sequences.index(seq)
+        assert residual is not None
+        stop = int(residual.key_stops[at])
+        if residual.packed is None or not stop:
+            return 0
+        return stop + len(self.texts[seq]) - int(residual.packed.seqused_k[at])
+
+    def attention(
+        self, seq: int, layer: int, q: torch.Tensor, first: int, sinks: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        text, window = self.texts[seq], self.window
+        j = torch.arange(len(text), device=self.device)
+        exact = (j >= first) | (j < window.sink_blocks * window.block_size)
+        k, v = torch.where(exact[:, None, None], text.exact[:, layer], text.packed[:, layer]).double()
+        k, v = (x.repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
+        scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * SIZE**-0.5
+        cap = options.get("softcap", 0.0)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        p = torch.arange(len(text) - len(q), len(text), device=self.device)[:, None]
+        left = options.get("window_size", (-1, -1))[0]
+        seen = (j <= p) & ((p - j <= left) | (left < 0))
+        if options.get("alibi_slopes") is not None:
+            scores = scores + options["alibi_slopes"].double()[:, None, None] * (j - p)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], 2)
+        return (scores.softmax(-1)[..., : len(text)] @ v).transpose(0, 1)
+
+
+@pytest.fixture(params=places.params("eager", "interpret", "gpu"))
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return places.enter(request.param, monkeypatch)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_a_sequence_is_read_through_its_window(options: dict[str, int], place: Place) -> None:
+    """A prompt in chunks, then single tokens and drafts: at every length, the newest tokens are exact, and no more than a block besides."""
+    model = Model(place, **options, max_sequences=2)
+    seq, window = model.start(), model.window
+    sinks = window.sink_blocks * 16
+    steps = (5, 70, 1, 8, 33, 1) if place.name == "interpret" else (5, 70, 1, 1, 8, 33, *[1] * 40, 3, 200, 1, 1)
+    for count in steps:
+        length = len(model.texts[seq])
+        first = model.first(model.append({seq: count}), seq)
+        assert first <= max(length - window.length, 0)
+        assert first > length - window.length - 16 or first <= sinks + 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 3.0},
+        {"window_size": (50, 0)},
+        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+        {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_attention_options(options: dict[str, Any], device: torch.device) -> None:
+    model = Model(Place("eager" if device.type == "cpu" else "gpu"), residual_length=20, max_sequences=1)
+    seq = model.start()
+    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    for count in (50, 60, 1, 4, 1):
+        model.append({seq: count}, **options)
+
+
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=3)),
+        st.tuples(st.just("truncate"), st.integers(0, 5), st.integers(0, 100)),
+        st.tuples(st.sampled_from(["fork", "free", "copy", "save"]), st.integers(0, 5)),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CHANGES, st.sampled_from(WINDOWS), st.integers(0, 99))
+def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], options: dict[str, int], seed: int) -> None:
+    """Whatever sequences have been through, attention is over exact rows where the call says so, and packed ones elsewhere."""
+    model = Model(Place("eager" if device.type == "cpu" else "gpu"), seed, **options, max_sequences=4)
+    model.start()
+    for change, *given_ in changes:
+        live = list(model.texts)
+        if change == "append":
+            counts = {live[index % len(live)]: count for index, count in given_[0]}
+            model.append(counts)
+            continue
+        seq = live[given_[0] % len(live)]
+        if change == "truncate":
+            model.cut(seq, len(model.texts[seq]) * given_[1] // 100)
+        elif change == "fork" and len(live) < 4:
+            model.texts[model.cache.fork(seq)] = model.texts[seq]
+        elif change == "free" and len(live) > 1:
+            model.cache.free(seq)
+            del model.texts[seq]
+        elif change == "copy":
+            model.cache = copy.deepcopy(model.cache)
+        elif change == "save":
+            model.cache.save(tmp_path / "cache")
+            model.cache = PagedKVCache.load(tmp_path / "cache", device=device)
+    model.append(dict.fromkeys(model.texts, 1))
+
+
+def test_rolled_back_drafts_stay_exact(device: torch.device) -> None:
+    """What a rejected draft leaves is what would be there without it: the window before a call is never given up for its new tokens."""
+    model = Model(Place("eager" if device.type == "cpu" else "gpu"), residual_length=32, max_sequences=1)
+    seq = model.start()
+    model.append({seq: 100})
+    for kept in (1, 3, 8, 2):
+        model.append({seq: 8})
+        length = len(model.texts[seq]) - 8 + kept
+        model.cut(seq, length)
+        assert model.first(model.append({seq: 1}), seq) <= length - 32
+
+
+def test_an_append_that_did_not_end() -> None:
+    """Exact rows planned for tokens that the packed pages never got are given up: the sequence is read from the packed pages."""
+    table = ExactTable(ResidualWindow(16, 0, 16), 20)
+    table.commit(table.plan([GrownRow(7, 0, 30, array("i"))]))
+    (growth,) = table.plan([GrownRow(7, 20, 21, array("i"))])
+    assert (growth.before.first, growth.before.count, growth.after.first, growth.after.end) == (20, 0, 20, 21)
+
+
+@pytest.mark.quick
+def test_bad_input() -> None:
+    def make(**options: Any) -> PagedKVCache:
+        return PagedKVCache("int4", num_blocks=20, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32, **options)
+
+    for argument, options in {
+        "max_sequences": {"residual_length": 8},
+        "residual_length": {"residual_length": -1, "max_sequences": 1},
+        "sink_tokens": {"sink_tokens": 1.5, "max_sequences": 1},
+    }.items():
+        with pytest.raises(ArgumentError, match=argument):
+            make(**options)
+    with pytest.raises(ArgumentError, match="max_sequences"):
+        make(max_sequences=4)
+    cache = make(residual_length=8, sink_tokens=4, max_sequences=1)
+    seq = cache.allocate_sequence()
+    with pytest.raises(OutOfBlocksError, match="max_sequences=1"):
+        cache.allocate_sequence()
+    with pytest.raises(OutOfBlocksError, match="max_sequences=1"):
+        cache.fork(seq)
+    step = cache.append({seq: 3})
+    key = torch.randn(3, HEADS, SIZE)
+    with pytest.raises(ArgumentError, match="key"):
+        cache.write(0, key.bfloat16(), key.bfloat16(), step)
+    cache.write(0, key, key, step)
+    q = torch.randn(3, HEADS, SIZE)
+    for argument, value in {
+        "window_size": (5, 0),
+        "alibi_slopes": torch.ones(HEADS),
+        "mm_prefix_range": torch.zeros(1, 1, 2, dtype=torch.int32),
+    }.items():
+        with pytest.raises(ArgumentError, match=argument):
+            cache.attend(0, q, step, **{argument: value})
+
+
+def test_layers_out_of_order() -> None:
+    """More new tokens than a window holds are exact in the layer that was written last."""
+    cache = PagedKVCache(
+        "int4", num_blocks=20, num_kv_heads=HEADS, head_size=SIZE, num_layers=2, dtype=torch.float32, residual_length=8, max_sequences=1
+    )
+    step = cache.append({cache.allocate_sequence(): 40})
+    rows = torch.randn(40, HEADS, SIZE)
+    cache.write(0, rows, rows, step)
+    cache.write(1, rows, rows, step)
+    cache.attend(1, rows, step)
+    with pytest.raises(ArgumentError, match="layer"):
+        cache.attend(0, rows, step)

@@ -17,7 +17,7 @@ from kvq_core import QuantKVBackend
 from kvq_core.hadamard import block_of
 from kvq_core.testing import budgets, oracle
 from kvq_transformers.attention import kvq_attention
-from kvq_transformers.layers import HANDLE
+from kvq_transformers.layers import HANDLE, GrowingLayer
 from kvq_transformers.masks import padding_of
 
 Encode = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -27,12 +27,13 @@ Encode = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 class Past:
     """What one layer was given so far, after its mode's ``encode`` and ``decode``: [batch, heads, columns, size], and which are real.
 
-    ``keys`` are float64: those of smoothed rows do not fit less.
+    ``keys`` are float64: those of smoothed rows do not fit less. ``given``: K and V before ``encode``.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     real: torch.Tensor
+    given: tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -59,10 +60,12 @@ class Watch:
         backend, given = layer.backend, layer.given
         smooth, back = smoothing_of(layer)
         keys = back(through_mode(backend, backend.encode, smooth(key), given.k_scale))
-        new = Past(keys, through_mode(backend, backend.encode_value, value, given.v_scale), real)
+        new = Past(keys, through_mode(backend, backend.encode_value, value, given.v_scale), real, (key, value))
         old = self.past.get(layer.index)
         if old is not None:
-            new = Past(*(torch.cat(pair, -2) for pair in ((old.keys, new.keys), (old.values, new.values))), torch.cat([old.real, real], 1))
+            keys, values = (torch.cat(pair, -2) for pair in ((old.keys, new.keys), (old.values, new.values)))
+            rows = torch.cat([old.given[0], key], -2), torch.cat([old.given[1], value], -2)
+            new = Past(keys, values, torch.cat([old.real, real], 1), rows)
         self.past[layer.index] = new
         return new
 
@@ -104,6 +107,8 @@ def _share(
     if not new.any():
         return 0.0
     k, v = (x[row][:, real].transpose(0, 1).double() for x in (past.keys, past.values))
+    exact = read_exact(layer, row, k.shape[0])
+    k, v = (torch.where(exact[:, None, None], x[row][:, real].transpose(0, 1), y) for x, y in zip(past.given, (k, v), strict=True))
     window = min(filter(None, (layer.window, sliding_window)), default=None)
     arguments = {
         "softmax_scale": scaling,
@@ -114,11 +119,23 @@ def _share(
         "qq_bias": None,
         "mm_prefix_range": None,
     }
-    exact = oracle.attend(query[:, new].transpose(0, 1), k, v, torch.ones(k.shape[0], dtype=torch.bool), 0, arguments)
+    expected = oracle.attend(query[:, new].transpose(0, 1), k, v, torch.ones(k.shape[0], dtype=torch.bool), 0, arguments)
     lost = decoding_error(k.shape[-1], v.shape[-1])
-    bound = budgets.read(exact, scaling, softcap or 0.0, 0.0, budgets.LevelError(lost, lost))
-    bound = budgets.stored(bound, exact.out, out.dtype, torch.finfo(out.dtype).eps / 2)
-    return float(((out[new].double().transpose(0, 1) - exact.out).abs() / bound).max())
+    bound = budgets.read(expected, scaling, softcap or 0.0, 0.0, budgets.LevelError(lost, lost))
+    bound = budgets.stored(bound, expected.out, out.dtype, torch.finfo(out.dtype).eps / 2)
+    return float(((out[new].double().transpose(0, 1) - expected.out).abs() / bound).max())
+
+
+def read_exact(layer: Any, row: int, length: int) -> torch.Tensor:
+    """[length] bool: which real tokens of a row the layer's last forward read from exact rows, as its only piece says."""
+    (piece,) = layer.forward._planned.get(layer.window, layer.table).pieces if isinstance(layer, GrowingLayer) else (None,)
+    positions = torch.arange(length)
+    if piece is None or piece.exact is None or not layer.pages.keeps_exact:
+        return positions < 0
+    step = piece.step(layer.table.block_size, layer.device)
+    at = [grown.sequence for grown in piece.growth.rows].index(layer.forward._planned.get(layer.window, layer.table)._rows[row])
+    before, dropped = piece.exact[at].before, length - int(step.seqused_k[at])
+    return (positions - dropped >= before.first) | (positions < before.sinks)
 
 
 def decoding_error(*head_sizes: int) -> float:

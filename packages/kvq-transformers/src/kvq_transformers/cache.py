@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from typing import Any, Final, NoReturn
 
@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedForward, FixedLayer
@@ -46,6 +47,8 @@ class KVQCache(Cache):
         max_cache_len: ``None``: pages grow with the text. A number: pages for that many tokens a row are allocated at the first forward
             and stay where they are, so that ``generate`` can compile its decode step.
         block_size: tokens a block, a multiple of 8.
+        residual_length, sink_tokens: read the newest and the first so many tokens of a row from exact rows, at least
+            (:mod:`kvq_core.residual`); not with ``max_cache_len``, and sinks not in a model with sliding windows.
         smoothing: a :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers, or ``"first_prefill"``:
             each layer takes the mean of the first prompt's keys off all that it stores. Scores stay what they are.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
@@ -67,6 +70,8 @@ class KVQCache(Cache):
         *,
         max_cache_len: int | None = None,
         block_size: int = 16,
+        residual_length: int = 0,
+        sink_tokens: int = 0,
         smoothing: Smoothings = None,
         k_scale: Scales = None,
         v_scale: Scales = None,
@@ -86,13 +91,16 @@ class KVQCache(Cache):
             raise ArgumentError("config", f"{text.model_type}, whose layers keep no K and V", "a model with attention layers")
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
+        residual = ResidualWindow.of(residual_length, sink_tokens, block_size)
+        if residual is not None:
+            _check_residual(residual, windows.values(), max_cache_len)
         given = layers_given(smoothing, k_scale, v_scale, backends)
         # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
         stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
         recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]
         self._forward: GrowingForward | FixedForward
         if max_cache_len is None:
-            self._forward = growing = GrowingForward(windows, recurrent, block_size)
+            self._forward = growing = GrowingForward(windows, recurrent, block_size, residual)
             for index, window in windows.items():
                 layers[index] = GrowingLayer(backends[index], index, window, growing, given[index])
         else:
@@ -355,6 +363,18 @@ def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int
     if type(layer) is DynamicSlidingWindowLayer:
         return layer.sliding_window
     _refuse_layer(layer, index, config)
+
+
+def _check_residual(residual: ResidualWindow, windows: Collection[int | None], max_cache_len: int | None) -> None:
+    """Raise :class:`ArgumentError` where layers cannot be read through a residual window."""
+    argument = "residual_length" if residual.length else "sink_tokens"
+    if max_cache_len is not None:
+        got = f"{residual.length or residual.sinks} with max_cache_len={max_cache_len}"
+        raise ArgumentError(argument, got, "max_cache_len=None: exact rows are kept beside pages that grow")
+    sliding = [window for window in windows if window is not None]
+    if residual.sinks and sliding:
+        got = f"{residual.sinks} in a model with sliding windows of {min(sliding)} tokens"
+        raise ArgumentError("sink_tokens", got, "0: a sliding window does not see the first tokens")
 
 
 def _refuse_layer(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> NoReturn:

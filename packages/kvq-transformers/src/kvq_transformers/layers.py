@@ -173,7 +173,7 @@ class GrowingLayer(KVQLayer):
 
     def _make_pages(self, batch_size: int, sizes: dict[str, int]) -> None:
         geometry = Geometry(num_blocks=1, block_size=self.table.block_size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes)
-        self.pages = LayerPages(self.backend, geometry, self.device, self.given)
+        self.pages = LayerPages(self.backend, geometry, self.device, self.given, keeps_exact=self.table.keeps_exact)
 
     def get_seq_length(self) -> int:
         return self.forward.columns
@@ -191,7 +191,7 @@ class GrowingLayer(KVQLayer):
         batch_size, num_heads, num_queries, _ = query.shape
         columns = key.shape[2]
         table = self.forward.plan(self.window, batch_size, columns, mask)
-        self.pages.grow(table.num_blocks)
+        self.pages.grow(table.num_blocks, table.num_exact_blocks)
         if num_queries < columns:
             return self._attend_last(query, key, value, mask, table, scoring)
         if len(table.pieces) == 1 and table.pieces[0].index is None:
@@ -240,5 +240,6 @@ class GrowingLayer(KVQLayer):
     def _write(self, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> Batch:
         self.pages.copy_blocks(piece.growth.copies)
         step = piece.step(self.table.block_size, self.device)
-        self.pages.write(key, value, step.slot_mapping, is_first=self.forward.is_fresh and not piece.first)
-        return Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k)
+        is_first = self.forward.is_fresh and not piece.first
+        self.pages.write(key, value, step.slot_mapping, is_first=is_first, residual=step.residual)
+        return Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k, step.residual)

@@ -18,6 +18,9 @@ from kvq_core.cache.blocks import BlockPool
 from kvq_core.cache.sequences import Growth, SequenceTable
 from kvq_core.cache.step import Step, build
 from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.residual.step import build as build_residual
+from kvq_core.residual.table import ExactGrowth, ExactTable
+from kvq_core.residual.window import ResidualWindow
 from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.masks import check_reach, reaching_too_far
 
@@ -37,6 +40,7 @@ class Piece:
     first: int
     last: int
     growth: Growth
+    exact: tuple[ExactGrowth, ...] | None
     index: torch.Tensor | None
     clock: int
     _steps: dict[torch.device, Step] = field(default_factory=dict)
@@ -44,7 +48,9 @@ class Piece:
     def step(self, block_size: int, device: torch.device) -> Step:
         """The tensors of the doors on ``device``."""
         if device not in self._steps:
-            self._steps[device] = build(self.growth.rows, block_size, device, self, self.clock)
+            step = build(self.growth.rows, block_size, device, self, self.clock)
+            residual = None if self.exact is None else build_residual(self.growth.rows, self.exact, block_size, device)
+            self._steps[device] = replace(step, residual=residual)
         return self._steps[device]
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
@@ -64,12 +70,13 @@ class Piece:
 class RowTable:
     """Blocks and lengths of ``batch_size`` rows. ``columns`` counts the tokens every row has been given, padding included."""
 
-    def __init__(self, block_size: int, window: int | None = None) -> None:
+    def __init__(self, block_size: int, window: int | None = None, residual: ResidualWindow | None = None) -> None:
         self.block_size, self.window = block_size, window
         self.columns = 0
         self.keeps_past = False
         self.pieces: tuple[Piece, ...] = ()
         self._sequences = SequenceTable(BlockPool(0), block_size)
+        self._exact = None if residual is None else ExactTable(residual, num_blocks=None)
         self._rows: list[int] = []
         self._dropped: list[int] = []
         # [batch_size, columns] bool on the CPU; None while every column is real.
@@ -81,12 +88,23 @@ class RowTable:
         """A table of its own; the pages are the same."""
         twin = copy(self)
         twin._sequences, twin._rows, twin._dropped, twin.pieces = deepcopy(self._sequences), self._rows[:], self._dropped[:], ()
+        twin._exact = None if self._exact is None else self._exact.copy()
         return twin
 
     @property
     def num_blocks(self) -> int:
         """Blocks that a layer's pages need."""
         return self._sequences.pool.num_blocks
+
+    @property
+    def keeps_exact(self) -> bool:
+        """Whether rows of a residual window are kept beside the packed ones."""
+        return self._exact is not None
+
+    @property
+    def num_exact_blocks(self) -> int:
+        """Blocks that a layer's exact rows need."""
+        return 0 if self._exact is None else self._exact.end_block
 
     @property
     def batch_size(self) -> int:
@@ -121,10 +139,14 @@ class RowTable:
         for first in range(0, longest, limit):
             last = min(first + limit, longest)
             growth = self._grow([min(max(count - first, 0), limit) for count in counts])
+            exact = None
+            if self._exact is not None:
+                exact = self._exact.plan(growth.rows)
+                self._exact.commit(exact)
             index = None
             if mask is not None and rank is not None:
                 index = (mask & (rank >= first) & (rank < last)).flatten().nonzero().squeeze(1)
-            pieces.append(Piece(first, last, growth, index, self._sequences.clock))
+            pieces.append(Piece(first, last, growth, exact, index, self._sequences.clock))
             self._drop_unseen()
         self.pieces = tuple(pieces)
         self._real = real
@@ -149,6 +171,8 @@ class RowTable:
                 )
         for i, (row, length) in enumerate(zip(self._rows, kept, strict=True)):
             self._sequences.truncate(row, max(length, 0))
+            if self._exact is not None:
+                self._exact.truncate(row, max(length, 0))
             if length <= 0:
                 self._dropped[i] = 0
         self.columns, self._real, self.pieces = columns, real, ()
@@ -156,9 +180,9 @@ class RowTable:
 
     def select(self, rows: list[int]) -> None:
         """Row i becomes a copy of row ``rows[i]``. Blocks are shared until one of their holders writes."""
-        taken = [self._sequences.fork(self._rows[row]) for row in rows]
+        taken = [self._fork(self._rows[row]) for row in rows]
         for row in self._rows:
-            self._sequences.free(row)
+            self._free(row)
         self._rows, self._dropped, self.pieces = taken, [self._dropped[row] for row in rows], ()
         self._real = None if self._real is None else self._real[rows]
 
@@ -168,6 +192,17 @@ class RowTable:
         self.select([])
         self.columns, self._real, self._is_parted = 0, None, False
         self.start(batch_size)
+
+    def _fork(self, row: int) -> int:
+        new = self._sequences.fork(row)
+        if self._exact is not None:
+            self._exact.fork(row, new)
+        return new
+
+    def _free(self, row: int) -> None:
+        self._sequences.free(row)
+        if self._exact is not None:
+            self._exact.free(row)
 
     def _real_with(self, columns: int, mask: torch.Tensor | None) -> torch.Tensor | None:
         """:attr:`_real` once there are ``columns`` more."""
@@ -216,6 +251,8 @@ class RowTable:
                 sequence.blocks = sequence.blocks[unseen:]
                 sequence.length -= unseen * self.block_size
                 self._dropped[i] += unseen * self.block_size
+                if self._exact is not None:
+                    self._exact.shift(row, unseen * self.block_size)
 
 
 Tables = dict[int | None, RowTable]
@@ -225,9 +262,11 @@ Tables = dict[int | None, RowTable]
 class GrowingForward(Forward):
     """The tables of a cache whose pages grow, one for each of its windows. Each change is made on copies, which then take their place."""
 
-    def __init__(self, windows: dict[int, int | None], recurrent: list[int], block_size: int) -> None:
+    def __init__(
+        self, windows: dict[int, int | None], recurrent: list[int], block_size: int, residual: ResidualWindow | None = None
+    ) -> None:
         super().__init__(windows, recurrent)
-        self.tables: Tables = {window: RowTable(block_size, window) for window in windows.values()}
+        self.tables: Tables = {window: RowTable(block_size, window, residual) for window in windows.values()}
         self._planned: Tables = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from kvq_core.cache.pages import Pages
 from kvq_core.call import ops
 from kvq_core.errors import KVQError
 from kvq_core.registry import get_backend
+from kvq_core.residual.rows import ExactPages, attend
+from kvq_core.residual.step import ResidualStep
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
 from kvq_transformers.given import NOTHING, LayerGiven
 
@@ -41,6 +43,7 @@ class Batch:
     block_table: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    residual: ResidualStep | None = None
 
 
 class SharedBackend:
@@ -67,10 +70,20 @@ class LayerPages:
     """K and V of one layer in ``num_blocks`` blocks, as ``backend`` stores them. Knows nothing about who holds which block.
 
     ``given.smoothing``: of its keys; ``FIRST_PREFILL``: their mean in the write that is told to estimate it, from then on and for good.
+    ``keeps_exact``: exact rows of a residual window lie beside them, in blocks of their own.
     """
 
-    def __init__(self, backend: QuantKVBackend, geometry: Geometry, device: torch.device, given: LayerGiven = NOTHING) -> None:
+    def __init__(
+        self,
+        backend: QuantKVBackend,
+        geometry: Geometry,
+        device: torch.device,
+        given: LayerGiven = NOTHING,
+        *,
+        keeps_exact: bool = False,
+    ) -> None:
         self.backend, self.device = backend, device
+        self._exact = ExactPages(geometry, 1, device) if keeps_exact and backend.mode != "none" else None
         self._scales = given.k_scale, given.v_scale
         self.geometry = geometry
         self._pages = self._allocated(geometry)
@@ -90,7 +103,7 @@ class LayerPages:
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
         twin = copy(self)
-        twin._pages = self._enlarged(self.num_blocks)
+        twin._pages, twin._exact = self._enlarged(self.num_blocks), deepcopy(self._exact)
         if self.smoothing is not None:
             with torch.inference_mode(False):
                 twin.smoothing = replace(self.smoothing, mean=self.smoothing.mean.clone())
@@ -125,17 +138,23 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, free blocks included."""
-        return self._pages.nbytes
+        """Bytes of the buffers, free blocks and exact rows included."""
+        return self._pages.nbytes + (0 if self._exact is None else self._exact.nbytes)
 
     @property
     def bytes_per_token(self) -> int:
         return self._pages.bytes_per_slot
 
-    def grow(self, num_blocks: int) -> None:
-        """Make room for ``num_blocks`` blocks; those there are keep their numbers and bytes."""
+    @property
+    def keeps_exact(self) -> bool:
+        return self._exact is not None
+
+    def grow(self, num_blocks: int, num_exact_blocks: int = 0) -> None:
+        """Make room for ``num_blocks`` blocks, and as many of exact rows; those there are keep their numbers and bytes."""
         if num_blocks > self.num_blocks:
             self._pages = self._enlarged(num_blocks)
+        if self._exact is not None:
+            self._exact.grow(num_exact_blocks)
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks (from, to), codes and scales."""
@@ -147,10 +166,18 @@ class LayerPages:
         for buffer in self._buffers(self._pages).values():
             buffer[:, : len(blocks)] = buffer.index_select(1, blocks)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, *, is_first: bool = False) -> None:
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        is_first: bool = False,
+        residual: ResidualStep | None = None,
+    ) -> None:
         """Store rows [num_tokens, num_kv_heads, head_size(_v)] in the slots of ``slot_mapping`` (negative: skip).
 
-        ``is_first``: nothing has been stored yet.
+        ``is_first``: nothing has been stored yet. ``residual``: where rows go that stay exact.
         """
         caches = self.caches
         if is_first and self.estimates and self.smoothing is not None:
@@ -169,27 +196,37 @@ class LayerPages:
             v_scale_cache=caches.v_scale_cache,
             smoothing=self.smoothing,
         )
+        if self._exact is not None and residual is not None:
+            self._exact.copy_blocks(residual.copies)
+            self._exact.write(0, key, value, residual)
 
     def attend(self, q: torch.Tensor, out: torch.Tensor, batch: Batch, scoring: Scoring) -> None:
         """Causal attention of rows ``q`` [num_tokens, num_query_heads, head_size] over the pages, into ``out``."""
         caches = self.caches
+        options: dict[str, Any] = {
+            "cu_seqlens_q": batch.cu_seqlens_q,
+            "max_seqlen_q": batch.max_seqlen_q,
+            "softmax_scale": scoring.softmax_scale,
+            "window_size": (-1, -1) if scoring.window is None else (scoring.window - 1, 0),
+            "softcap": scoring.softcap,
+            "sinks": scoring.sinks,
+            "smoothing": self.smoothing,
+        }
+        if self._exact is not None and batch.residual is not None:
+            attend(self.backend, q, caches, self._exact.read_from(0, batch.residual), out, batch.residual, **options)
+            self._exact.release()
+            return
         self.backend.unified_attention(
             q,
             caches.key_cache,
             caches.value_cache,
             out,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_seqlen_q,
             seqused_k=batch.seqused_k,
             max_seqlen_k=batch.max_seqlen_k,
-            softmax_scale=scoring.softmax_scale,
-            window_size=(-1, -1) if scoring.window is None else (scoring.window - 1, 0),
             block_table=batch.block_table,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
-            smoothing=self.smoothing,
+            **options,
         )
 
     def _allocated(self, geometry: Geometry) -> Pages:

@@ -127,6 +127,13 @@ class ExactPages:
     def device(self) -> torch.device:
         return self._pages.device
 
+    def grow(self, num_blocks: int) -> None:
+        """Make room for ``num_blocks`` blocks; those there are keep their numbers and rows."""
+        if num_blocks > self._pages.geometry.num_blocks:
+            old, self._pages = self._pages, _pages(replace(self._pages.geometry, num_blocks=num_blocks), self.device)
+            for name, tensor in self._pages.tensors.items():
+                tensor[:, : old.geometry.num_blocks] = old.tensors[name]
+
     @property
     def nbytes(self) -> int:
         return self._pages.nbytes

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Final
 
 from kvq_core.cache.sequences import GrownRow
@@ -58,12 +58,21 @@ class ExactGrowth:
 
 
 class ExactTable:
-    """The exact rows of the live sequences, in the blocks of a pool that ``num_blocks`` blocks belong to."""
+    """The exact rows of the live sequences, in ``num_blocks`` blocks.
 
-    def __init__(self, window: ResidualWindow, num_blocks: int) -> None:
+    ``num_blocks=None``: as many as are held at a time. A plan then takes no block that was held before it, so that a copy of the table
+    made before still finds its rows.
+    """
+
+    def __init__(self, window: ResidualWindow, num_blocks: int | None) -> None:
         self.window = window
         self.num_blocks = num_blocks
         self._rows: dict[int, ExactRows] = {}
+
+    @property
+    def end_block(self) -> int:
+        """The number behind those of all held blocks."""
+        return 1 + max(chain.from_iterable(rows.blocks for rows in self._rows.values()), default=-1)
 
     def copy(self) -> ExactTable:
         twin = ExactTable(self.window, self.num_blocks)
@@ -95,12 +104,11 @@ class ExactTable:
         self._rows = {**self._rows, sequence: replace(kept, blocks=kept.blocks[:held])}
 
     def shift(self, sequence: int, tokens: int) -> None:
-        """The packed sequence has lost ``tokens`` in front: positions count from there."""
-        rows = self.get(sequence)
+        """A packed sequence without sinks has lost ``tokens`` in front: positions count from there."""
+        rows, size = self.get(sequence), self.window.block_size
         first, end = rows.first - tokens, rows.end - tokens
-        moved = replace(rows, first=first, end=end)
-        if first < 0:
-            moved = ExactRows(rows.blocks[-first // self.window.block_size :], 0, 0, end)
+        out = min(-(min(first, 0) // size), len(rows.blocks))
+        moved = ExactRows(rows.blocks[out:], 0, min(first + out * size, end), end)
         self._rows = {**self._rows, sequence: moved}
 
     def plan(self, grown: Iterable[GrownRow]) -> tuple[ExactGrowth, ...]:
@@ -110,9 +118,12 @@ class ExactTable:
             ArgumentError: the blocks do not suffice.
         """
         wanted = [(row, self._within_window(self.get(row.sequence), row.start)) for row in grown]
-        held = {**self._rows, **{row.sequence: before for row, before in wanted}}
+        held = self._rows if self.num_blocks is None else {**self._rows, **{row.sequence: before for row, before in wanted}}
         holders = Counter(chain.from_iterable(rows.blocks for rows in held.values()))
-        free = [block for block in range(self.num_blocks - 1, -1, -1) if not holders[block]]
+        blocks: Iterable[int] = count() if self.num_blocks is None else range(self.num_blocks)
+        # What this call gives up is copied and read during the call: free for the next one.
+        taken = frozenset(holders)
+        free = (block for block in blocks if block not in taken)
         planned = []
         for row, before in wanted:
             growth = self._grown(row, before, holders, free)
@@ -134,15 +145,16 @@ class ExactTable:
         sinks, firsts, ends, blocks = (saved[name] for name in SAVED)
         if not len(sinks) == len(firsts) == len(ends) == len(lengths):
             raise ArgumentError("exact_ends", f"{len(ends)}", f"one for each of {len(lengths)} sequences")
-        if any(not 0 <= block < self.num_blocks for block in blocks):
-            raise ArgumentError("exact_blocks", "a block outside the cache", f"0 .. {self.num_blocks - 1}")
+        most = self.num_blocks or 0
+        if any(not 0 <= block < most for block in blocks):
+            raise ArgumentError("exact_blocks", "a block outside the cache", f"0 .. {most - 1}")
         rows, size, taken = {}, self.window.block_size, 0
         for sequence, sink, first, end in zip(lengths, sinks, firsts, ends, strict=True):
             if not 0 <= sink <= first <= end == lengths[sequence] or sink % size:
                 raise ArgumentError("exact_firsts", f"{sink}, {first}, {end} in sequence {sequence}", "exact rows of its newest tokens")
-            count = -(-(sink + end - first) // size)
-            rows[sequence] = ExactRows(array("i", blocks[taken : taken + count]), sink, first, end)
-            taken += count
+            held = -(-(sink + end - first) // size)
+            rows[sequence] = ExactRows(array("i", blocks[taken : taken + held]), sink, first, end)
+            taken += held
         if taken != len(blocks):
             raise ArgumentError("exact_blocks", f"{len(blocks)} blocks", f"{taken} for these rows")
         self._rows = rows
@@ -162,14 +174,14 @@ class ExactTable:
         front = rows.sinks // size
         return replace(rows, blocks=rows.blocks[:front] + rows.blocks[front + out :], first=rows.first + out * size)
 
-    def _grown(self, row: GrownRow, before: ExactRows, holders: Counter[int], free: list[int]) -> ExactGrowth:
+    def _grown(self, row: GrownRow, before: ExactRows, holders: Counter[int], free: Iterator[int]) -> ExactGrowth:
         size = self.window.block_size
 
-        def take(count: int) -> array[int]:
-            if count > len(free):
-                need = f"{self.num_blocks}: at most {self.num_blocks // self.window.blocks_per_sequence} sequences at a time"
-                raise ArgumentError("max_sequences", f"more sequences than blocks of exact rows hold ({self.num_blocks})", need)
-            taken = array("i", [free.pop() for _ in range(count)])
+        def take(number: int) -> array[int]:
+            taken = array("i", islice(free, number))
+            if len(taken) < number:
+                got = f"more sequences than {self.num_blocks} blocks of exact rows hold"
+                raise ArgumentError("max_sequences", got, f"no more than {self.window.blocks_per_sequence} blocks a sequence")
             holders.update(taken)
             return taken
 

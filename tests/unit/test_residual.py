@@ -162,6 +162,7 @@ def test_attention_options(options: dict[str, Any], device: torch.device) -> Non
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=3)),
+        st.tuples(st.just("append to all"), st.integers(1, 20)),
         st.tuples(st.just("truncate"), st.integers(0, 5), st.integers(0, 100)),
         st.tuples(st.sampled_from(["fork", "free", "copy", "save"]), st.integers(0, 5)),
     ),
@@ -181,6 +182,9 @@ def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], o
             counts = {live[index % len(live)]: count for index, count in given_[0]}
             model.append(counts)
             continue
+        if change == "append to all":
+            model.append(dict.fromkeys(live, given_[0]))
+            continue
         seq = live[given_[0] % len(live)]
         if change == "truncate":
             model.cut(seq, len(model.texts[seq]) * given_[1] // 100)
@@ -195,6 +199,17 @@ def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], o
             model.cache.save(tmp_path / "cache")
             model.cache = PagedKVCache.load(tmp_path / "cache", device=device)
     model.append(dict.fromkeys(model.texts, 1))
+
+
+def test_forks_part_when_they_write(device: torch.device) -> None:
+    """Of sequences that share a block, all but the last to write take a copy of it."""
+    model = Model(Place("eager" if device.type == "cpu" else "gpu"), residual_length=32, max_sequences=4)
+    seq = model.start()
+    model.append({seq: 21})
+    for _ in range(3):
+        model.texts[model.cache.fork(seq)] = model.texts[seq]
+    for count in (1, 1, 5):
+        model.append(dict.fromkeys(model.texts, count))
 
 
 def test_rolled_back_drafts_stay_exact(device: torch.device) -> None:

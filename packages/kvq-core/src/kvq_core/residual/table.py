@@ -198,7 +198,6 @@ class ExactTable:
         copy = None
         if min(len(blocks) * size, after.count) > before.count and holders[blocks[-1]] > 1:
             copy = (blocks[-1], take(1)[0])
-            holders[blocks[-1]] -= 1
             blocks[-1] = copy[1]
         blocks += take(-(-after.count // size) - len(blocks))
         return ExactGrowth(row.sequence, before, replace(after, blocks=blocks), appends, copy)

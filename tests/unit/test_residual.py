@@ -170,7 +170,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES, st.sampled_from(WINDOWS), st.integers(0, 99))
 def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], options: dict[str, int], seed: int) -> None:
     """Whatever sequences have been through, attention is over exact rows where the call says so, and packed ones elsewhere."""

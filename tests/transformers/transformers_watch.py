@@ -130,7 +130,7 @@ def read_exact(layer: Any, row: int, length: int) -> torch.Tensor:
     """[length] bool: which real tokens of a row the layer's last forward read from exact rows, as its only piece says."""
     (piece,) = layer.forward._planned.get(layer.window, layer.table).pieces if isinstance(layer, GrowingLayer) else (None,)
     positions = torch.arange(length)
-    if piece is None or piece.exact is None or not layer.pages.keeps_exact:
+    if piece is None or piece.residual is None or not layer.pages.keeps_exact:
         return positions < 0
     step = piece.step(layer.table.block_size, layer.device)
     at = [grown.sequence for grown in piece.growth.rows].index(layer.forward._planned.get(layer.window, layer.table)._rows[row])

@@ -17,6 +17,7 @@ from kvq_core.capacity import (
     capacity_of,
     model_shape,
     read_config,
+    size_of,
     weight_count,
     weight_file_bytes,
 )
@@ -240,6 +241,21 @@ def test_what_fits_in_a_gpu() -> None:
     assert found.concurrent_context == room // 20 // (34816 * 16) * 16
     none = capacity_of(get_backend("none"), model_shape(described), budget, context=8192, concurrency=20)
     assert not none.fits and none.sequences == 5 and none.times_smaller == 1
+
+
+def test_exact_rows_are_counted() -> None:
+    """As a cache of that window allocates them, whatever the context; mode none keeps no rows twice."""
+    shape = ModelShape("test", (AttentionLayer(2, 64, 32),) * 3, 3, torch.bfloat16, None)
+    made = {"num_blocks": 64, "num_kv_heads": 2, "head_size": 64, "head_size_v": 32, "num_layers": 3}
+    window = {"residual_length": 40, "sink_tokens": 20}
+    cache = PagedKVCache("int4", **made, **window, max_sequences=1)
+    sizes = [size_of(get_backend("int4"), shape, context=1024, **options).sequence_bytes for options in (window, {})]
+    assert sizes == [cache.nbytes, PagedKVCache("int4", **made).nbytes]
+    found = capacity_of(get_backend("int4"), shape, Budget(GIB, 0), context=1024, **window)
+    assert found.sequences == int(0.9 * GIB) // sizes[0] and found.bits_at_context == 8 * sizes[0] / (1024 * 3 * 2 * 96)
+    assert size_of(get_backend("none"), shape, context=1024, **window) == size_of(get_backend("none"), shape, context=1024)
+    with pytest.raises(ArgumentError, match="residual_length"):
+        size_of(get_backend("int4"), shape, context=9, residual_length=-1)
 
 
 def test_the_longest_context_is_the_last_that_fits() -> None:

@@ -104,7 +104,7 @@ class Model:
     ) -> torch.Tensor:
         text, window = self.texts[seq], self.window
         j = torch.arange(len(text), device=self.device)
-        exact = (j >= first) | (j < window.sink_blocks * window.block_size)
+        exact = (j >= first) | (j < window.sinks)
         k, v = torch.where(exact[:, None, None], text.exact[:, layer], text.packed[:, layer]).double()
         k, v = (x.repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
         scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * SIZE**-0.5
@@ -132,7 +132,7 @@ def test_a_sequence_is_read_through_its_window(options: dict[str, int], place: P
     """A prompt in chunks, then single tokens and drafts: at every length, the newest tokens are exact, and no more than a block besides."""
     model = Model(place, **options, max_sequences=2)
     seq, window = model.start(), model.window
-    sinks = window.sink_blocks * 16
+    sinks = window.sinks
     steps = (5, 70, 1, 8, 33, 1) if place.name == "interpret" else (5, 70, 1, 1, 8, 33, *[1] * 40, 3, 200, 1, 1)
     for count in steps:
         length = len(model.texts[seq])

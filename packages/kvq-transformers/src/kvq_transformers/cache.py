@@ -93,7 +93,7 @@ class KVQCache(Cache):
         check_head_sizes(text, backends)
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size)
         if residual is not None:
-            _check_residual(residual, windows.values(), max_cache_len)
+            _check_residual(residual_length, sink_tokens, windows.values(), max_cache_len)
         given = layers_given(smoothing, k_scale, v_scale, backends)
         # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
         stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
@@ -365,15 +365,16 @@ def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int
     _refuse_layer(layer, index, config)
 
 
-def _check_residual(residual: ResidualWindow, windows: Collection[int | None], max_cache_len: int | None) -> None:
+def _check_residual(length: int, sinks: int, windows: Collection[int | None], max_cache_len: int | None) -> None:
     """Raise :class:`ArgumentError` where layers cannot be read through a residual window."""
-    argument = "residual_length" if residual.length else "sink_tokens"
     if max_cache_len is not None:
-        got = f"{residual.length or residual.sinks} with max_cache_len={max_cache_len}"
-        raise ArgumentError(argument, got, "max_cache_len=None: exact rows are kept beside pages that grow")
+        argument, count = ("residual_length", length) if length else ("sink_tokens", sinks)
+        raise ArgumentError(
+            argument, f"{count} with max_cache_len={max_cache_len}", "max_cache_len=None: exact rows lie beside pages that grow"
+        )
     sliding = [window for window in windows if window is not None]
-    if residual.sinks and sliding:
-        got = f"{residual.sinks} in a model with sliding windows of {min(sliding)} tokens"
+    if sinks and sliding:
+        got = f"{sinks} in a model with sliding windows of {min(sliding)} tokens"
         raise ArgumentError("sink_tokens", got, "0: a sliding window does not see the first tokens")
 
 

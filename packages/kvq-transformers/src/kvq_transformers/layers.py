@@ -173,7 +173,7 @@ class GrowingLayer(KVQLayer):
 
     def _make_pages(self, batch_size: int, sizes: dict[str, int]) -> None:
         geometry = Geometry(num_blocks=1, block_size=self.table.block_size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes)
-        self.pages = LayerPages(self.backend, geometry, self.device, self.given, keeps_exact=self.table.keeps_exact)
+        self.pages = LayerPages(self.backend, geometry, self.device, self.given, residual=self.table.residual)
 
     def get_seq_length(self) -> int:
         return self.forward.columns

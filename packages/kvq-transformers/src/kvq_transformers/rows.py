@@ -40,7 +40,8 @@ class Piece:
     first: int
     last: int
     growth: Growth
-    exact: tuple[ExactGrowth, ...] | None
+    residual: ResidualWindow | None
+    exact: tuple[ExactGrowth, ...]
     index: torch.Tensor | None
     clock: int
     _steps: dict[torch.device, Step] = field(default_factory=dict)
@@ -49,8 +50,9 @@ class Piece:
         """The tensors of the doors on ``device``."""
         if device not in self._steps:
             step = build(self.growth.rows, block_size, device, self, self.clock)
-            residual = None if self.exact is None else build_residual(self.growth.rows, self.exact, block_size, device)
-            self._steps[device] = replace(step, residual=residual)
+            if self.residual is not None:
+                step = replace(step, residual=build_residual(self.growth.rows, self.exact, self.residual.block_size, block_size, device))
+            self._steps[device] = step
         return self._steps[device]
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
@@ -97,9 +99,9 @@ class RowTable:
         return self._sequences.pool.num_blocks
 
     @property
-    def keeps_exact(self) -> bool:
-        """Whether rows of a residual window are kept beside the packed ones."""
-        return self._exact is not None
+    def residual(self) -> ResidualWindow | None:
+        """Which rows are kept exact beside the packed ones."""
+        return None if self._exact is None else self._exact.window
 
     @property
     def num_exact_blocks(self) -> int:
@@ -139,14 +141,14 @@ class RowTable:
         for first in range(0, longest, limit):
             last = min(first + limit, longest)
             growth = self._grow([min(max(count - first, 0), limit) for count in counts])
-            exact = None
+            exact: tuple[ExactGrowth, ...] = ()
             if self._exact is not None:
                 exact = self._exact.plan(growth.rows)
                 self._exact.commit(exact)
             index = None
             if mask is not None and rank is not None:
                 index = (mask & (rank >= first) & (rank < last)).flatten().nonzero().squeeze(1)
-            pieces.append(Piece(first, last, growth, exact, index, self._sequences.clock))
+            pieces.append(Piece(first, last, growth, self.residual, exact, index, self._sequences.clock))
             self._drop_unseen()
         self.pieces = tuple(pieces)
         self._real = real

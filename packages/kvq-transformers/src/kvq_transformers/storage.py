@@ -17,6 +17,7 @@ from kvq_core.errors import KVQError
 from kvq_core.registry import get_backend
 from kvq_core.residual.rows import ExactPages, attend
 from kvq_core.residual.step import ResidualStep
+from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
 from kvq_transformers.given import NOTHING, LayerGiven
 
@@ -70,7 +71,7 @@ class LayerPages:
     """K and V of one layer in ``num_blocks`` blocks, as ``backend`` stores them. Knows nothing about who holds which block.
 
     ``given.smoothing``: of its keys; ``FIRST_PREFILL``: their mean in the write that is told to estimate it, from then on and for good.
-    ``keeps_exact``: exact rows of a residual window lie beside them, in blocks of their own.
+    ``residual``: its exact rows lie beside them, in blocks of their own.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class LayerPages:
         device: torch.device,
         given: LayerGiven = NOTHING,
         *,
-        keeps_exact: bool = False,
+        residual: ResidualWindow | None = None,
     ) -> None:
         self.backend, self.device = backend, device
-        self._exact = ExactPages(geometry, 1, device) if keeps_exact and backend.mode != "none" else None
+        self._exact = ExactPages(residual, geometry, 1, device) if residual is not None and backend.mode != "none" else None
         self._scales = given.k_scale, given.v_scale
         self.geometry = geometry
         self._pages = self._allocated(geometry)

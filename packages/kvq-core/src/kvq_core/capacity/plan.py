@@ -11,6 +11,7 @@ import torch
 from kvq_core.cache.layout import cell_size, fields
 from kvq_core.capacity.shape import AttentionLayer, ModelShape
 from kvq_core.errors import ArgumentError
+from kvq_core.residual.window import ResidualWindow
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -52,7 +53,9 @@ class CacheSize:
         mode: its full name.
         bytes_per_token: what one token writes, over all layers, scales included.
         bits_per_element: bits a stored value, scales included.
-        sequence_bytes: the whole blocks that one sequence of the context asked for holds, windowed layers only their window.
+        sequence_bytes: the whole blocks that one sequence of the context asked for holds, windowed layers only their window, and the
+            exact rows of a residual window.
+        bits_at_context: bits a value of that sequence, all of it included.
         times_smaller: than the same sequence in bf16.
         total_bytes: of ``concurrency`` sequences of the context asked for.
     """
@@ -61,6 +64,7 @@ class CacheSize:
     bytes_per_token: int
     bits_per_element: float
     sequence_bytes: int
+    bits_at_context: float
     times_smaller: float
     total_bytes: int
 
@@ -99,45 +103,67 @@ def held_tokens(layer: AttentionLayer, context: int, block_size: int) -> int:
     return blocks * block_size
 
 
-_Costs = list[tuple[int, AttentionLayer]]
-"""Bytes that a token takes in layers of one kind, and one of them."""
+@dataclass(frozen=True)
+class _Costs:
+    """Bytes that a token takes in layers of one kind, and one of them; and bytes that a sequence of any length takes."""
+
+    layers: list[tuple[int, AttentionLayer]]
+    fixed: int = 0
+
+    def held(self, context: int, block_size: int) -> int:
+        """Bytes of a sequence of ``context`` tokens."""
+        return self.fixed + sum(nbytes * held_tokens(layer, context, block_size) for nbytes, layer in self.layers)
 
 
-def _costs(backend: QuantKVBackend, shape: ModelShape) -> _Costs:
-    return [(count * layer_bytes(backend, layer, shape.dtype), layer) for layer, count in Counter(shape.layers).items()]
+def _costs(backend: QuantKVBackend, shape: ModelShape, window: ResidualWindow | None = None) -> _Costs:
+    kinds = Counter(shape.layers).items()
+    layers = [(count * layer_bytes(backend, layer, shape.dtype), layer) for layer, count in kinds]
+    if window is None or backend.mode == "none":
+        return _Costs(layers)
+    exact = sum(count * layer.num_kv_heads * (layer.head_size + layer.head_size_v) * shape.dtype.itemsize for layer, count in kinds)
+    return _Costs(layers, exact * window.blocks_per_sequence * window.block_size)
 
 
-def _held_bytes(costs: _Costs, context: int, block_size: int) -> int:
-    return sum(nbytes * held_tokens(layer, context, block_size) for nbytes, layer in costs)
+def sequence_bytes(backend: QuantKVBackend, shape: ModelShape, context: int, block_size: int, window: ResidualWindow | None = None) -> int:
+    """Bytes of the blocks that one sequence of ``context`` tokens holds, exact rows of ``window`` included."""
+    return _costs(backend, shape, window).held(context, block_size)
 
 
-def sequence_bytes(backend: QuantKVBackend, shape: ModelShape, context: int, block_size: int) -> int:
-    """Bytes of the blocks that one sequence of ``context`` tokens holds."""
-    return _held_bytes(_costs(backend, shape), context, block_size)
-
-
-def longest_context(backend: QuantKVBackend, shape: ModelShape, room: int, block_size: int) -> int | None:
+def longest_context(
+    backend: QuantKVBackend, shape: ModelShape, room: int, block_size: int, window: ResidualWindow | None = None
+) -> int | None:
     """The longest sequence whose blocks fit in ``room`` bytes; ``None`` if any length does."""
-    costs = _costs(backend, shape)
-    if _held_bytes(costs, _UNLIMITED, block_size) <= room:
+    costs = _costs(backend, shape, window)
+    if costs.held(_UNLIMITED, block_size) <= room:
         return None
     fitting, over = 0, _UNLIMITED // block_size  # in blocks
     while over - fitting > 1:
         middle = (fitting + over) // 2
-        if _held_bytes(costs, middle * block_size, block_size) <= room:
+        if costs.held(middle * block_size, block_size) <= room:
             fitting = middle
         else:
             over = middle
     return fitting * block_size
 
 
-def size_of(backend: QuantKVBackend, shape: ModelShape, *, context: int, concurrency: int = 1, block_size: int = 16) -> CacheSize:
+def size_of(
+    backend: QuantKVBackend,
+    shape: ModelShape,
+    *,
+    context: int,
+    concurrency: int = 1,
+    block_size: int = 16,
+    residual_length: int = 0,
+    sink_tokens: int = 0,
+) -> CacheSize:
     """What ``shape``'s cache takes in the mode of ``backend``, on whatever GPU.
 
     Args:
         context: tokens a sequence, prompt and output.
         concurrency: sequences at once.
         block_size: slots a block, a multiple of 8.
+        residual_length, sink_tokens: of a residual window (:mod:`kvq_core.residual`), whose exact rows are counted as for
+            :class:`~kvq_core.PagedKVCache`.
 
     Raises:
         ArgumentError: the mode cannot pack the model's head sizes, or a number is out of range.
@@ -147,30 +173,31 @@ def size_of(backend: QuantKVBackend, shape: ModelShape, *, context: int, concurr
             raise ArgumentError(name, value, "a positive integer")
     if block_size % 8:
         raise ArgumentError("block_size", block_size, "a multiple of 8")
-    costs = _costs(backend, shape)
-    values = [(layer.num_kv_heads * (layer.head_size + layer.head_size_v) * n, layer) for layer, n in Counter(shape.layers).items()]
-    per_token, elements = sum(nbytes for nbytes, _ in costs), sum(number for number, _ in values)
-    one = _held_bytes(costs, context, block_size)
+    costs = _costs(backend, shape, ResidualWindow.of(residual_length, sink_tokens, block_size))
+    values = _Costs([(layer.num_kv_heads * (layer.head_size + layer.head_size_v) * n, layer) for layer, n in Counter(shape.layers).items()])
+    per_token, elements = sum(nbytes for nbytes, _ in costs.layers), sum(number for number, _ in values.layers)
+    one, held = costs.held(context, block_size), values.held(context, block_size)
     return CacheSize(
         mode=backend.mode,
         bytes_per_token=per_token,
         bits_per_element=8 * per_token / elements,
         sequence_bytes=one,
-        times_smaller=2 * _held_bytes(values, context, block_size) / one,
+        bits_at_context=8 * one / held,
+        times_smaller=2 * held / one,
         total_bytes=concurrency * one,
     )
 
 
-def capacity_of(
-    backend: QuantKVBackend, shape: ModelShape, budget: Budget, *, context: int, concurrency: int = 1, block_size: int = 16
-) -> Capacity:
-    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. Arguments and errors are those of :func:`size_of`."""
-    size = size_of(backend, shape, context=context, concurrency=concurrency, block_size=block_size)
-    room = max(budget.cache_bytes, 0)
+def capacity_of(backend: QuantKVBackend, shape: ModelShape, budget: Budget, *, context: int, **options: int) -> Capacity:
+    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. ``options`` and errors are those of :func:`size_of`."""
+    size = size_of(backend, shape, context=context, **options)
+    room, block_size = max(budget.cache_bytes, 0), options.get("block_size", 16)
+    window = ResidualWindow.of(options.get("residual_length", 0), options.get("sink_tokens", 0), block_size)
+    each = room // options.get("concurrency", 1)
     return Capacity(
         **vars(size),
-        tokens=longest_context(backend, shape, room, block_size),
+        tokens=longest_context(backend, shape, room, block_size, window),
         sequences=room // size.sequence_bytes,
-        concurrent_context=longest_context(backend, shape, room // concurrency, block_size),
+        concurrent_context=longest_context(backend, shape, each, block_size, window),
         fits=size.total_bytes <= room,
     )

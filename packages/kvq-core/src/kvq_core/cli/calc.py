@@ -45,6 +45,7 @@ class Amount(click.FloatRange):
 
 
 _COUNT: Final = click.IntRange(1, 2**40)
+_TOKENS: Final = click.IntRange(0, 2**30)
 
 
 @click.command(epilog=_EXAMPLES)
@@ -60,6 +61,10 @@ _COUNT: Final = click.IntRange(1, 2**40)
     "--utilization", type=Amount(least_open=True, most=1.0), default=0.9, show_default=True, help="Share of the GPU that is used."
 )
 @click.option("--block-size", type=click.IntRange(max=2**20), default=16, show_default=True, help="Slots a block, a multiple of 8.")
+@click.option(
+    "--residual-length", type=click.IntRange(0, 2**30), default=0, help="Newest tokens of a sequence kept exact.  [default: none]"
+)
+@click.option("--sink-tokens", type=click.IntRange(0, 2**30), default=0, help="First tokens of a sequence kept exact.  [default: none]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Of the model's rows.  [default: the config's]")
 @click.option(
     "--ignore-windows", is_flag=True, help="Count windowed layers as if they kept every token, as a cache that evicts nothing does."
@@ -77,6 +82,8 @@ def calc(
     reserve_gib: float,
     utilization: float,
     block_size: int,
+    residual_length: int,
+    sink_tokens: int,
     dtype: str | None,
     ignore_windows: bool,
     plot: Path | None,
@@ -84,9 +91,10 @@ def calc(
 ) -> None:
     """Bytes per token and per sequence, and with --gpu-gib what fits, for every installed mode.
 
-    Bytes are the cache's own: codes and scales, whole blocks, layers with a window only as far as it reaches, and only layers that keep
-    keys. What is left for them is the GPU's memory times --utilization, less the weights and --reserve-gib. With --gpus, all figures are
-    those of one GPU, which has its part of the kv heads (a copy of one, with more GPUs than heads) and of the weights.
+    Bytes are the cache's own: codes and scales, whole blocks, layers with a window only as far as it reaches, only layers that keep
+    keys, and with --residual-length or --sink-tokens the exact rows of each sequence. What is left for them is the GPU's memory times
+    --utilization, less the weights and --reserve-gib. With --gpus, all figures are those of one GPU, which has its part of the kv heads (a
+    copy of one, with more GPUs than heads) and of the weights.
     """
     from kvq_core.capacity import GIB, Budget, model_shape
 
@@ -100,11 +108,13 @@ def calc(
         budget = Budget(max(1, int(gpu_gib * GIB)), -(-whole // gpus), int(reserve_gib * GIB), utilization)
     context = context or min(8192, shape.max_context or 8192)
     backends, faults = backends_of(modes)
-    figures, refused, broken = _figures(backends, bool(modes), shape, budget, context, concurrency, block_size)
+    numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
+    window = {"residual_length": residual_length, "sink_tokens": sink_tokens}
+    figures, refused, broken = _figures(backends, bool(modes), shape, budget, **numbers, **window)
     faults += broken
     if form == "table":
         _explain(config, shape, budget, source, gpus)
-        output.say(_table(figures, context, concurrency))
+        output.say(_table(figures, context, concurrency, with_window=bool(residual_length or sink_tokens)))
         for line in [*refused, *(f"broken: {fault}" for fault in faults)]:
             output.say(line)
         if shape.max_context and context > shape.max_context:
@@ -120,9 +130,8 @@ def calc(
             "layers": [asdict(layer) for layer in shape.layers],
             "num_layers": shape.num_layers,
             "gpus": gpus,
-            "context": context,
-            "concurrency": concurrency,
-            "block_size": block_size,
+            **numbers,
+            **window,
             "weight_bytes": budget.weight_bytes if budget else None,
             "weights_from": source or None,
             "cache_bytes": budget.cache_bytes if budget else None,
@@ -188,15 +197,12 @@ def _figures(
     asked_for: bool,
     shape: ModelShape,
     budget: Budget | None,
-    context: int,
-    concurrency: int,
-    block_size: int,
+    **numbers: int,
 ) -> tuple[list[CacheSize], list[str], list[str]]:
     """A figure a mode, largest first; why modes that nobody asked for by name have none; and what is wrong with those that are broken."""
     from kvq_core.capacity import capacity_of, size_of
     from kvq_core.contract import blamed
 
-    numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
     found, refused, broken = [], [], []
     for backend in backends:
         try:
@@ -228,10 +234,11 @@ def _explain(config: str, shape: ModelShape, budget: Budget | None, source: str,
     output.say()
 
 
-def _table(figures: Sequence[CacheSize], context: int, concurrency: int) -> str:
+def _table(figures: Sequence[CacheSize], context: int, concurrency: int, *, with_window: bool) -> str:
     from kvq_core.capacity import GIB, Capacity
 
-    header = ["mode", "bytes/\ntoken", "bits/\nelement", "times smaller\nthan bf16", f"bytes of a\nsequence of {context:,}"]
+    over = f"bits/element\nof {context:,}" if with_window else "bits/\nelement"
+    header = ["mode", "bytes/\ntoken", over, "times smaller\nthan bf16", f"bytes of a\nsequence of {context:,}"]
     header += [f"KV GiB,\n{concurrency} x {context:,}"]
     fitting = [
         "fits",
@@ -241,7 +248,12 @@ def _table(figures: Sequence[CacheSize], context: int, concurrency: int) -> str:
     ]
     lines = []
     for f in figures:
-        line = [f.mode, f"{f.bytes_per_token:,}", f"{f.bits_per_element:.2f}", f"{f.times_smaller:.2f}"]
+        line = [
+            f.mode,
+            f"{f.bytes_per_token:,}",
+            f"{f.bits_at_context if with_window else f.bits_per_element:.2f}",
+            f"{f.times_smaller:.2f}",
+        ]
         if isinstance(f, Capacity):
             line += [f"{f.total_bytes / GIB:.3f}", "yes" if f.fits else "NO", _tokens(f.tokens), f"{f.sequences:,}"]
             line += [_tokens(f.concurrent_context)] if concurrency > 1 else []

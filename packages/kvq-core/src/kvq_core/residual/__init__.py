@@ -9,7 +9,7 @@ packed rows                            keys ``sinks <= j < first``
 =====================================  ==========================================================
 
 for all of its query rows, where ``sinks`` is ``sink_tokens`` rounded up to whole blocks, and ``first`` is ``c - residual_length`` or up to
-a block less: the new tokens themselves are always exact. Two reads with their log-sum-exps, combined, are attention over both.
+a block of 16 less: the new tokens themselves are always exact. Two reads with their log-sum-exps, combined, are attention over both.
 """
 
 from kvq_core.residual.window import ResidualWindow

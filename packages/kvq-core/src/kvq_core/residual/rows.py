@@ -32,7 +32,8 @@ class ResidualRows:
         self.window, self.max_sequences = window, checks.integer("max_sequences", max_sequences, 1)
         num_blocks = self.max_sequences * window.blocks_per_sequence
         self.table = ExactTable(window, num_blocks)
-        self.pages = ExactPages(geometry, num_blocks, device)
+        self.pages = ExactPages(window, geometry, num_blocks, device)
+        self._packed_block_size = geometry.block_size
 
     @classmethod
     def of(
@@ -84,7 +85,7 @@ class ResidualRows:
     def append(self, rows: Sequence[GrownRow]) -> ResidualStep:
         """Plan the exact rows of packed sequences that grow by ``rows``, copy the blocks that must be copied, and make the plan true."""
         planned = self.table.plan(rows)
-        step = build(rows, planned, self.window.block_size, self.pages.device)
+        step = build(rows, planned, self.window.block_size, self._packed_block_size, self.pages.device)
         self.pages.copy_blocks(step.copies)
         self.pages.release()
         self.table.commit(planned)
@@ -116,8 +117,8 @@ class ResidualRows:
 class ExactPages:
     """The memory of ``num_blocks`` blocks of exact rows, for all layers of a cache of ``geometry``."""
 
-    def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
-        self._pages = _pages(replace(geometry, num_blocks=num_blocks, layout="head_major"), device)
+    def __init__(self, window: ResidualWindow, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
+        self._pages = _pages(replace(geometry, num_blocks=num_blocks, block_size=window.block_size, layout="head_major"), device)
         self._staged: tuple[ResidualStep, int, LayerCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -57,7 +57,9 @@ class ResidualStep:
     key_stops: torch.Tensor
 
 
-def build(rows: Sequence[GrownRow], planned: Sequence[ExactGrowth], block_size: int, device: torch.device) -> ResidualStep:
+def build(
+    rows: Sequence[GrownRow], planned: Sequence[ExactGrowth], block_size: int, packed_block_size: int, device: torch.device
+) -> ResidualStep:
     """The :class:`ResidualStep` of ``rows`` and what is ``planned`` for them; one transfer to ``device``."""
     kept = [slot for growth, row in zip(planned, rows, strict=True) for slot in _kept_slots(growth, row, block_size)]
     copies = tuple(growth.copy for growth in planned if growth.copy is not None)
@@ -78,7 +80,7 @@ def build(rows: Sequence[GrownRow], planned: Sequence[ExactGrowth], block_size: 
         staged.extend(range(start, start + count))
         tables.append(array("i", blocks))
     shifts = [growth.before.sinks for growth in planned]
-    packed_tables = [row.blocks[shift // block_size :] for row, shift in zip(rows, shifts, strict=True)]
+    packed_tables = [row.blocks[shift // packed_block_size :] for row, shift in zip(rows, shifts, strict=True)]
     packed_lengths = array("i", [row.end - shift for row, shift in zip(rows, shifts, strict=True)])
     stops = array("i", [growth.before.first - shift for growth, shift in zip(planned, shifts, strict=True)])
     parts = (
@@ -105,8 +107,7 @@ def _kept_slots(growth: ExactGrowth, row: GrownRow, block_size: int) -> list[int
     def slot(index: int) -> int:
         return after.blocks[index // block_size] * block_size + index % block_size
 
-    if growth.appends:
-        return [slot(index) for index in range(growth.before.count, after.count)]
-    in_sinks = [slot(position) for position in range(row.start, min(after.sinks, row.end))]
-    out = max(0, after.first - max(row.start, after.sinks))
-    return [*in_sinks, *[-1] * out, *(slot(after.sinks + position - after.first) for position in range(after.first, row.end))]
+    sinks_end = min(max(after.sinks, row.start), row.end)
+    first = min(max(after.first, sinks_end), row.end)
+    in_sinks = [slot(position) for position in range(row.start, sinks_end)]
+    return [*in_sinks, *[-1] * (first - sinks_end), *(slot(after.sinks + position - after.first) for position in range(first, row.end))]

@@ -1,8 +1,8 @@
 """Which blocks the exact rows of a sequence lie in. Pure bookkeeping: no tensor in here.
 
 A sequence of ``end`` tokens has exact rows of tokens ``[0, sinks)`` and ``[first, end)``, one after the other in its blocks, so that they
-are read as a sequence of ``sinks + end - first`` tokens. A call that adds at most ``window.kept`` tokens appends to the blocks; one that
-adds more replaces them by blocks of its own newest tokens, and is read from blocks that live as long as the call (:mod:`.step`).
+are read as a sequence of ``sinks + end - first`` tokens. A call that adds at most ``window.appended`` tokens is read there, too. One that
+adds more leaves the newest tokens there, and is read from blocks that live as long as the call (:mod:`.step`).
 
 What is planned becomes true by one assignment. If it and the change of the packed sequences do not both happen, the lengths differ, and
 the sequence goes on without exact rows of the past: its tokens are read from the packed pages, where all of them are.
@@ -46,7 +46,7 @@ NOTHING: Final = ExactRows(array("i"), 0, 0, 0)
 class ExactGrowth:
     """One sequence of a planned call: its exact rows ``before`` the call, without those out of the window, and ``after`` it.
 
-    ``appends``: the new tokens follow those of ``before`` in the blocks of ``after``; else the newest of them fill new blocks.
+    ``appends``: ``after`` holds all rows of ``before`` and all new ones.
     ``copy``: a shared block (from, to) to copy first.
     """
 
@@ -163,7 +163,7 @@ class ExactTable:
         """``rows`` of a sequence of ``length`` tokens without the blocks that are out of the window."""
         if rows.end != length:
             return ExactRows(array("i"), 0, length, length)
-        size, sinks = self.window.block_size, self.window.sink_blocks * self.window.block_size
+        size, sinks = self.window.block_size, self.window.sinks
         if rows.first == rows.sinks:  # nothing is out of the window yet
             out = max(length - self.window.length, 0) // size * size
             if out <= sinks:
@@ -185,19 +185,26 @@ class ExactTable:
             holders.update(taken)
             return taken
 
-        appends = row.end - row.start <= self.window.kept
+        appends = row.end - row.start <= self.window.appended
         if appends:
             after, blocks = replace(before, end=row.end), before.blocks[:]
         else:
-            # Where all tokens are exact so far, the call's first ones may be sinks.
-            all_exact = before.first == before.sinks
-            sinks = min(self.window.sink_blocks * size, row.end // size * size) if all_exact else before.sinks
-            first = max(sinks, row.start, (row.end - self.window.length) // size * size)
-            after = ExactRows(before.blocks, sinks, first, row.end)
-            blocks = before.blocks[: -(-min(sinks, before.count) // size)]
+            sinks, first = before.sinks, before.first
+            if first == sinks:  # all tokens are exact so far: the call's first ones may be sinks
+                sinks = first = min(self.window.sinks, row.end // size * size)
+            out = max(row.end - self.window.length - first, 0) // size
+            front = sinks // size
+            after = ExactRows(before.blocks, sinks, first + out * size, row.end)
+            blocks = before.blocks[:front] + before.blocks[front + out :]
         copy = None
-        if min(len(blocks) * size, after.count) > before.count and holders[blocks[-1]] > 1:
+        if before.count % size and blocks and blocks[-1] == before.blocks[-1] and holders[blocks[-1]] > 1:
             copy = (blocks[-1], take(1)[0])
             blocks[-1] = copy[1]
-        blocks += take(-(-after.count // size) - len(blocks))
+        missing = -(-after.count // size) - len(blocks)
+        if self.num_blocks is not None:
+            # What a call gives up is copied before its own rows are stored (:mod:`.step`), so that they may take its place.
+            own = [block for block in before.blocks if block not in blocks and holders[block] == 1][: max(missing, 0)]
+            blocks.extend(own)
+            missing -= len(own)
+        blocks += take(missing)
         return ExactGrowth(row.sequence, before, replace(after, blocks=blocks), appends, copy)

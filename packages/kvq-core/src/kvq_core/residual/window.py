@@ -11,33 +11,35 @@ from kvq_core.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ResidualWindow:
-    """The newest ``length`` tokens and the first ``sinks`` of a sequence, in blocks of ``block_size`` slots."""
+    """The newest ``length`` tokens and the first ``sinks`` of a sequence, in blocks of ``block_size`` slots.
+
+    ``sinks`` is a number of whole blocks, of these and of packed ones.
+    """
 
     length: int
     sinks: int
     block_size: int
 
     @classmethod
-    def of(cls, residual_length: int, sink_tokens: int, block_size: int) -> Self | None:
+    def of(cls, residual_length: int, sink_tokens: int, packed_block_size: int) -> Self | None:
         """``None`` if nothing is kept exact. Raises :class:`ArgumentError` naming what is no count."""
         length = checks.integer("residual_length", residual_length, 0)
-        sinks = checks.integer("sink_tokens", sink_tokens, 0)
-        return cls(length, sinks, block_size) if length or sinks else None
+        sinks = -(-checks.integer("sink_tokens", sink_tokens, 0) // packed_block_size) * packed_block_size
+        return cls(length, sinks, 8 if packed_block_size % 16 else 16) if length or sinks else None
 
     @property
     def sink_blocks(self) -> int:
-        return -(-self.sinks // self.block_size)
+        return self.sinks // self.block_size
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The most blocks that a sequence takes in a call: its sinks, the window before it and after it, each up to a block longer, and a
-        copy of a shared block."""
-        return self.sink_blocks + -(-2 * self.kept // self.block_size) + 4
+        """The most blocks that a sequence takes: its sinks, the window, which begins with a block, and the new tokens of a call."""
+        return self.sink_blocks + -(-(self.length + 2 * self.block_size - 1) // self.block_size)
 
     @property
-    def kept(self) -> int:
-        """New tokens up to which a call appends to a sequence's blocks: at least a block's, for decode steps without a window."""
-        return max(self.length, self.block_size)
+    def appended(self) -> int:
+        """New tokens up to which a call appends to a sequence's blocks: those of decode steps and of drafts to verify."""
+        return self.block_size
 
     def check(
         self,

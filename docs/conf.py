@@ -43,5 +43,6 @@ nitpick_ignore = [
     # The sums inside a ModeResult; its properties are what is public.
     ("py:class", "kvq_core.evaluation.results.Tally"),
     # Imported for annotations only, where autodoc cannot tell its module.
+    ("py:class", "ResidualStep"),
     ("py:class", "LaunchRecord"),
 ]

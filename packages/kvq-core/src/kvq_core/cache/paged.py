@@ -147,11 +147,6 @@ class PagedKVCache:
         return None if self._exact is None else self._exact.window
 
     @property
-    def parts(self) -> Parts:
-        """All that this cache is made of: its own, to look at."""
-        return Parts(self.backend, self.geometry, self._pages, self._table, self.smoothing, self._exact)
-
-    @property
     def num_free_blocks(self) -> int:
         return self._table.pool.num_free
 
@@ -358,7 +353,7 @@ class PagedKVCache:
             OSError: the file cannot be written, or ``path`` is there and no regular file.
         """
         checks.path("path", path)
-        saved.save(path, self.parts)
+        saved.save(path, self._parts())
 
     @classmethod
     def load(
@@ -387,8 +382,16 @@ class PagedKVCache:
         if smoothing is not None:
             checks.instance("smoothing", smoothing, ModelSmoothing)
         wanted = None if mode is None else _backend("mode", mode)
+
+        def make(backend: QuantKVBackend, **arguments: Any) -> tuple[Self, Parts]:
+            cache = cls(backend, **arguments, device=device)
+            return cache, cache._parts()
+
         with snapshot.opened(path) as file:
-            return saved.restored(file, cls, wanted, smoothing, device=device)
+            return saved.restored(file, make, wanted, smoothing)
+
+    def _parts(self) -> Parts:
+        return Parts(self.backend, self.geometry, self._pages, self._table, self.smoothing, self._exact)
 
 
 def _backend(argument: str, mode: str | QuantKVBackend) -> QuantKVBackend:

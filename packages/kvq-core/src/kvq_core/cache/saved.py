@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -35,14 +35,7 @@ class Parts:
     exact: ResidualRows | None
 
 
-class Cache(Protocol):
-    """What is made of parts."""
-
-    @property
-    def parts(self) -> Parts: ...
-
-
-C = TypeVar("C", bound=Cache)
+C = TypeVar("C")
 
 
 def save(path: str | os.PathLike[str], parts: Parts) -> None:
@@ -58,8 +51,8 @@ def save(path: str | os.PathLike[str], parts: Parts) -> None:
     snapshot.save(path, Header(parts.backend.mode, versions, parts.geometry, parts.table.next_id, fingerprint, residual), tensors)
 
 
-def restored(file: Snapshot, make: Callable[..., C], wanted: QuantKVBackend | None, smoothing: ModelSmoothing | None, **options: Any) -> C:
-    """The cache that was saved, in one that ``make(backend, **arguments, **options)`` returns.
+def restored(file: Snapshot, make: Callable[..., tuple[C, Parts]], wanted: QuantKVBackend | None, smoothing: ModelSmoothing | None) -> C:
+    """The cache that was saved, in one that ``make(backend, **arguments)`` returns with its parts.
 
     Raises:
         SnapshotError: it is not of backend ``wanted`` or not smoothed with ``smoothing``, if these are given; its mode is not installed;
@@ -74,8 +67,8 @@ def restored(file: Snapshot, make: Callable[..., C], wanted: QuantKVBackend | No
             file.expect(name, dtype, shape)
         for name in SAVED:
             file.expect(name, torch.int64)
-        cache = make(backend, **vars(header.geometry), **(header.residual or {}), smoothing=file.smoothing(smoothing), **options)
-        parts = cache.parts
+        arguments = vars(header.geometry) | (header.residual or {})
+        cache, parts = make(backend, **arguments, smoothing=file.smoothing(smoothing))
         for name, tensor in parts.pages.tensors.items():
             file.fill(name, tensor)
         parts.pages.check_scales()

@@ -22,7 +22,7 @@ class ResidualWindow:
 
     @classmethod
     def of(cls, residual_length: int, sink_tokens: int, packed_block_size: int) -> Self | None:
-        """``None`` if nothing is kept exact. Raises :class:`ArgumentError` naming what is no count."""
+        """``None`` if nothing is kept exact. Raises :class:`~kvq_core.ArgumentError` naming what is no count."""
         length = checks.integer("residual_length", residual_length, 0)
         sinks = -(-checks.integer("sink_tokens", sink_tokens, 0) // packed_block_size) * packed_block_size
         return cls(length, sinks, 8 if packed_block_size % 16 else 16) if length or sinks else None
@@ -33,12 +33,12 @@ class ResidualWindow:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The most blocks that a sequence takes: its sinks, the window, which begins with a block, and the new tokens of a call."""
+        """The most blocks that a sequence takes, for its sinks, the window, which begins with a block, and the new tokens of a call."""
         return self.sink_blocks + -(-(self.length + 2 * self.block_size - 1) // self.block_size)
 
     @property
     def appended(self) -> int:
-        """New tokens up to which a call appends to a sequence's blocks: those of decode steps and of drafts to verify."""
+        """New tokens up to which a call appends to a sequence's blocks, as decode steps and drafts to verify do."""
         return self.block_size
 
     def check(
@@ -49,7 +49,8 @@ class ResidualWindow:
         mm_prefix_range: object = None,
         **options: object,
     ) -> None:
-        """Raise :class:`ArgumentError` for an option of a read that counts distances between keys which exact rows have side by side."""
+        """Raise :class:`~kvq_core.ArgumentError` for an option of a read that counts keys between those that lie side by side in exact
+        rows."""
         if mm_prefix_range is not None:
             raise ArgumentError("mm_prefix_range", "ranges", "None: a residual window reads keys before a row alone")
         if self.sinks and window_size[0] >= 0:

@@ -4,22 +4,51 @@ import pytest
 import torch
 
 from kvq_core import ArgumentError, combine
+from kvq_core.testing import places
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 OUT, LSE = torch.randn(3, 2, 4, dtype=torch.bfloat16), torch.randn(3, 2)
-NOTHING, UNSEEN = torch.zeros_like(OUT), torch.full_like(LSE, -torch.inf)
 
 
-def test_a_read_that_saw_nothing_changes_nothing() -> None:
-    for parts in ((OUT, LSE, NOTHING, UNSEEN), (NOTHING, UNSEEN, OUT, LSE)):
-        out, lse = combine(*parts)
-        assert torch.equal(out, OUT) and torch.equal(lse, LSE)
-    out, lse = combine(NOTHING, UNSEEN, NOTHING, UNSEEN)
-    assert not out.any() and bool((lse == -torch.inf).all())
+@pytest.fixture(params=places.params("eager", "interpret", "gpu"))
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    """A read's result and log-sum-exp, and those of one that saw nothing."""
+    device = places.enter(request.param, monkeypatch).device
+    out, lse = OUT.to(device), LSE.to(device)
+    return out, lse, torch.zeros_like(out), torch.full_like(lse, -torch.inf)
 
 
-def test_weights_of_far_apart_reads_do_not_overflow() -> None:
-    out, lse = combine(OUT, LSE + 1e4, OUT * 3, LSE - 1e4)
-    assert torch.equal(out, OUT) and torch.equal(lse, LSE + 1e4)
+def test_a_read_that_saw_nothing_changes_nothing(parts: Parts) -> None:
+    out, lse, nothing, unseen = parts
+    for given in (parts, (nothing, unseen, out, lse)):
+        found, found_lse = combine(*given)
+        assert torch.equal(found, out) and torch.equal(found_lse, lse)
+    found, found_lse = combine(nothing, unseen, nothing, unseen)
+    assert not found.any() and bool((found_lse == -torch.inf).all())
+
+
+def test_weights_of_far_apart_reads_do_not_overflow(parts: Parts) -> None:
+    out, lse, _, _ = parts
+    found, found_lse = combine(out, lse + 1e4, out * 3, lse - 1e4)
+    assert torch.equal(found, out) and torch.equal(found_lse, lse + 1e4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (37, 5, 80), (3, 7, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, parts: Parts) -> None:
+    """Against float64, strided inputs and rows that one of the reads did not see among them. Triton's interpreter truncates to bfloat16."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    rows = torch.randn(2, shape[1], shape[0], shape[2], generator=generator).to(parts[0].device, dtype)
+    out, other = rows.transpose(1, 2)
+    lse, other_lse = 20 * torch.randn(2, *shape[:2], generator=generator).to(parts[0].device)
+    lse[0], other_lse[-1] = -torch.inf, -torch.inf
+    expected_lse = torch.logaddexp(lse.double(), other_lse.double())
+    weights = [(x.double() - expected_lse).exp().nan_to_num()[..., None] for x in (lse, other_lse)]
+    expected = out.double() * weights[0] + other.double() * weights[1]
+    found, found_lse = combine(out, lse, other, other_lse)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+    torch.testing.assert_close(found_lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(

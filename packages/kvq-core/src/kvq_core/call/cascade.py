@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from kvq_core.call.ops import kernels_run_on
 from kvq_core.errors import ArgumentError
 
 
@@ -41,6 +42,10 @@ def combine(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != out.device:
             got = f"shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             raise ArgumentError(name, got, f"shape {tuple(shape)} of {dtype} on {out.device}")
+    if kernels_run_on(out.device):
+        from kvq_core.launch.reads import combine_reads
+
+        return combine_reads(out, lse, other, other_lse)
     total = torch.logaddexp(lse, other_lse)
     # Rows that saw nothing: -inf - -inf would be NaN.
     base = total.masked_fill(total == -torch.inf, 0.0)

@@ -23,6 +23,7 @@ from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 import kvq_core
 import kvq_transformers
 import plots
+from generated import table
 from kvq_core import get_backend, list_backends, unregister_backend
 from kvq_core.registry import ALIASES, FIRST_PARTY, IN_PROCESS
 
@@ -127,10 +128,10 @@ def test_the_api_reference_has_every_public_name(package: types.ModuleType) -> N
 
 def test_the_api_page_says_how_stable_each_exported_name_is() -> None:
     packages = [path.parent.name for path in sorted(ROOT.glob("packages/*/src/*/__init__.py"))]
-    stated = [(row["package"], name) for row in plots.table(text_of("api"), "package") for name in row["names"].split(", ")]
+    stated = [(row["package"], name) for row in table(text_of("api"), "package") for name in row["names"].split(", ")]
     assert sorted(stated) == sorted((package, name) for package in packages for name in import_module(package).__all__)
     for first in ("package", "module"):
-        assert {row["stability"] for row in plots.table(text_of("api"), first)} == {"stable", "provisional"}
+        assert {row["stability"] for row in table(text_of("api"), first)} == {"stable", "provisional"}
 
 
 def named_in_tables() -> Iterator[tuple[str, list[str]]]:
@@ -138,14 +139,14 @@ def named_in_tables() -> Iterator[tuple[str, list[str]]]:
     architecture = text_of("architecture")
     for heading in re.findall(r"^\| (file in .+?) \|", architecture, re.MULTILINE):
         _, _, package = heading.replace("`", "").replace("a mode", "kvq_int4").partition("file in ")
-        for row in plots.table(architecture, heading):
+        for row in table(architecture, heading):
             yield f"{package}/{row[heading.replace('`', '')]}", row["names"].split(", ")
-    for row in plots.table(text_of("api"), "module"):
+    for row in table(text_of("api"), "module"):
         yield f"{row['module'].replace('.', '/')}.py", row["names"].split(", ")
 
 
 def test_the_api_page_has_every_name_of_the_kernels() -> None:
-    rows = [row["names"].split(", ") for row in plots.table(text_of("api"), "module") if row["module"] == "kvq_core.kernels.api"]
+    rows = [row["names"].split(", ") for row in table(text_of("api"), "module") if row["module"] == "kvq_core.kernels.api"]
     assert sorted(name for names in rows for name in names) == sorted(import_module("kvq_core.kernels.api").__all__)
 
 
@@ -166,13 +167,13 @@ def test_contributing_names_commands_and_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["envs"]["default"]["scripts"]
     assert set(re.findall(r"hatch run ([\w-]+)", text)) <= {*scripts, "python", "pytest", "kvq"}
-    absent = [name for name in re.findall(r"(?:tests|docs|benchmarks)/[\w/-]+\.(?:py|md)", text) if not (ROOT / name).exists()]
+    absent = [name for name in re.findall(r"(?:tests|tools|docs|benchmarks)/[\w/-]+\.(?:py|md)", text) if not (ROOT / name).exists()]
     assert absent == ["docs/modes/NAME.md"]
 
 
 def test_the_install_table_names_the_installed_modes() -> None:
     installed = {(e.distribution, e.mode, e.value) for e in list_backends() if e.distribution in FIRST_PARTY.values()}
-    named = plots.table(text_of("start-here"), "distribution")
+    named = table(text_of("start-here"), "distribution")
     assert {(row["distribution"], row["mode"], row["entry point in kvq.backends"]) for row in named} == installed
     for row in named:
         assert row["import"] == row["distribution"].replace("-", "_") == row["entry point in kvq.backends"].partition(".")[0]
@@ -181,7 +182,7 @@ def test_the_install_table_names_the_installed_modes() -> None:
 
 def test_the_bytes_and_errors_of_rows_are_measured() -> None:
     measured = run(ROOT / "docs" / "accuracy.md")[0]["measured"]
-    rows = plots.table(text_of("accuracy"), "mode")
+    rows = table(text_of("accuracy"), "mode")
     assert [row["mode"] for row in rows] == list(measured)
     for row in rows:
         size, bits, error = measured[row["mode"]]
@@ -191,10 +192,10 @@ def test_the_bytes_and_errors_of_rows_are_measured() -> None:
 
 
 def test_the_tables_of_modes_show_what_was_measured() -> None:
-    stored = {row["mode"]: row for row in plots.table(text_of("accuracy"), "mode")}
-    aliases = {row["mode"]: (row["alias"], row["distribution"]) for row in plots.table(text_of("start-here"), "distribution")}
+    stored = {row["mode"]: row for row in table(text_of("accuracy"), "mode")}
+    aliases = {row["mode"]: (row["alias"], row["distribution"]) for row in table(text_of("start-here"), "distribution")}
     pays_from = run(ROOT / "docs" / "choosing-a-mode.md")[0]["pays_from"]
-    choosing, readme = plots.table(text_of("choosing-a-mode"), "mode"), plots.table(README, "mode")
+    choosing, readme = table(text_of("choosing-a-mode"), "mode"), table(README, "mode")
     for row, short, bar in zip(choosing, readme, plots.bars(), strict=True):
         assert row["mode"] == short["mode"] == bar.mode
         assert row["bytes per token and head"] == stored[bar.mode]["bytes per token and head"]
@@ -209,8 +210,8 @@ def test_the_tables_of_modes_show_what_was_measured() -> None:
 
 
 def test_the_readme_shows_figures_of_vllm_that_the_guide_has() -> None:
-    guide = {(row["cache"], row["attention"]): row for row in plots.table(text_of("vllm"), "cache")}
-    for row in plots.table(README, "cache"):
+    guide = {(row["cache"], row["attention"]): row for row in table(text_of("vllm"), "cache")}
+    for row in table(README, "cache"):
         assert row.items() <= guide[row["cache"], row["attention"]].items()
 
 
@@ -225,7 +226,7 @@ def test_the_claim_of_the_readme_is_that_of_the_tables() -> None:
 
 @pytest.mark.parametrize("theme", plots.THEMES)
 def test_the_figure_shows_the_tables(theme: str) -> None:
-    """Otherwise: ``hatch run python docs/plots.py``."""
+    """Otherwise: ``hatch run tables``."""
     assert [plots.Bar(**bar) for bar in json.loads(plots.kept_in("modes", theme))] == plots.bars()
 
 

@@ -1,4 +1,4 @@
-"""The figure of README and start page: ``hatch run python docs/plots.py`` after a table of accuracy.md or performance.md has changed.
+"""The figure of README and start page: ``hatch run tables`` draws it from tables of accuracy.md and performance.md.
 
 Writes ``_static/modes-light.svg`` and ``_static/modes-dark.svg``. Each keeps the figures that it shows in its description, by which the
 tests know whether it is up to date.
@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,7 +20,9 @@ matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 
-DOCS = Path(__file__).parent
+from generated import table
+
+DOCS = Path(__file__).parents[2] / "docs"
 STATIC = DOCS / "_static"
 THEMES = {"light": ("#1b1f24", "#5b7fb4"), "dark": ("#d6dae0", "#7ea6e0")}
 """Of text and lines, and of bars."""
@@ -35,18 +36,6 @@ class Bar:
     times_smaller: float
     times_as_fast: float
     loss: float
-
-
-def table(text: str, first_cell: str, after: str = "") -> list[dict[str, str]]:
-    """The rows of the Markdown table whose first heading is ``first_cell``, behind ``after``: cells by heading, without backticks."""
-    lines = text[text.index(after) :].splitlines()
-    start = next(i for i, line in enumerate(lines) if [cell.strip() for cell in line.split("|")[:2]] == ["", first_cell])
-    head, _, *body = [
-        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
-        for line in takewhile(lambda line: line[:1] == "|", lines[start:])
-    ]
-    # Where headings repeat, the first column of that name counts.
-    return [dict(reversed(list(zip(head, cells, strict=True)))) for cells in body]
 
 
 def bars() -> list[Bar]:

@@ -1,4 +1,4 @@
-"""The accuracy page's figures, on the bundled tiny model: ``hatch run python docs/accuracy_report.py``.
+"""The accuracy page's figures, on the bundled tiny model: ``hatch run accuracy``.
 
 Measures every installed mode, writes the figures to ``_data/accuracy.json``, and from there the generated parts of ``accuracy.md`` and its
 plots. ``--from-data`` leaves the measuring out, which takes some five minutes on two CPU cores.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,19 +24,14 @@ from tqdm import tqdm
 
 import accuracy_agreement as agreement
 from accuracy_measure import LayerLoss, Recall, Smoothed, Stretch, ask, bits, by_distance, by_layer, by_position, needles
-from kvq_core import KVQError, QuantKVBackend
-from kvq_core.environment import first_line
+from kvq_core import QuantKVBackend, get_backend, list_backends
+from kvq_core.environment import cpu_name, first_line, installed
 from kvq_core.evaluation import Document, Passage, TinySubject, read_documents
 from kvq_core.evaluation.tiny_model import load_model, usable_device
 from kvq_core.evaluation.tiny_subject import bundled
 from kvq_core.smoothing.calibration import FIRST_PREFILL, Smoothings
 
-# Run as a file, what is on the path is this folder.
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from demo import load_modes, machine
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DATA, GPU_DATA = (ROOT / "docs" / "_data" / name for name in ("accuracy.json", "accuracy-gpu.json"))
 
 
@@ -157,6 +153,14 @@ def measured_commit() -> str:
     return commit + ("-dirty" if first_line(*git, "status", "--porcelain", *what) else "")
 
 
+def machine(device: torch.device) -> dict[str, str]:
+    """What the figures are measured on, with, and when."""
+    facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"}
+    facts |= {"python": platform.python_version(), "torch": torch.__version__, "triton": installed("triton") or "not installed"}
+    facts |= {name: installed(name) or "in process" for name in sorted({entry.distribution for entry in list_backends()})}
+    return facts | {"commit": measured_commit(), "date": date.today().isoformat()}
+
+
 def measured(device: torch.device) -> dict[str, Any]:
     """All figures of all installed modes on the tiny model, in float32 on any device, so that devices can be compared.
 
@@ -164,12 +168,9 @@ def measured(device: torch.device) -> dict[str, Any]:
         KVQError: an installed mode cannot be loaded.
     """
     subject, sizes = TinySubject(load_model(bundled("model.safetensors"), device)), Sizes()
-    backends, broken = load_modes(None)
-    if broken:
-        raise KVQError("; ".join(broken))
-    facts = machine(device) | {"commit": measured_commit(), "date": date.today().isoformat()}
+    backends = list(dict.fromkeys(get_backend(mode) for mode in ("none", *(entry.mode for entry in list_backends()))))
     figures = measure(subject, backends, read_documents(bundled("heldout.txt")), sizes)
-    return {"machine": facts, "sizes": asdict(sizes), "modes": [asdict(mode) for mode in figures]}
+    return {"machine": machine(device), "sizes": asdict(sizes), "modes": [asdict(mode) for mode in figures]}
 
 
 def save(content: dict[str, Any], path: Path) -> None:

@@ -1,7 +1,7 @@
 """Which causal language models a ``KVQCache`` serves: every type that the installed transformers knows, built tiny and compared.
 
-    python docs/model_table.py            # all of them, some minutes: writes docs/transformers-models.md
-    python docs/model_table.py --only llama jamba
+    hatch run model-table            # all of them, some minutes: writes docs/transformers-models.md
+    hatch run model-table --only llama jamba
 
 Each model runs eager attention over a ``DynamicCache``, and kvq's over a ``KVQCache`` in mode ``none``, with growing and with fixed pages:
 a prompt, a chunk of it, single tokens and drafts, in a batch of which one row is padded on the left.
@@ -32,7 +32,7 @@ import tiny_models
 from kvq_core.errors import KVQError
 from kvq_transformers import KVQCache, disable, enable
 
-PAGE: Final = Path(__file__).parent / "transformers-models.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "transformers-models.md"
 CAPACITIES: Final[dict[str, dict[str, Any]]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 STEPS: Final = (19, 9, 1, 1, 3)
 """Columns of each forward: a prompt, a chunk, two tokens, drafts."""

@@ -1,4 +1,4 @@
-"""kvq's formats beside others, on the bundled tiny model: ``python docs/accuracy_compare.py`` (with optimum-quanto and hqq installed).
+"""kvq's formats beside others, on the bundled tiny model: ``hatch run compare`` (with optimum-quanto and hqq installed).
 
 Writes the figures to ``_data/compare.json`` and the table between the marks ``compare`` of ``accuracy.md``. What is not installed is left
 out, and said. Every format reads the same documents chunk by chunk, each difference is paired with ``none``. ``--from-data``
@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
+from generated import marks, replaced
 from kvq_core import QuantKVBackend, get_backend
 from kvq_core.evaluation import Document, ModeResult, Passage, Session, TinySubject, evaluate, read_documents
 from kvq_core.evaluation.tiny_model import TinyModel, load_model
@@ -26,9 +27,9 @@ from kvq_core.hadamard import block_hadamard, block_of, single_rht
 from kvq_core.none import NoneBackend
 from kvq_core.smoothing.calibration import FIRST_PREFILL, Smoothings
 
-HERE = Path(__file__).parent
-DATA, PAGE = HERE / "_data" / "compare.json", HERE / "accuracy.md"
-BEGIN, END = "<!-- compare -->\n", "<!-- /compare -->"
+DOCS: Final = Path(__file__).parents[2] / "docs"
+DATA, PAGE = DOCS / "_data" / "compare.json", DOCS / "accuracy.md"
+MARKS: Final = marks("compare", "tools/accuracy/accuracy_compare.py")
 HEAD_SIZE: Final = 64
 """Of the tiny model: what a scale is spread over."""
 RESIDUAL: Final = 128
@@ -247,7 +248,7 @@ def table(content: dict[str, Any]) -> str:
             f"| {kl['mean']:.5f} ± {kl['error']:.5f} | {100 * top1['mean']:.1f} % |"
         )
     lines += [f"\nLeft out: {name}: {why}" for name, why in content["missing"].items()]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def content_of(found: Sequence[tuple[Format, ModeResult]], missing: dict[str, str], sizes: Sizes) -> dict[str, Any]:
@@ -263,9 +264,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sizes = Sizes()
         found, missing = measure(load_model(bundled("model.safetensors")), read_documents(bundled("heldout.txt")), sizes)
         DATA.write_text(json.dumps(content_of(found, missing, sizes), indent=1) + "\n", encoding="utf-8")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     written = table(json.loads(DATA.read_text(encoding="utf-8")))
-    PAGE.write_text(f"{before}{BEGIN}{written}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), {MARKS: written}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of speed, from one run of the benchmark: ``hatch run python docs/performance_tables.py [BENCHMARKS.json]``.
+"""The tables of speed, from one run of the benchmark: ``hatch run tables [BENCHMARKS.json]``.
 
 Writes the generated parts of ``performance.md`` (the headline table) and ``performance-figures.md`` (the rest) from
 ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the file that a whole
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,12 @@ from typing import Any, Final
 
 from tabulate import tabulate
 
-DOCS: Final = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+import report
+import shapes
+from generated import Marks, marks, replaced
+from rows import COPY, FLASHINFER
 
-import report  # noqa: E402
-import shapes  # noqa: E402
-from accuracy_page import between  # noqa: E402
-from rows import COPY, FLASHINFER  # noqa: E402
-
+DOCS: Final = Path(__file__).parents[2] / "docs"
 DATA: Final = DOCS / "_data" / "benchmarks.json"
 H100: Final = DATA.with_name("benchmarks-h100.json")
 PAGE: Final = DOCS / "performance.md"
@@ -226,7 +223,7 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def pages(run: Run, h100: Run) -> dict[Path, dict[tuple[str, str], str]]:
+def pages(run: Run, h100: Run) -> dict[Path, dict[Marks, str]]:
     """By page, what is generated, by the marks before and behind it."""
     return {
         PAGE: {
@@ -243,8 +240,8 @@ def pages(run: Run, h100: Run) -> dict[Path, dict[tuple[str, str], str]]:
     }
 
 
-def _marks(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: docs/performance_tables.py writes what follows -->", f"<!-- /{name} -->"
+def _marks(name: str) -> Marks:
+    return marks(name, "tools/tables/performance_tables.py")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -256,10 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as problem:
         parser.error(str(problem))
     for path, parts in generated.items():
-        text = path.read_text(encoding="utf-8")
-        for (begin, end), part in parts.items():
-            text = between(text, begin, part, end)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(replaced(path.read_text(encoding="utf-8"), parts), encoding="utf-8")
     if given is not None:
         shutil.copyfile(given, DATA)
 

@@ -16,13 +16,10 @@ from tabulate import tabulate
 import accuracy_agreement as agreement
 import plots
 from accuracy_measure import HINT, LETTERS
+from generated import Marks, marks, replaced
 
-DOCS: Final = Path(__file__).parent
-PAGE: Final = DOCS / "accuracy.md"
-BEGIN: Final = "<!-- report: docs/accuracy_report.py writes what follows -->"
-END: Final = "<!-- /report -->"
-AGREEMENT_BEGIN: Final = "<!-- agreement: docs/accuracy_report.py writes what follows -->"
-AGREEMENT_END: Final = "<!-- /agreement -->"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "accuracy.md"
+SCRIPT: Final = "tools/accuracy/accuracy_report.py"
 COLORS: Final = ("#8a8a8a", "#5b8fd0", "#d98f3f", "#4fa37a", "#c9605f", "#9778c4", "#c9a227", "#3fa7b5")
 """Of ``none`` and the other modes, on light ground and on dark."""
 UNSEEN: Final = 4.70
@@ -39,16 +36,14 @@ def figure_key(content: Content) -> str:
 
 def write(content: Content, gpu: Content | None) -> None:
     """The page's generated parts, and the plots in both themes. ``gpu``: the figures of a GPU, if there are some."""
-    text = between(PAGE.read_text(encoding="utf-8"), BEGIN, generated(content), END)
-    PAGE.write_text(between(text, AGREEMENT_BEGIN, agreed(content, gpu), AGREEMENT_END), encoding="utf-8")
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), parts(content, gpu)), encoding="utf-8")
     for name, draw in (("position", draw_positions), ("layers", draw_layers), ("needles", draw_needles)):
         plots.write(f"accuracy-{name}", figure_key(content), partial(draw, content["modes"]))
 
 
-def between(text: str, begin: str, new: str, end: str) -> str:
-    """``text`` with ``new`` in the place of what stands between ``begin`` and ``end``."""
-    before, _, rest = text.partition(begin)
-    return before + begin + "\n" + new + end + rest.partition(end)[2]
+def parts(content: Content, gpu: Content | None) -> dict[Marks, str]:
+    """What is generated, by its marks."""
+    return {marks("report", SCRIPT): generated(content), marks("agreement", SCRIPT): agreed(content, gpu)}
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------------------
@@ -65,7 +60,7 @@ def generated(content: Content) -> str:
     numbered = [f"layer {i}" for i in layers]
     return f"""\
 Measured {facts["date"]} at commit `{facts["commit"]}` on {facts["device"]} (torch {facts["torch"]}), by
-`hatch run python docs/accuracy_report.py`. ± is the standard error over documents.
+`hatch run accuracy`. ± is the standard error over documents.
 
 ### By position in the document
 

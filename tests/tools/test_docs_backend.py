@@ -37,6 +37,11 @@ class WithKernels(Int4Plain):
     return module
 
 
+@pytest.fixture(autouse=True, scope="module")
+def plain_torch() -> None:
+    """Nothing, in place of what the other tests of tools do: these run kernels."""
+
+
 @pytest.fixture(params=places.params("interpret", "gpu"))
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     return places.enter(request.param, monkeypatch)

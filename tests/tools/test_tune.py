@@ -1,4 +1,4 @@
-"""Tuning, but for the GPU: which candidates there are, which is kept for which times, what is compiled, printed and written."""
+"""Tuning, but for the GPU: which candidates there are, which is kept for which times, what is printed and written."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import precompile
 import tune
+from command_line import kvq
 from kvq_core import get_backend
 from kvq_core.call import ops
 from kvq_core.cli import suite
-from kvq_core.cli.app import app
 from kvq_core.errors import KVQError
 from kvq_core.launch import offline
-from kvq_core.plan import KINDS, Choice, Combine, Decode, Groups, Prefill, Range, Run, Table, Write, choose, lookup
+from kvq_core.plan import KINDS, Choice, Combine, Decode, Groups, Prefill, Range, Table, Write, choose, lookup
 from kvq_core.plan.candidates import candidates, class_of
 from kvq_core.plan.selection import NOISE, ROUNDS, Outcome, select
 
@@ -32,8 +31,9 @@ PRESENT = {
     "write": Write(rows=16, warps=1, store_mma=0),
     "combine": Combine(few=8, splits=32, blocks=8, slices=1, warps=4),
 }
-ONE, TWO, FOUR, EIGHT = (Write(rows=rows, warps=1, store_mma=0) for rows in (8, 16, 32, 64))
-RUN = Run("NVIDIA Test", "3.6.0", "abc", "2026-11-21")
+ONE, TWO, FOUR = (Write(rows=rows, warps=1, store_mma=0) for rows in (8, 16, 32))
+FACTS = {"variant": "int8", "ways": 2, "width": 128, "lane_bytes": 2, "scaled": True, "side_bytes": False, "rows": 8, "folded": False}
+FACTS |= {"keys_per_sm": 16384, "longest": 8192}
 Times = dict[Choice, dict[str, Any]]
 
 
@@ -61,21 +61,18 @@ def test_candidates_are_bounded_valid_and_begin_with_the_present_choice(kind: st
 
 @pytest.mark.quick
 @pytest.mark.parametrize("quick", [True, False])
-def test_one_group_is_tried_beside_none_and_two_beside_none(quick: bool) -> None:
-    """The same kind serves few rows and many, which no other number of groups can take."""
-    few, many = (candidates(Groups(groups, 3, 184), quick=quick) for groups in (1, 2))
-    assert not any(choice.need() for choice in (*few, *many))
-    assert {choice.groups for choice in few if isinstance(choice, Groups)} == {0, 1}
-    assert {choice.groups for choice in many if isinstance(choice, Groups)} == {0, 2}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("quick", [True, False])
-def test_store_mma_are_tried_beside_what_they_replace(quick: bool) -> None:
-    with_fragments, without = (candidates(Write(8, 1, fragments), quick=quick) for fragments in (1, 0))
-    assert not any(choice.need() for choice in (*with_fragments, *without))
-    assert {choice.store_mma for choice in with_fragments if isinstance(choice, Write)} == {0, 1}
-    assert {choice.store_mma for choice in without if isinstance(choice, Write)} == {0}
+@pytest.mark.parametrize(
+    ("present", "field", "tried"),
+    [
+        (Groups(1, 3, 184), "groups", {0, 1}),  # the same kind serves few rows and many, which take no other number of groups
+        (Groups(2, 3, 184), "groups", {0, 2}),
+        (Write(8, 1, 1), "store_mma", {0, 1}),
+        (Write(8, 1, 0), "store_mma", {0}),
+    ],
+)
+def test_warp_groups_and_store_mma_are_tried_beside_what_they_replace(present: Choice, field: str, tried: set[int], quick: bool) -> None:
+    found = candidates(present, quick=quick)
+    assert {getattr(choice, field) for choice in found} == tried and not any(choice.need() for choice in found)
 
 
 @pytest.mark.quick
@@ -89,91 +86,46 @@ def test_quick_candidates_differ_in_one_way() -> None:
 
 @pytest.mark.quick
 def test_a_class_holds_what_it_was_made_from_and_ends() -> None:
-    facts = {
-        "variant": "int8",
-        "ways": 2,
-        "width": 128,
-        "lane_bytes": 2,
-        "scaled": True,
-        "side_bytes": False,
-        "rows": 8,
-        "folded": False,
-        "keys_per_sm": 16384,
-        "longest": 8192,
-    }
-    where = class_of("decode", facts)
+    where = class_of("decode", FACTS)
     assert where["width"] == Range(65, 128) and where["rows"] == Range(None, 8) and where["variant"] == "int8"
-    assert where["keys_per_sm"] == Range(16384, 131071)
-    assert class_of("decode", {**facts, "keys_per_sm": 131072})["keys_per_sm"] == Range(131072, None)
-    assert class_of("decode", {**facts, "keys_per_sm": 16383})["keys_per_sm"] == Range(4096, 16383)
-    assert class_of("decode", {**facts, "keys_per_sm": 1024})["keys_per_sm"] == Range(1024, 4095)
-    assert class_of("decode", {**facts, "keys_per_sm": 512})["keys_per_sm"] == Range(512, 1023)
-    assert class_of("decode", {**facts, "keys_per_sm": 64})["keys_per_sm"] == Range(64, 511)
-    assert class_of("decode", {**facts, "keys_per_sm": 0})["keys_per_sm"] == Range(None, 15)
+    ends = ((131072, None), (16384, 131071), (4096, 16383), (1024, 4095), (512, 1023), (64, 511))
+    for least, most in ends:
+        for keys in (least, most or 2 * least):
+            assert class_of("decode", FACTS | {"keys_per_sm": keys})["keys_per_sm"] == Range(least, most)
+    assert class_of("decode", FACTS | {"keys_per_sm": 0})["keys_per_sm"] == Range(None, 15)
     table = Table("sm_90", {"decode": (tune.Entry(where, PRESENT["decode"]),)})
-    assert table.find("decode", facts)
-    others = (
-        {"width": 64},
-        {"width": 256},
-        {"rows": 16},
-        {"keys_per_sm": 16383},
-        {"longest": 512},
-        {"folded": True},
-        {"variant": "fp8"},
-        {"ways": 4},
-        {"scaled": False},
-    )
-    for other in others:
-        assert not table.find("decode", {**facts, **other})
+    assert table.find("decode", FACTS)
+    others = {"width": 64, "rows": 16, "keys_per_sm": 16383, "longest": 512, "folded": True, "variant": "fp8", "ways": 4, "scaled": False}
+    for name, other in others.items():
+        assert not table.find("decode", FACTS | {name: other}), name
     assert class_of("write", {"variant": "", "ways": 1, "width": 1024, "rows": 49152, "store_mma": False})["rows"] == Range(49152, None)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["sm_90", "generic"])
 def test_shipped_tables_change_only_where_a_class_ends(name: str) -> None:
-    """So that all problems of a class have one present choice, and an entry that is tuned for it replaces that one."""
-    facts = {
-        "variant": "",
-        "ways": 4,
-        "width": 128,
-        "lane_bytes": 2,
-        "scaled": True,
-        "side_bytes": False,
-        "rows": 8,
-        "folded": False,
-        "store_mma": False,
-    }
-    facts |= {"keys_per_sm": 0, "longest": 0, "rows_per_sm": 1, "splits": 1}
+    """So all problems of a class have one present choice, and an entry that is tuned for it replaces that one."""
+    facts = FACTS | {"variant": "", "ways": 4, "keys_per_sm": 0, "longest": 0, "rows_per_sm": 1, "splits": 1, "store_mma": False}
     for kind, entries in Table.read(lookup.SHIPPED / f"{name}.json").entries.items():
         for fact, condition in ((fact, condition) for entry in entries for fact, condition in entry.where.items()):
             if isinstance(condition, Range) and fact != "ways":
                 for first in (condition.least, condition.most and condition.most + 1):
-                    assert not first or class_of(kind, {**facts, fact: first})[fact].least == first, (kind, fact, first)
+                    assert not first or class_of(kind, facts | {fact: first})[fact].least == first, (kind, fact, first)
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------------------
 
 
-class Fake:
-    """A timer whose figures are given: a number, or a list that is worked through."""
+def selected(times: Times, faults: dict[Choice, str] | None = None) -> tuple[Outcome, list[tuple[str, tuple[Choice, ...]]]]:
+    """What comes of given times (a number, or a list that is worked through), and what was timed."""
+    asked: list[tuple[str, tuple[Choice, ...]]] = []
 
-    def __init__(self, times: Times) -> None:
-        self.times = times
-        self.asked: list[tuple[str, tuple[Choice, ...]]] = []
+    def timed(setting: str, choices: Sequence[Choice]) -> list[float | str]:
+        asked.append((setting, tuple(choices)))
+        found = [times[choice][setting] for choice in choices]
+        return [time.pop(0) if isinstance(time, list) else time for time in found]
 
-    def __call__(self, setting: str, choices: Sequence[Choice]) -> list[float | str]:
-        self.asked.append((setting, tuple(choices)))
-        found = []
-        for choice in choices:
-            time = self.times[choice][setting]
-            found.append(time.pop(0) if isinstance(time, list) else time)
-        return found
-
-
-def selected(times: Times, faults: dict[Choice, str] | None = None) -> tuple[Outcome, Fake]:
-    fake = Fake(times)
-    settings = list(next(iter(times.values())))
-    return select(list(times), settings, lambda choice: (faults or {}).get(choice, ""), fake), fake
+    return select(list(times), list(next(iter(times.values()))), lambda choice: (faults or {}).get(choice, ""), timed), asked
 
 
 @pytest.mark.quick
@@ -188,44 +140,29 @@ def selected(times: Times, faults: dict[Choice, str] | None = None) -> tuple[Out
         ({ONE: (100, 100), TWO: (50, 100), FOUR: (72, 72)}, TWO),  # in the geometric mean
         ({ONE: (100, 100), TWO: ("out of shared memory", 1)}, ONE),
         ({ONE: (100, 100), TWO: (50, "fault"), FOUR: (90, 90)}, FOUR),
+        ({ONE: ("illegal address", 1), TWO: (1, 1)}, ONE),  # nothing to compare with
+        # The second time, beside the present choice, medians decide.
+        ({ONE: (100, 100), TWO: ([90, 90, 300, 90], 90)}, TWO),
+        ({ONE: (100, 100), TWO: ([90, 90, 99, 99], 99)}, ONE),
     ],
 )
 def test_what_is_kept(times: dict[Choice, tuple[Any, Any]], kept: Choice) -> None:
-    outcome, _ = selected({choice: {"A": a, "B": b} for choice, (a, b) in times.items()})
-    assert outcome.kept.choice == kept and outcome.changed == (kept != ONE)
-    assert outcome.present.choice == ONE
+    outcome, _ = selected({choice: {"A": list(a) if isinstance(a, list) else a, "B": b} for choice, (a, b) in times.items()})
+    assert (outcome.kept.choice, outcome.changed, outcome.present.choice) == (kept, kept != ONE, ONE)
 
 
 @pytest.mark.quick
 def test_a_winner_must_win_again_beside_the_present_choice() -> None:
-    outcome, fake = selected({ONE: {"A": 100}, TWO: {"A": [80, *[99] * ROUNDS]}, FOUR: {"A": [90] * (1 + ROUNDS)}})
-    assert outcome.kept.choice == FOUR
-    assert fake.asked[1:] == [("A", (TWO, ONE) * ROUNDS), ("A", (FOUR, ONE) * ROUNDS)]
-    assert outcome.kept.us == {"A": 90}
+    outcome, asked = selected({ONE: {"A": 100}, TWO: {"A": [80, *[99] * ROUNDS]}, FOUR: {"A": [90] * (1 + ROUNDS)}})
+    assert outcome.kept.choice == FOUR and outcome.kept.us == {"A": 90}
+    assert asked[1:] == [("A", (TWO, ONE) * ROUNDS), ("A", (FOUR, ONE) * ROUNDS)]
 
 
 @pytest.mark.quick
-def test_medians_decide_the_second_time() -> None:
-    assert selected({ONE: {"A": 100}, TWO: {"A": [90, 90, 300, 90]}})[0].changed
-    assert not selected({ONE: {"A": 100}, TWO: {"A": [90, 90, 99, 99]}})[0].changed
-
-
-@pytest.mark.quick
-def test_wrong_results_are_never_timed() -> None:
-    outcome, fake = selected({ONE: {"A": 100}, TWO: {"A": 1}}, {TWO: "read: relative error 1"})
-    assert outcome.kept.choice == ONE and fake.asked == [("A", (ONE,))]
-    assert outcome.trials[1].fault == "read: relative error 1"
-    assert not outcome.measurements("r", "m")[0].alternatives
-
-
-@pytest.mark.quick
-def test_without_the_present_choice_there_is_nothing_to_compare_with() -> None:
-    outcome, _ = selected({ONE: {"A": "illegal address"}, TWO: {"A": 1}})
-    assert outcome.kept is outcome.present and outcome.present.fault
-
-
-@pytest.mark.quick
-def test_every_measurement_is_kept() -> None:
+def test_every_measurement_is_kept_and_wrong_results_are_never_timed() -> None:
+    outcome, asked = selected({ONE: {"A": 100}, TWO: {"A": 1}}, {TWO: "read: relative error 1"})
+    assert outcome.kept.choice == ONE and asked == [("A", (ONE,))]
+    assert outcome.trials[1].fault == "read: relative error 1" and not outcome.measurements("r", "m")[0].alternatives
     outcome, _ = selected({ONE: {"A": 100.0, "B": 10.0}, TWO: {"A": 110.0, "B": 11.0}, FOUR: {"A": 120.0, "B": "fault"}})
     a, b = outcome.measurements("r", "m")
     assert (a.run, a.mode, a.setting, a.value) == ("r", "m", "A", 100.0)
@@ -236,30 +173,24 @@ def test_every_measurement_is_kept() -> None:
 # -- classes of the benchmarks' settings --------------------------------------------------------------------------------------
 
 
-def by_name(found: Sequence[tune.Class]) -> dict[str, tune.Class]:
-    return {", ".join(setting.name for setting in one.settings): one for one in found}
-
-
 @pytest.mark.parametrize("mode", ["int4", "fp8_per_tensor", "none"])
 def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
     backend = get_backend(mode)
-    found = by_name(tune.classes(backend, "decode", tune.ASSUMED, quick=False))
+
+    def by_name(kind: str, quick: bool) -> dict[str, tune.Class]:
+        return {", ".join(s.name for s in one.settings): one for one in tune.classes(backend, kind, tune.ASSUMED, quick=quick)}
+
+    found = by_name("decode", quick=False)
     long, middling = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even"
     others = {"A-q4, A-g16", "A-q8"} if mode == "none" else {"A-q4, A-q8, A-g16"}
     if mode == "int4":  # of whose heads of 96 two keys share a row of lanes
         long = long.replace("A-d96, ", "")
         others |= {"A-d96"}
-    assert found.keys() == {"ragged", long, middling, "b32-512", "b1-4096", "b1-512", "A-d64", "A-d192, A-d256"} | others
-    for name, keys in (
-        ("ragged", Range(131072, None)),
-        (long, Range(16384, 131071)),
-        (middling, Range(4096, 16383)),
-        ("b32-512", Range(512, 1023)),
-        ("b1-4096", Range(64, 511)),
-        ("b1-512", Range(16, 63)),
-    ):
-        assert found[name].where["keys_per_sm"] == keys
-    assert by_name(tune.classes(backend, "write", tune.ASSUMED, quick=True)).keys() == {"w64", "w8192"}
+    keys = {"ragged": (131072, None), long: (16384, 131071), middling: (4096, 16383)}
+    keys |= {"b32-512": (512, 1023), "b1-4096": (64, 511), "b1-512": (16, 63)}
+    assert found.keys() == {*keys, "A-d64", "A-d192, A-d256"} | others
+    assert all(found[name].where["keys_per_sm"] == Range(*ends) for name, ends in keys.items())
+    assert by_name("write", quick=True).keys() == {"w64", "w8192"}
     for kind in KINDS:
         for one in tune.classes(backend, kind, tune.ASSUMED, quick=True):
             assert one.where["variant"] == ("fp8_per_tensor" if mode == "fp8_per_tensor" else "")
@@ -270,7 +201,7 @@ def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
 
 
 def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
-    """On the GPU that the table is for, and on no other: read, merge and write."""
+    """On the GPU that the table is for, and on no other: read, combine and write."""
     entries: dict[str, Choice] = {
         "decode": replace(PRESENT["decode"], stages=7),
         "combine": replace(PRESENT["combine"], warps=16),
@@ -284,25 +215,15 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
         with ops.planning_with(Table(arch, {})), offline.planning_for(replace(tune.ASSUMED, arch=arch)) as planned:
             precompile.call(get_backend("int4"), tune.shapes.HEADLINE[0])
             precompile.call(get_backend("int4"), tune.shapes.WRITE[0])
-        attend, merge, write = (options for _, _, options in planned.launches)
-        assert (attend["num_stages"] == 7, merge["num_warps"] == 16, write["num_warps"] == 16) == (changed,) * 3
+        attend, combine, write = (options for _, _, options in planned.launches)
+        assert (attend["num_stages"] == 7, combine["num_warps"] == 16, write["num_warps"] == 16) == (changed,) * 3
         assert (write["C"].rows == 128) == changed
 
 
 def test_a_mode_without_kernels_has_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "kernels_of", lambda backend: frozenset({"write"}))
-    assert tune.classes(get_backend("int4"), "decode", tune.ASSUMED, quick=True) == []
-    assert tune.classes(get_backend("int4"), "write", tune.ASSUMED, quick=True)
-
-
-def test_candidates_compile_without_a_gpu() -> None:
-    """In processes of their own, from tensors without memory; what does not compile says so."""
-    (one,) = [one for one in tune.classes(get_backend("none"), "write", tune.ASSUMED, quick=True) if one.settings[0].name == "w64"]
-    jobs = [precompile.Job("none", one.settings, (choice,), tune.ASSUMED) for choice in one.choices[:2]]
-    bad = replace(jobs[0], mode="int9")
-    found = dict(precompile.compile_all([*jobs, bad], 2))
-    assert [found[job] for job in jobs] == ["", ""]
-    assert found[bad].startswith("UnknownModeError")
+    found = [tune.classes(get_backend("int4"), kind, tune.ASSUMED, quick=True) for kind in ("decode", "write")]
+    assert not found[0] and found[1]
 
 
 # -- the script ---------------------------------------------------------------------------------------------------------------
@@ -325,28 +246,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def best_is(winner: Choice) -> Callable[[str, Choice], float]:
-    return lambda setting, choice: 90.0 if choice == winner else 100.0
-
-
 def test_what_is_tuned_is_used_from_then_on(gpu: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"variant": "", "ways": 4, "width": 128, "rows": 512, "store_mma": True}
     before = choose("sm_90", Write, facts)
     winner = replace(before, rows=8, warps=1)
-    gpu(best_is(winner))
-    assert tune.main(["--quick", "--modes", "int4", "--kinds", "write"]) == tune.OK
+    gpu(lambda setting, choice: 90.0 if choice == winner else 100.0)
+    argv = ["--quick", "--modes", "int4", "--kinds", "write"]
+    assert tune.main(argv) == tune.OK
     path = lookup.own_folder() / "sm_90.json"
     said = capsys.readouterr().out
     assert f"written: {path}" in said and "changed: int4_per_token_head, write (w64)" in said and "0.900 of the present" in said
     lookup.forget()
-    assert choose("sm_90", Write, facts) == winner != before
-    assert choose("sm_90", Write, {**facts, "ways": 8}) == before
+    assert choose("sm_90", Write, facts) == winner != before == choose("sm_90", Write, facts | {"ways": 8})
     (w64, w8192) = Table.read(path).entries["write"]
-    assert [one.setting for one in (*w64.measured, *w8192.measured)] == ["w64", "w8192"]
-    assert w8192.choice == winner
+    assert [one.setting for one in (*w64.measured, *w8192.measured)] == ["w64", "w8192"] and w8192.choice == winner
     assert len(w64.measured[0].alternatives) == len(candidates(before, quick=True)) - 1
     # Once more, with the table in use: now the winner is the present choice.
-    assert tune.main(["--quick", "--modes", "int4", "--kinds", "write"]) == tune.OK
+    assert tune.main(argv) == tune.OK
     assert "no candidate wins by more than 2%: the present choices are kept" in capsys.readouterr().out
     assert Table.read(path).entries["write"][0].choice == winner
 
@@ -355,42 +271,39 @@ def test_faults_are_shown_and_what_cannot_be_measured_is_not_written(
     gpu: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "plans.json"
-    gpu(lambda setting, choice: 100.0, lambda choice: "read: wrong" if choice.warps == 4 else "")
-    arguments = ["--quick", "--modes", "none", "--kinds", "write", "--out", str(out)]
-    assert tune.main(arguments) == tune.OK
-    assert "out: read: wrong" in capsys.readouterr().out
-    out.unlink()
-    gpu(lambda setting, choice: 100.0, lambda choice: "write: wrong")
-    assert tune.main(arguments) == tune.UNMEASURED
-    assert "not measured: none, write (w64)" in capsys.readouterr().out and not out.exists()
+    argv = ["--quick", "--modes", "none", "--kinds", "write", "--out", str(out)]
+    for fault, status, said in (
+        (lambda choice: "read: wrong" if choice.warps == 4 else "", tune.OK, "out: read: wrong"),
+        (lambda choice: "write: wrong", tune.UNMEASURED, "not measured: none, write (w64)"),
+    ):
+        gpu(lambda setting, choice: 100.0, fault)
+        assert tune.main(argv) == status and said in capsys.readouterr().out
+        assert out.exists() == (status == tune.OK)
+        out.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "table", "said"),
     [
-        (["--kinds", "decode,speed"], "--kinds: got decode,speed, need some of decode, prefill, groups, write, combine"),
-        (["--modes", "int9"], "int9"),
+        (["--kinds", "decode,speed"], None, "--kinds: got decode,speed, need some of decode, prefill, groups, write, combine"),
+        (["--modes", "int9"], None, "int9"),
+        (["--modes", "none"], Table("sm_80", {}), "a table for sm_80, need one for sm_90"),
+        (["--modes", "none"], "nothing", "need JSON"),
     ],
 )
-def test_bad_input_is_refused(gpu: Callable[..., None], given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused(
+    gpu: Callable[..., None], given: list[str], table: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gpu(lambda setting, choice: pytest.fail("measured"))
-    assert tune.main(given) == tune.CANNOT_RUN
+    if isinstance(table, Table):
+        table.write(tmp_path / "sm_90.json")
+    elif table:
+        (tmp_path / "sm_90.json").write_text(table)
+    assert tune.main([*given, "--quick", *(["--out", str(tmp_path)] if table else [])]) == tune.CANNOT_RUN
     assert said in capsys.readouterr().err
 
 
-def test_a_table_that_cannot_be_added_to_is_refused(gpu: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu(lambda setting, choice: pytest.fail("measured"))
-    out = tmp_path / "sm_90.json"
-    for table, said in ((Table("sm_80", {}), "a table for sm_80, need one for sm_90"), (None, "need JSON")):
-        if table is None:
-            out.write_text("nothing")
-        else:
-            table.write(out)
-        assert tune.main(["--quick", "--modes", "none", "--out", str(tmp_path)]) == tune.CANNOT_RUN
-        assert said in capsys.readouterr().err
-
-
-def test_without_tables_of_one_s_own_it_asks_where_to(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tables_of_one_s_own_it_asks_where_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(lookup.SWITCH, "")
     with pytest.raises(KVQError, match="--out: got nothing, need a path, since KVQ_PLANS is empty"):
         tune.target(None, "sm_90")
@@ -399,16 +312,14 @@ def test_without_tables_of_one_s_own_it_asks_where_to(gpu: Callable[..., None], 
 
 def test_the_script_needs_a_gpu_but_for_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.main(["--quick"]) == tune.CANNOT_RUN
-    assert "--dry-run" in capsys.readouterr().err
+    assert tune.main(["--quick"]) == tune.CANNOT_RUN and "--dry-run" in capsys.readouterr().err
     assert tune.main(["--quick", "--dry-run", "--modes", "none", "--kinds", "write"]) == tune.OK
     said = capsys.readouterr().out
     assert "no GPU here: listed as for sm_90" in said and "present: rows 4, warps 1" in said and "14 candidates in 2 classes" in said
 
 
 def test_a_candidate_is_judged_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it in force, on the class's own heads; on the CPU in the modes' plain torch."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    """With it in force, on the class's own heads."""
     backend = get_backend("int4")
     (one,) = tune.classes(backend, "prefill", tune.ASSUMED, quick=True)
     small = tune.shapes.Read("small", (40,), query_len=40, query_heads=4, kv_heads=2, head_size=64)
@@ -425,18 +336,7 @@ def test_a_candidate_is_judged_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(type(backend), "unified_attention", watched)
     assert bench.fault(one, one.choices[1]) == "" and set(in_force) == {one.choices[1]}
-    assert bench.fault(one, one.choices[2]) == "spills"
-    assert "relative error" in bench.fault(one, one.choices[3])
-
-
-# -- the command --------------------------------------------------------------------------------------------------------------
-
-
-def kvq_tune(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["tune", *arguments], prog_name="kvq")
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.stderr
+    assert bench.fault(one, one.choices[2]) == "spills" and "relative error" in bench.fault(one, one.choices[3])
 
 
 @pytest.mark.quick
@@ -444,19 +344,20 @@ def test_the_command_needs_a_gpu_but_for_the_list(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     commands: list[list[str]] = []
     monkeypatch.setattr(suite.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=0))
-    status, said = kvq_tune("--quick")
-    assert status == 2 and "torch sees none here (" in said and "kvq tune --dry-run" in said and not commands
-    assert kvq_tune("--modes", "int9")[0] == 2
-    assert kvq_tune("--dry-run", "--quick", "--modes", "int4,none", "--kinds", "write", "--out", "x", "--processes", "3")[0] == 0
-    ((python, script, *given),) = commands
+    ran = kvq("tune", "--quick")
+    assert ran.status == 2 and "torch sees none here (" in ran.err and "kvq tune --dry-run" in ran.err
+    assert kvq("tune", "--modes", "int9").status == 2 and not commands
+    given = ("--dry-run", "--quick", "--modes", "int4,none", "--kinds", "write", "--out", "x", "--processes", "3")
+    assert kvq("tune", *given).status == 0
+    ((python, script, *handed_on),) = commands
     assert (python, Path(script)) == (sys.executable, ROOT / "benchmarks" / "tune.py")
-    options = tune.arguments(given)
+    options = tune.arguments(handed_on)
     assert (options.modes, options.kinds, options.quick, options.dry_run) == (["int4", "none"], "write", True, True)
     assert (options.out, options.processes) == (Path("x"), 3)
 
 
 @pytest.mark.gpu
-def test_tuning_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_on_the_gpu(tmp_path: Path) -> None:
     """One class for real: a table is written, and what it says was measured."""
     out = tmp_path / "table.json"
     assert tune.main(["--quick", "--modes", "int4", "--kinds", "write", "--out", str(out)]) == tune.OK

@@ -1,15 +1,13 @@
 """``kvq eval`` of a Hugging Face model: a tiny random Llama with a tokenizer of its own. Needs kvq-transformers."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
+from command_line import kvq
 from kvq_core import ArgumentError, get_backend
-from kvq_core.cli.app import app
 from kvq_core.evaluation import Document, evaluate
 from kvq_core.evaluation.huggingface import HuggingFaceSubject, load
 
@@ -21,8 +19,7 @@ TEXT = "".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(12))
 
 
 @pytest.fixture(autouse=True)
-def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -72,26 +69,15 @@ def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject,
     assert (none.times_smaller, int2.times_smaller) == (0.5, 128 / 20), "than bf16, whatever the rows"
 
 
-def test_the_command_line_takes_a_folder(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    given = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--modes", "int4", "--length", "60", "--device", "cpu", "--json"]
-    done = CliRunner().invoke(app, ["eval", *given])
-    assert done.exit_code == 0, done.output
-    assert [line["mode"] for line in json.loads(done.stdout)["results"]] == ["none", "int4_per_token_head"]
-
-
 @pytest.mark.parametrize("kind", ["mean", "balanced", "first_prefill"])
-def test_keys_are_smoothed_on_the_command_line(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_the_command_line_takes_a_folder_and_smooths_keys(kind: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     given = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--modes", "int2,fp8_per_tensor", "--length", "60"]
-    told = [
-        json.loads(CliRunner().invoke(app, ["eval", *given, "--device", "cpu", "--json", *more]).stdout)
-        for more in ([], ["--smoothing", kind])
-    ]
+    told = [kvq("eval", *given, "--device", "cpu", "--json", *more).json for more in ([], ["--smoothing", kind])]
     assert told[1]["smoothing"] == kind and not told[1]["failures"]
     plain, smoothed = ({line["mode"]: line["kl"] for line in one["results"]} for one in told)
-    assert smoothed["int2_per_token_head"] != plain["int2_per_token_head"]
-    assert smoothed["none"] == plain["none"] == 0
+    assert list(plain) == list(smoothed) == ["none", "fp8_per_tensor", "int2_per_token_head"]
+    assert smoothed["int2_per_token_head"] != plain["int2_per_token_head"] and smoothed["none"] == plain["none"] == 0
 
 
 @pytest.mark.parametrize("balanced", [None, False, True])
@@ -104,19 +90,14 @@ def test_modes_that_take_scales_are_given_them(balanced: bool | None, subject: H
         for session, other in zip(sessions, others, strict=False):
             session.feed([other.tokens])
             for layer in session.cache.layers:
-                scales = layer.pages.caches
-                assert (float(scales.k_scale_cache), float(scales.v_scale_cache)) == (
-                    found.k_scale[layer.index],
-                    found.v_scale[layer.index],
-                )
+                scales, of = layer.pages.caches, layer.index
+                assert (float(scales.k_scale_cache), float(scales.v_scale_cache)) == (found.k_scale[of], found.v_scale[of])
     finally:
         subject.smoothing = None
 
 
 def test_folders_without_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):
-        load(str(tmp_path), torch.device("cpu"))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):
-        load(str(tmp_path), torch.device("cpu"))
+    for config in ((folder / "config.json").read_text(), "{}"):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):
+            load(str(tmp_path), torch.device("cpu"))

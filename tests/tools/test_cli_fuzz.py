@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from kvq_core.cli.app import app
+from command_line import Ran, kvq, refused
 
 pytestmark = pytest.mark.quick
 
@@ -46,14 +45,11 @@ OPTIONS = {
 }
 
 
-def run(*arguments: str) -> Any:
-    begin = time.perf_counter()
-    done = CliRunner().invoke(app, arguments, prog_name="kvq")
-    assert done.exception is None or isinstance(done.exception, SystemExit), (arguments, done.exception)
-    assert done.exit_code in (0, 1, 2) and "Traceback" not in done.output, arguments
-    assert done.exit_code != 2 or "Error: " in done.stderr, arguments
+def run(*arguments: str) -> Ran:
+    begin, ran = time.perf_counter(), kvq(*arguments)
+    assert ran.status in (0, 1, 2) and "Traceback" not in ran.out and (ran.status != 2 or "Error: " in ran.err), arguments
     assert time.perf_counter() - begin < 10, arguments
-    return done
+    return ran
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -70,9 +66,9 @@ def test_generated_configs_and_options(seed: int, tmp_path: Path) -> None:
         options = [part for name, values in OPTIONS.items() if rng.random() < 0.15 for part in (name, rng.choice(values))]
         form = rng.choice([[], ["--json"], ["--csv"]])
         done = run("calc", str(path), *options, *form)
-        answered += done.exit_code == 0
-        if done.exit_code == 0 and form == ["--json"]:
-            assert all(mode["bytes_per_token"] > 0 for mode in json.loads(done.stdout)["modes"])
+        answered += done.status == 0
+        if done.status == 0 and form == ["--json"]:
+            assert all(mode["bytes_per_token"] > 0 for mode in done.json["modes"])
     assert answered >= 20
 
 
@@ -103,37 +99,30 @@ def test_configs_that_contradict_themselves(fields: dict[str, Any], message: str
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, **fields}))
     done = run("calc", str(path))
-    assert done.exit_code == 2 and message in done.stderr and not done.stdout
+    assert done.status == 2 and message in done.err and not done.out
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
-    contents = {
-        "deep": b"[" * 100_000,
-        "digits": b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}",
-        "bytes": bytes(range(256)),
-        "empty": b"",
-    }
-    contents |= {"null": b"null", "list": b"[]", "nan": b"NaN", "torn": b'{"a": "\\ud8', "empty": b""}
-    places = []
+    contents = {"null": b"null", "list": b"[]", "nan": b"NaN", "torn": b'{"a": "\\ud8', "empty": b"", "bytes": bytes(range(256))}
+    contents |= {"deep": b"[" * 100_000, "digits": b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-        places.append(str(tmp_path / name))
+    places = [str(tmp_path / name) for name in contents]
     (tmp_path / "secret.json").write_bytes(b"{}")
     (tmp_path / "secret.json").chmod(0)
     (tmp_path / "folder" / "config.json").mkdir(parents=True)
     places += [str(tmp_path / "folder"), str(tmp_path), "/dev/null", "/dev/zero", "a" * 5000 + ".json", "\udcff.json", "\0.json", "", "."]
     for place in [*places, str(tmp_path / "secret.json")]:
-        assert run("calc", place).exit_code == 2, place
+        assert run("calc", place).status == 2, place
 
 
-@pytest.mark.parametrize("command", [["list"], ["calc", str(CONFIGS / "qwen3-8b.json")], ["doctor"]])
-def test_json_and_csv_exclude_each_other(command: list[str]) -> None:
-    for flags in (["--json", "--csv"], ["--csv", "--json"]):
-        done = run(*command, *flags)
-        assert done.exit_code == 2 and "--json and --csv exclude each other" in done.stderr
+def test_json_and_csv_exclude_each_other() -> None:
+    for command in (["list"], ["calc", str(CONFIGS / "qwen3-8b.json")], ["doctor"]):
+        for flags in (["--json", "--csv"], ["--csv", "--json"]):
+            assert "--json and --csv exclude each other" in refused(*command, *flags)
 
 
-def kvq(arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
+def started(arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-m", "kvq_core", *arguments], stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -141,7 +130,7 @@ def kvq(arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
 def test_a_reader_that_has_seen_enough_ends_it_silently(arguments: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
-    process = kvq(arguments, stdout=write)
+    process = started(arguments, stdout=write)
     os.close(write)
     assert process.communicate(timeout=120)[1] == "" and process.returncode == 141
 
@@ -149,7 +138,7 @@ def test_a_reader_that_has_seen_enough_ends_it_silently(arguments: list[str]) ->
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
 def test_a_full_disk_is_told() -> None:
     with open("/dev/full", "w") as full:
-        process = kvq(["list"], stdout=full)
+        process = started(["list"], stdout=full)
         said = process.communicate(timeout=120)[1]
     assert process.returncode == 2 and "No space left" in said and "Traceback" not in said
 
@@ -157,6 +146,6 @@ def test_a_full_disk_is_told() -> None:
 def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / "modèle.json"
     path.write_text(json.dumps(LLAMA))
-    process = kvq(["calc", str(path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    process = started(["calc", str(path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     out, said = process.communicate(timeout=120)
     assert process.returncode == 0 and "mod\\xe8le.json" in out and not said

@@ -1,7 +1,4 @@
-"""The endurance run, in small: it holds in every mode, and says so when something leaks or a request is not what it is alone.
-
-On the CPU these take the torch path: kernels have suites of their own.
-"""
+"""The endurance run, in small: it holds in every mode, and says so when something leaks or a request is not what it is alone."""
 
 import json
 from collections.abc import Callable
@@ -15,9 +12,8 @@ import nano_engine
 from kvq_core import list_backends
 from kvq_core.testing import places
 
-ROOT = Path(__file__).parents[2]
-
 MODES = sorted({entry.mode for entry in list_backends()})
+OPTIONS = ["--requests", "12", "--sample", "4", "--num-blocks", "24", "--long", "0", "--chunk", "64", "--device", "cpu"]
 SMALL: dict[str, Any] = {"requests": 32, "sample": 16, "num_blocks": 20, "block_size": 16, "chunk": 64, "long": 0, "seed": 0}
 
 
@@ -25,13 +21,8 @@ def endured(mode: str, device: str = "cpu", **changes: Any) -> endurance.Outcome
     return endurance.endure(endurance.Plan(mode=mode, device=device, **SMALL | changes), lambda count: None)
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.enter("eager", monkeypatch)
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_endures(eager: None, mode: str) -> None:
+def test_every_mode_endures(mode: str) -> None:
     seen = endured(mode)
     assert seen.problems == []
     assert min(seen.finished, seen.cancelled, seen.forks, seen.preemptions) > 0, "nothing of that kind was tested"
@@ -56,17 +47,14 @@ def gives_away_what_others_hold(release: Callable[..., None]) -> Callable[..., N
 
 
 @pytest.mark.parametrize(("defect", "problem"), [(leaks, "blocks leaked"), (gives_away_what_others_hold, "differ from")])
-def test_defects_are_noticed(eager: None, monkeypatch: pytest.MonkeyPatch, defect: Callable[..., Any], problem: str) -> None:
+def test_defects_are_noticed(monkeypatch: pytest.MonkeyPatch, defect: Callable[..., Any], problem: str) -> None:
     monkeypatch.setattr(nano_engine.Engine, "release", defect(nano_engine.Engine.release))
     assert any(problem in line for line in endured("int8_per_token_head", num_blocks=60, requests=60).problems)
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_the_command(jobs: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    sizes = {"requests": "12", "sample": "4", "num-blocks": "24", "long": "0", "chunk": "64", "device": "cpu", "jobs": jobs}
-    options = [word for name, value in sizes.items() for word in (f"--{name}", value)]
-    assert endurance.main([*options, "--modes", "none", "int4"]) == 0
+def test_the_command(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert endurance.main([*OPTIONS, "--jobs", jobs, "--modes", "none", "int4"]) == 0
     printed = capsys.readouterr().out
     assert "int4_per_token_head" in printed and "4 of 4" in printed and "every block free" in printed
 
@@ -75,27 +63,24 @@ def test_a_mode_that_fails_costs_the_others_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is told with what failed and how to have it again, and the file has both."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    write = nano_engine.Engine.execute
+    execute = nano_engine.Engine.execute
 
     def failing(engine: nano_engine.Engine, work: Any) -> Any:
         if engine.backend.mode == "none" and engine.stats.steps > 3:
             raise RuntimeError("the device is gone")
-        return write(engine, work)
+        return execute(engine, work)
 
     monkeypatch.setattr(nano_engine.Engine, "execute", failing)
-    options = ["--requests", "12", "--sample", "4", "--num-blocks", "24", "--long", "0", "--chunk", "64", "--device", "cpu"]
-    assert endurance.main([*options, "--modes", "none", "int4", "--json", str(tmp_path / "outcomes.json")]) == 1
+    assert endurance.main([*OPTIONS, "--modes", "none", "int4", "--json", str(tmp_path / "outcomes.json")]) == 1
     printed = capsys.readouterr().out
     assert "none: RuntimeError: the device is gone" in printed and "4 of 4" in printed
-    assert (
-        f"again: python examples/endurance.py --modes none {' '.join(options[:6])} --block-size 16 --chunk 64 --long 0 --seed 0" in printed
-    )
+    again = f"again: python examples/endurance.py --modes none {' '.join(OPTIONS[:6])} --block-size 16 --chunk 64 --long 0 --seed 0"
+    assert again in printed
     kept = {one["mode"]: one for one in json.loads((tmp_path / "outcomes.json").read_text())}
     assert "the device is gone" in kept["none"]["error"] and kept["int4_per_token_head"]["added"] == 12
 
 
-def test_the_time_may_be_up(eager: None) -> None:
+def test_the_time_may_be_up() -> None:
     seen = endured("int8_per_token_head", requests=100_000, minutes=0.01)
     assert 0 < seen.added < 100_000 and seen.finished + seen.cancelled == seen.added and seen.leaked_blocks == seen.different == 0
     assert seen.problems == [f"int8_per_token_head: {100_000 - seen.added} requests had not arrived when the time was up"]

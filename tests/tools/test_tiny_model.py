@@ -95,12 +95,11 @@ def test_the_held_out_text_comes_from_held_out_files() -> None:
 @pytest.mark.skipif(not (FOLDER / "model.safetensors").exists(), reason="the weights have not been trained in this checkout")
 def test_the_committed_weights_model_source_text() -> None:
     assert (FOLDER / "model.safetensors").stat().st_size < 10_000_000
-    model = load_model(FOLDER / "model.safetensors")
-    rows = [torch.tensor([SEPARATOR, *document.text[:600]]) for document in read_documents(FOLDER / "heldout.txt")[:4]]
-    with torch.inference_mode():
-        losses = [
-            torch.nn.functional.cross_entropy(model(row[:-1], torch.arange(len(row) - 1), dense_attention), row[1:]).item() for row in rows
-        ]
+    model, losses = load_model(FOLDER / "model.safetensors"), []
+    for row in (torch.tensor([SEPARATOR, *document.text[:600]]) for document in read_documents(FOLDER / "heldout.txt")[:4]):
+        with torch.inference_mode():
+            logits = model(row[:-1], torch.arange(len(row) - 1), dense_attention)
+        losses.append(torch.nn.functional.cross_entropy(logits, row[1:]).item())
     assert sum(losses) / len(losses) / 0.6931 < 2.6, "bits per byte; untrained it is above 7"
 
 

@@ -1,13 +1,18 @@
 """The documents say what is so: their Python runs, their links lead somewhere, and their tables agree with the packages.
 
-Sybil finds and runs the code blocks. A page is one test, whose blocks share a namespace, so that workers may take pages in any order. A
+Sybil finds and runs the Python blocks. A page is one test, whose blocks share a namespace, so workers may take pages in any order. A
 block that cannot run has a comment ``<!--- skip: next "reason" -->`` on the line before it.
+
+In the console blocks of ``docs/command-line.md`` a line ``$ kvq ...`` is a command, and what follows its output. Under
+``<!-- varies -->`` the output depends on the machine: there the command must exist with its options, and name every installed mode if it
+names any.
 """
 
 import contextlib
 import json
 import math
 import re
+import shlex
 import tomllib
 import types
 from collections.abc import Iterator
@@ -17,14 +22,15 @@ from typing import Any
 from unittest import SkipTest
 
 import pytest
+import torch
+from click.testing import CliRunner
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
-import kvq_core
-import kvq_transformers
 import plots
 from generated import table
 from kvq_core import get_backend, list_backends, unregister_backend
+from kvq_core.cli.app import app
 from kvq_core.registry import ALIASES, FIRST_PARTY, IN_PROCESS
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +43,7 @@ PAGES = [
 ]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^(?P<varies><!-- varies -->\n)?```console\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
@@ -77,10 +84,7 @@ def run(page: Path) -> tuple[dict[str, Any], int]:
 
 
 @pytest.fixture(autouse=True)
-def plain_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The documents' CPU examples take the torch path, as a reader's would, and leave nothing behind."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delenv("KVQ_DEBUG", raising=False)
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     before = {entry.mode for entry in list_backends() if entry.distribution == IN_PROCESS}
     yield
@@ -119,19 +123,16 @@ def test_index_leads_to_every_page() -> None:
     assert sorted(listed) == sorted(page for page in pages if not page.startswith("dev/"))
 
 
-@pytest.mark.parametrize("package", [kvq_core, kvq_transformers], ids=lambda package: package.__name__)
-def test_the_api_reference_has_every_public_name(package: types.ModuleType) -> None:
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    described = set(re.findall(rf"^\.\. auto\w+:: (?:{package.__name__}\.)?(\w+)$", page, re.MULTILINE))
-    assert set(package.__all__) <= described
-
-
-def test_the_api_page_says_how_stable_each_exported_name_is() -> None:
+def test_the_api_page_has_every_public_name_and_says_how_stable_it_is() -> None:
+    api = text_of("api")
+    for package in ("kvq_core", "kvq_transformers"):
+        described = set(re.findall(rf"^\.\. auto\w+:: (?:{package}\.)?(\w+)$", api, re.MULTILINE))
+        assert set(import_module(package).__all__) <= described
     packages = [path.parent.name for path in sorted(ROOT.glob("packages/*/src/*/__init__.py"))]
-    stated = [(row["package"], name) for row in table(text_of("api"), "package") for name in row["names"].split(", ")]
+    stated = [(row["package"], name) for row in table(api, "package") for name in row["names"].split(", ")]
     assert sorted(stated) == sorted((package, name) for package in packages for name in import_module(package).__all__)
     for first in ("package", "module"):
-        assert {row["stability"] for row in table(text_of("api"), first)} == {"stable", "provisional"}
+        assert {row["stability"] for row in table(api, first)} == {"stable", "provisional"}
 
 
 def named_in_tables() -> Iterator[tuple[str, list[str]]]:
@@ -142,25 +143,21 @@ def named_in_tables() -> Iterator[tuple[str, list[str]]]:
         for row in table(architecture, heading):
             yield f"{package}/{row[heading.replace('`', '')]}", row["names"].split(", ")
     for row in table(text_of("api"), "module"):
-        yield f"{row['module'].replace('.', '/')}.py", row["names"].split(", ")
-
-
-def test_the_api_page_has_every_name_of_the_kernels() -> None:
-    rows = [row["names"].split(", ") for row in table(text_of("api"), "module") if row["module"] == "kvq_core.kernels.api"]
-    assert sorted(name for names in rows for name in names) == sorted(import_module("kvq_core.kernels.api").__all__)
+        module = "kvq_core.testing.suite" if row["module"] == "kvq_core.testing" else row["module"]
+        yield f"{module.replace('.', '/')}.py", row["names"].split(", ")
 
 
 def test_what_the_pages_name_is_where_they_say() -> None:
+    exported: list[str] = []
     for file, names in named_in_tables():
-        if file == "kvq_core/testing.py":
-            file = "kvq_core/testing/suite.py"
         (path,) = ROOT.glob(f"packages/*/src/{file}")
         source = path.read_text(encoding="utf-8")
         if file == "kvq_core/kernels/api.py":  # which defines nothing
-            assert set(names) <= set(import_module("kvq_core.kernels.api").__all__), names
+            exported += names
             continue
         absent = [name for name in names if not re.search(rf"^ *(def|class) {name}\b|^ *{name}\b.* = ", source, re.MULTILINE)]
         assert not absent, f"{file}: {', '.join(absent)}"
+    assert sorted(exported) == sorted(import_module("kvq_core.kernels.api").__all__)
 
 
 def test_contributing_names_commands_and_files_that_exist() -> None:
@@ -235,3 +232,43 @@ def test_write_a_backend_example_packs() -> None:
     space, _ = run(ROOT / "docs" / "write-a-backend.md")
     backend = get_backend("int4_plain")
     assert type(backend) is space["Int4Plain"] and space["TestInt4Plain"].mode == backend.mode
+
+
+# -- the command line -------------------------------------------------------------------------------------------------------
+
+
+def shown() -> list[tuple[str, str, bool]]:
+    """(command, output, whether it varies) of the console blocks, in order."""
+    found = []
+    for block in CONSOLE.finditer(text_of("command-line")):
+        for part in block["body"].split("$ ")[1:]:
+            command, _, out = part.partition("\n")
+            found.append((command, out.rstrip("\n"), bool(block["varies"])))
+    return found
+
+
+def without_versions(text: str) -> str:
+    return re.sub(r"\b\d+\.\d+\.\d+\b", "VERSION", text.rstrip("\n"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("command", "out", "varies"), shown(), ids=[command for command, *_ in shown()])
+def test_what_the_page_shows_is_what_is_printed(command: str, out: str, varies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(ROOT)
+    program, *arguments = shlex.split(command)
+    assert program == "kvq"
+    if varies:
+        name, *options = arguments
+        app.commands[name].make_context(name, options)
+        modes, rows = {entry.mode for entry in list_backends()}, {line.split()[0] for line in out.splitlines() if line}
+        assert not modes & rows or rows >= modes
+    else:
+        done = CliRunner().invoke(app, arguments, prog_name="kvq")  # what both streams say, in order
+        assert done.exit_code == (2 if out.startswith("Error: ") else 0)
+        assert without_versions(done.output) == without_versions(out)
+
+
+@pytest.mark.quick
+def test_the_page_shows_every_command() -> None:
+    assert {shlex.split(command)[1] for command, *_ in shown()} == set(app.commands)

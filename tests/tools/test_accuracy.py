@@ -314,7 +314,7 @@ def test_the_page_shows_the_committed_figures() -> None:
         assert generated.part(text, marks) == expected
     for name in ("position", "layers", "needles"):
         for theme in plots.THEMES:
-            assert plots.kept_in(f"accuracy-{name}", theme) == page.figure_key(content), f"{name}, {theme}"
+            assert plots.kept_in(f"accuracy-{name}", theme) == (page.SCRIPT, page.figure_key(content)), f"{name}, {theme}"
     assert [line["name"] for line in others["formats"]] == [line.name for line in compare.FORMATS]
     assert all(line[what]["error"] > 0 for line in others["formats"] for what in ("difference", "kl"))
 

@@ -38,7 +38,7 @@ def write(content: Content, gpu: Content | None) -> None:
     """The page's generated parts, and the plots in both themes. ``gpu``: the figures of a GPU, if there are some."""
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), parts(content, gpu)), encoding="utf-8")
     for name, draw in (("position", draw_positions), ("layers", draw_layers), ("needles", draw_needles)):
-        plots.write(f"accuracy-{name}", figure_key(content), partial(draw, content["modes"]))
+        plots.write(f"accuracy-{name}", SCRIPT, figure_key(content), partial(draw, content["modes"]))
 
 
 def parts(content: Content, gpu: Content | None) -> dict[Marks, str]:

@@ -1,7 +1,7 @@
 """The figure of README and start page: ``hatch run tables`` draws it from tables of accuracy.md and performance.md.
 
-Writes ``_static/modes-light.svg`` and ``_static/modes-dark.svg``. Each keeps the figures that it shows in its description, by which the
-tests know whether it is up to date.
+Writes ``_static/modes-light.svg`` and ``_static/modes-dark.svg``. Each names its script in its metadata, and keeps the figures that it
+shows, by which the tests know whether it is up to date.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from generated import table
 
 DOCS = Path(__file__).parents[2] / "docs"
 STATIC = DOCS / "_static"
+SCRIPT = "tools/tables/plots.py"
 THEMES = {"light": ("#1b1f24", "#5b7fb4"), "dark": ("#d6dae0", "#7ea6e0")}
 """Of text and lines, and of bars."""
 
@@ -72,24 +73,25 @@ def draw(found: list[Bar], fill: str) -> Any:
     return figure
 
 
-def write(name: str, kept: str, draw: Callable[[str], Any]) -> None:
-    """Write ``_static/NAME-light.svg`` and ``-dark.svg``: figures of ``draw(color)``, with ``kept`` as description."""
+def write(name: str, script: str, kept: str, draw: Callable[[str], Any]) -> None:
+    """Write ``_static/NAME-light.svg`` and ``-dark.svg``: figures of ``draw(color)``, drawn by ``script``, with ``kept`` as description."""
     for theme, (text, fill) in THEMES.items():
         with plt.rc_context({**style(text), "svg.hashsalt": "kvq", "svg.fonttype": "none"}):
             figure = draw(fill)
-            figure.savefig(STATIC / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None, "Description": kept})
+            metadata = {"Date": None, "Creator": script, "Description": kept}
+            figure.savefig(STATIC / f"{name}-{theme}.svg", transparent=True, metadata=metadata)
         plt.close(figure)
 
 
-def kept_in(name: str, theme: str) -> str:
-    """The description that :func:`write` has put into a figure."""
-    found = ElementTree.parse(STATIC / f"{name}-{theme}.svg").find(".//{http://purl.org/dc/elements/1.1/}description")
-    return "" if found is None else found.text or ""
+def kept_in(name: str, theme: str) -> tuple[str, str]:
+    """The script and the description that :func:`write` has put into a figure."""
+    tree, dc = ElementTree.parse(STATIC / f"{name}-{theme}.svg"), "{http://purl.org/dc/elements/1.1/}"
+    return tree.findtext(f".//{dc}creator//{dc}title", ""), tree.findtext(f".//{dc}description", "")
 
 
 def main() -> None:
     found = bars()
-    write("modes", json.dumps([asdict(bar) for bar in found]), partial(draw, found))
+    write("modes", SCRIPT, json.dumps([asdict(bar) for bar in found]), partial(draw, found))
 
 
 if __name__ == "__main__":

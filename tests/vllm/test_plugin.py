@@ -211,6 +211,10 @@ def spec(kind: str) -> Any:
     return type(kind, (), {})()
 
 
+NIXL = types.SimpleNamespace(kv_connector="NixlConnector")
+OTHERS = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec", "MLAAttentionSpec", "SlidingWindowMLASpec", "RSWASpec", "LaterSpec")
+
+
 @pytest.mark.parametrize(
     ("kind", "further", "message"),
     [
@@ -221,34 +225,17 @@ def spec(kind: str) -> Any:
         ),
         *(
             (kind, {}, f"attention: got {kind}, need FullAttentionSpec or SlidingWindowSpec: kvq serves causal attention")
-            for kind in (
-                "CrossAttentionSpec",
-                "EncoderOnlyAttentionSpec",
-                "MLAAttentionSpec",
-                "SlidingWindowMLASpec",
-                "RSWASpec",
-                "LaterSpec",
-            )
+            for kind in OTHERS
         ),
-        ("FullAttentionSpec", {"rswa_window": 64}, "rswa_window: got 64, need None: kvq's window has no prefix that stays visible"),
-        (
-            "FullAttentionSpec",
-            {"kv_transfer_config": types.SimpleNamespace(kv_connector="NixlConnector")},
-            "--kv-transfer-config: got NixlConnector, need no KV connector: a page also holds its scales",
-        ),
-        *(
-            (
-                "FullAttentionSpec",
-                {f"{kind}_context_parallel_size": 2},
-                f"--{kind}-context-parallel-size: got 2, need 1: each rank would hold",
-            )
-            for kind in ("decode", "prefill")
-        ),
+        ("", {"rswa_window": 64}, "rswa_window: got 64, need None: kvq's window has no prefix that stays visible"),
+        ("", {"kv_transfer_config": NIXL}, "--kv-transfer-config: got NixlConnector, need no KV connector: a page also holds its scales"),
+        ("", {"decode_context_parallel_size": 2}, "--decode-context-parallel-size: got 2, need 1: each rank would hold"),
+        ("", {"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size: got 2, need 1: each rank would hold"),
     ],
 )
 def test_groups_that_are_refused(kind: str, further: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message + ".*; use --kv-cache-dtype auto or fp8 without"):
-        check_group(spec(kind), group(**further))
+        check_group(spec(kind or "FullAttentionSpec"), group(**further))
     for served in ("FullAttentionSpec", "SlidingWindowSpec"):
         check_group(spec(served), group())
 
@@ -261,8 +248,8 @@ def test_reasons_say_why_and_what_would_work(reason: str) -> None:
 
 def test_reasons_name_what_fits() -> None:
     assert explained("something else") == "something else"
-    assert "--kv-cache-dtype auto or float16 or" in explained("kv_cache_dtype not supported")
-    assert "kvq_int4" in explained("kv_cache_dtype not supported")
+    said = explained("kv_cache_dtype not supported")
+    assert "--kv-cache-dtype auto or float16 or" in said and "kvq_int4" in said
     reason = head_size_reason("int2_per_token_head", 66)
     assert reason is not None and "need a multiple of 8" in reason and "kvq_none" in reason and "kvq_int2 " not in reason
     # No mode packs this one.
@@ -324,35 +311,29 @@ def test_layers_get_the_smoothing_of_their_heads(calibrated: Path, heads: int, w
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        ({"heads": 2}, r"keys.safetensors', layer 0: got one for 4 heads of 16, need one for 2 kv heads of 16: a file of ModelSmoothing"),
-        (
-            {"head_size": 32},
-            r"keys.safetensors', layer 0: got one for 4 heads of 16, need one for 4 kv heads of 32: a file of ModelSmoothing",
-        ),
+        ({"heads": 2}, "layer 0: got one for 4 heads of 16, need one for 2 kv heads of 16: a file of ModelSmoothing"),
+        ({"head_size": 32}, "layer 0: got one for 4 heads of 16, need one for 4 kv heads of 32: a file of ModelSmoothing"),
         ({"names": ("model.layers.0.attn", "model.layers.7.attn")}, r"has layers \[0, 1\], need one with layer 7 \(model.layers.7.attn\)"),
     ],
 )
 def test_a_file_of_another_model_is_refused(calibrated: Path, further: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=r"--additional-config kvq.smoothing.*" + message):
+    with pytest.raises(ArgumentError, match=r"--additional-config kvq\.smoothing.*keys\.safetensors'.* " + message):
         smooth_layers(layers(calibrated, **further), 1, 0)
 
 
 def test_a_file_that_holds_no_smoothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.safetensors").write_bytes(b"nothing")
     for name in ("other.safetensors", "absent.safetensors"):
-        with pytest.raises(
-            ArgumentError, match=rf"--additional-config kvq.smoothing: got '.*{name}' \(.*\), need a file of ModelSmoothing.save"
-        ):
+        said = rf"--additional-config kvq.smoothing: got '.*{name}' \(.*\), need a file of ModelSmoothing.save"
+        with pytest.raises(ArgumentError, match=said):
             load(str(tmp_path / name))
 
 
 def test_what_the_warm_up_is_told(calibrated: Path) -> None:
     """It compiles kernels for smoothed keys where keys are smoothed."""
     space = types.SimpleNamespace
-    impl = space(
-        kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), softcap=0.0, sinks=None, alibi_slopes=None
-    )
-    impl.use_alibi_sqrt, impl.smoothing = False, None
+    impl = space(kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), smoothing=None)
+    impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt = 0.0, None, None, False
     impl.content_bytes = lambda dtype: content_bytes(impl.kvq, 16, 16, dtype)
     limits = {"scheduler_config": space(max_num_seqs=8, max_num_batched_tokens=64), "model_config": space(max_model_len=128)}
     asked = space(**limits, speculative_config=space(num_speculative_tokens=3))

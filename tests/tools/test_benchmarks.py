@@ -236,9 +236,10 @@ def test_a_check_is_run_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def lose_a_key(intact: QuantKVBackend, **arguments: Any) -> None:
-    """Each sequence ends one key early; queries keep their distance to what they see."""
-    arguments["seqused_k"] = (arguments["seqused_k"] - 1).clamp(min=1)
-    intact.unified_attention(**arguments)
+    """The longest sequence ends one key early, which moves it least of all faults here."""
+    lengths = arguments["seqused_k"].clone()
+    lengths[lengths.argmax()] -= 1
+    intact.unified_attention(**arguments | {"seqused_k": lengths})
 
 
 def nine_tenths_of_the_scale(intact: QuantKVBackend, **arguments: Any) -> None:
@@ -257,20 +258,30 @@ def miss_a_slot(intact: QuantKVBackend, key: Any, value: Any, key_cache: Any, va
     intact.reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
 
 
-def swap_rows(intact: QuantKVBackend, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, **scales: Any) -> None:
-    intact.reshape_and_cache(key, value, key_cache, value_cache, slots.roll(1), **scales)
+def swap_keys(intact: QuantKVBackend, key: Any, *others: Any, **scales: Any) -> None:
+    intact.reshape_and_cache(key.roll(1, 0), *others, **scales)
+
+
+def swap_values(intact: QuantKVBackend, key: Any, value: Any, *others: Any, **scales: Any) -> None:
+    intact.reshape_and_cache(key, value.roll(1, 0), *others, **scales)
 
 
 def fail(intact: QuantKVBackend, *_: Any, **__: Any) -> None:
     raise RuntimeError("no kernel image\nand more")
 
 
-READS = [("unified_attention", fault, "read: relative error") for fault in (lose_a_key, nine_tenths_of_the_scale, leave_one_out)]
-WRITES = [("reshape_and_cache", fault, "write: ") for fault in (miss_a_slot, swap_rows)]
+MUTANTS = [
+    *(
+        (mode, "unified_attention", fault, "read: relative error")
+        for mode in ("none", "int4_per_token_head", "fp8_per_tensor")
+        for fault in (lose_a_key, nine_tenths_of_the_scale, leave_one_out)
+    ),
+    *((mode, "reshape_and_cache", fault, "write: ") for mode in MODES for fault in (miss_a_slot, swap_keys, swap_values)),
+    pytest.param("none", "unified_attention", fail, "RuntimeError: no kernel image", marks=pytest.mark.quick),
+]
 
 
-@pytest.mark.parametrize("mode", ["none", "int8_per_token_head", "int4_per_token_head", "int2_per_token_head", "fp8_per_tensor"])
-@pytest.mark.parametrize(("door", "fault", "said"), [*READS, *WRITES, ("unified_attention", fail, "RuntimeError: no kernel image")])
+@pytest.mark.parametrize(("mode", "door", "fault", "said"), MUTANTS)
 def test_the_gate_catches_a_broken_kernel(mode: str, door: str, fault: Any, said: str) -> None:
     (verdict,) = gate.check_all([gate.Check(broken(mode, **{door: fault}), CASES[0])], CPU)
     assert not verdict.green and verdict.fault.startswith(said) and "\n" not in verdict.fault

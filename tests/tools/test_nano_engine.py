@@ -71,7 +71,7 @@ def alone(model: TinyModel) -> list[list[int]]:
         ({"chunk": 40}, lambda stats: stats.mixed_steps > 0 == stats.preemptions),  # prefill chunks beside decode rows
         ({"chunk": 1, "block_size": 8}, lambda stats: not stats.mixed_steps),
         ({"chunk": 7, "padded": True}, lambda stats: stats.mixed_steps > 0),
-        ({"chunk": 64, "padded": True}, lambda stats: stats.mixed_steps > 0),
+        ({"chunk": 64, "padded": True, "block_size": 8, "num_blocks": 13}, lambda stats: stats.preemptions > 0),  # block 0 in use
         ({"chunk": 1000, "block_size": 64}, lambda stats: stats.steps < 40),
         ({"chunk": 64, "block_size": 8, "num_blocks": 13}, lambda stats: stats.preemptions > 0),
         ({"num_blocks": 6}, lambda stats: stats.steps > 40),  # room for one at a time

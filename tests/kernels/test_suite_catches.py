@@ -3,6 +3,7 @@
 So must the mutants of kvq's own sources, some of them here; and valid modes, whatever their packing and head sizes, must pass.
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -23,7 +24,7 @@ SOME_MUTANTS = (
     "last block lost",
     "window a key too narrow",
     "accumulator not rescaled",
-    "last of many shares lost",
+    "last of many splits lost",
     "slot after the last one",
     "int8 encoded towards zero",
     "planes need not match",
@@ -94,6 +95,13 @@ def test_modes_of_any_packing_and_head_size_pass(name: str) -> None:
     seen, said = run(name, [("eager",), ("test_contract",), ("test_packed_head_size",)], "-m", "quick", file=ODD_MODES_FILE)
     assert not seen.failed, said[-3000:]
     assert len(seen.passed) > 20
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mutant", source_mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_source_mutants_still_apply(mutant: source_mutants.Mutant) -> None:
+    """The text that a mutant edits occurs exactly once, and the file is still Python."""
+    ast.parse(mutant.mutated())
 
 
 def test_mutants_of_the_sources_are_caught() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from exact_reads import rows_alone
-from gluon_interpreted import interpreted_gluon
 from kvq_core import get_backend
 from kvq_core.call import ops
 from kvq_core.launch import dispatch
@@ -18,6 +17,7 @@ from kvq_core.plan import Entry, Groups, Table, lookup
 from kvq_core.plan.lookup import listening
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
+from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 

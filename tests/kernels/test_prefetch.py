@@ -13,8 +13,8 @@ from kvq_core.launch.device import DeviceFacts
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
+from kvq_core.testing.interpret.ptx import interpreted_ptx
 from kvq_core.testing.scene import Scene
-from ptx_interpreted import interpreted_ptx
 
 PACKED = sorted(set(FIRST_PARTY) - {"none"})
 ONE = Case(query_lens=(1,), seq_lens=(100,), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
@@ -35,9 +35,9 @@ def read(mode: str, case: Case, device: torch.device, monkeypatch: pytest.Monkey
     """What was read from, and the addresses that were asked for."""
     monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda device: DeviceFacts(5, True, "sm_90"))
     built = scene.build(case, get_backend(mode), device).fill()
-    with interpreted_ptx() as done, ops.planning_with(NOBODY_S):
+    with interpreted_ptx() as log, ops.planning_with(NOBODY_S):
         built.read(**{name: change(built) for name, change in changed.items()})
-    return built, done.requested
+    return built, log.prefetched
 
 
 def rows_of(built: Scene, slots: list[int]) -> set[int]:

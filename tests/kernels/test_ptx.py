@@ -8,7 +8,7 @@ from kvq_core.launch.device import DeviceFacts
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
-from ptx_interpreted import interpreted_ptx
+from kvq_core.testing.interpret.ptx import interpreted_ptx
 
 MODES = sorted(set(FIRST_PARTY) - {"none"})
 CASES = (
@@ -30,8 +30,8 @@ def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.devi
         return built.pages.integers("key_cache"), built.pages.integers("value_cache"), built.read()
 
     wanted = results(use_asm=False)
-    with interpreted_ptx() as done:
+    with interpreted_ptx() as log:
         got = results(use_asm=True)
-    assert len(set(done)) >= 2, "codes are made and unpacked"
+    assert len(set(log)) >= 2, "codes are made and unpacked"
     for name, one, other in zip(("key_cache", "value_cache", "out"), got, wanted, strict=True):
         assert torch.equal(one, other), name

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from exact_reads import SUITES
-from gluon_interpreted import interpreted_gluon
 from kvq_core import get_backend
 from kvq_core.call import ops
 from kvq_core.hadamard import sign_bits, single_rht
@@ -23,6 +22,7 @@ from kvq_core.plan import Entry, Table, Write
 from kvq_core.plan.lookup import listening
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
+from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.places import Place
 from sm90_cases import H200, use_kvq_s_tables_and_a_known_triton
 

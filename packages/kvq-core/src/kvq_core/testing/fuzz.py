@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from kvq_core.testing.interpreter import hasten
+from kvq_core.testing.interpret.speedup import speed_up
 
 if TYPE_CHECKING:
     from kvq_core.testing.suite import BackendTests
@@ -98,7 +98,7 @@ def settle(place: str) -> None:
     """Make this process's kernels run at ``place``; before anything imports triton."""
     if place == "interpret":
         os.environ["TRITON_INTERPRET"] = "1"
-        hasten()
+        speed_up()
     else:
         os.environ.pop("TRITON_INTERPRET", None)
     os.environ.pop("KVQ_DEBUG", None)

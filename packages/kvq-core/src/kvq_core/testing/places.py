@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvq_core.testing.interpreter import hasten
+from kvq_core.testing.interpret.speedup import speed_up
 
 NAMES = ("eager", "interpret", "gpu")
 
@@ -63,7 +63,7 @@ def choose_interpreter() -> None:
         import triton
 
         triton.knobs.runtime.interpret = True
-        hasten()
+        speed_up()
 
 
 def params(*names: str) -> list[Any]:

@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
-from gluon_interpreted import interpreted_gluon
-from ptx_interpreted import run
+from kvq_core.testing.interpret.gluon import interpreted_gluon
+from kvq_core.testing.interpret.ptx import run
 
 pytestmark = pytest.mark.quick
 
@@ -57,7 +57,7 @@ def test_elements_of_a_register_mind_themselves(samples: ModuleType) -> None:
     source, target = torch.arange(32, dtype=torch.int16).view(torch.uint16), torch.empty(32, dtype=torch.uint16)
     samples.shift[(1,)](source, target, samples.Sample(32, asm="{ .reg .b32 x; shl.b32 x, $1, 4; and.b32 $0, x, 0xfff0fff0; }"))
     assert torch.equal(target.int(), source.int() << 4)
-    with pytest.raises(InterpreterError, match="an element minds its neighbour"):
+    with pytest.raises(InterpreterError, match="an element depends on its neighbour"):
         samples.shift[(1,)](source, target, samples.Sample(32, asm="shl.b32 $0, $1, 4;"))
 
 

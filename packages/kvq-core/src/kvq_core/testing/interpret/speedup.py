@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it does again and again for nothing: most of its time goes there, and most of the suite's to it.
+"""Triton's interpreter without repeated work, which is most of its time and of the conformance suite's.
 
-Nothing that a kernel computes changes. These are parts that Triton promises nothing about, the same from 3.6 to 3.9: where they are not
-what is expected here, they stay as they are, and tests are slow.
+Results do not change. The parts replaced here are private to Triton and the same from 3.6 to 3.9. A part that looks different is left as it
+is, and tests are slow.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import inspect
 from typing import Any
 
 
-def hasten() -> None:
+def speed_up() -> None:
     """Make the interpreter of this process faster, once."""
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "_kvq_hastened", False):
+    if getattr(interpreter, "_kvq_sped_up", False):
         return
     patch: Any = getattr(interpreter, "_patch_lang", None)
     executor: Any = getattr(interpreter, "GridExecutor", None)
@@ -38,23 +38,23 @@ def hasten() -> None:
     check: Any = getattr(meaning, "binary_op_sanitize_overflow_impl", None)
     if inspect.isfunction(check):
         meaning.binary_op_sanitize_overflow_impl = _if_asserted(check, interpreter)
-    interpreter._kvq_hastened = True
+    interpreter._kvq_sped_up = True
 
 
 def _once_a_launch(patch: Any, launch: Any) -> tuple[Any, Any]:
-    """``patch`` and ``launch`` such that a launch puts the interpreter's functions into a ``triton.language`` module once.
+    """``patch`` and ``launch`` with each ``triton.language`` module patched once a launch.
 
-    Triton does so at each call of one jit function by another, a thousand lookups each time.
+    Triton patches at each call of one jit function by another, a thousand lookups each time.
     """
     launches: list[set[frozenset[str]]] = []
     languages: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
 
     def visible(fn: Any) -> frozenset[str]:
-        """What modules of the language the module of ``fn`` has imported: those are what ``patch`` sees to."""
+        """The modules of the language that the module of ``fn`` imports: those that ``patch`` patches."""
         names = fn.__globals__
         if id(names) not in languages:
             modules = (x.__name__ for x in list(names.values()) if inspect.ismodule(x))
-            # Kept with the names themselves, whose id is nobody else's as long as they live.
+            # Keeping the dict keeps its id unique.
             languages[id(names)] = names, frozenset(name for name in modules if name.startswith("triton.language"))
         return languages[id(names)][1]
 
@@ -64,7 +64,7 @@ def _once_a_launch(patch: Any, launch: Any) -> tuple[Any, Any]:
             return patch(fn)
         modules = visible(fn)
         if modules in launches[-1]:
-            return None  # a call within a kernel has no use for the record of changes
+            return None  # calls within a kernel ignore the record of changes
         launches[-1].add(modules)
         return patch(fn)
 
@@ -80,7 +80,7 @@ def _once_a_launch(patch: Any, launch: Any) -> tuple[Any, Any]:
 
 
 def _remembering(dtype_of: Any) -> Any:
-    """``dtype_of``, which writes a table of all types to look one up, asked once for each."""
+    """``dtype_of``, which builds a table of all types at each call, cached."""
     known: dict[str, Any] = {}
 
     @functools.wraps(dtype_of)
@@ -94,7 +94,7 @@ def _remembering(dtype_of: Any) -> Any:
 
 
 def _remembering_types(init: Any, core: Any) -> Any:
-    """``block_type.__init__``, which finds out all about a type of block, of numbers, once."""
+    """``block_type.__init__`` for blocks of numbers, cached."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @functools.wraps(init)
@@ -114,7 +114,7 @@ def _remembering_types(init: Any, core: Any) -> Any:
 
 
 def _remembering_shapes(init: Any, core: Any) -> Any:
-    """``tensor.__init__``, which makes of a type what its tensors say of themselves, once for each type of numbers."""
+    """``tensor.__init__``, with the attributes that follow from a type of numbers cached."""
     known: dict[str, dict[str, Any]] = {}
 
     @functools.wraps(init)
@@ -137,7 +137,7 @@ def _remembering_shapes(init: Any, core: Any) -> Any:
 
 
 def _unless_alike(broadcast: Any, core: Any) -> Any:
-    """``broadcast`` of two tensors, which compares shapes size by size, for those whose shapes differ."""
+    """``broadcast`` of two tensors, skipped where their shapes are equal."""
 
     @functools.wraps(broadcast)
     def unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -150,7 +150,7 @@ def _unless_alike(broadcast: Any, core: Any) -> Any:
 
 
 def _if_asserted(check: Any, interpreter: Any) -> Any:
-    """``check`` of a sum or product for overflow, where its verdict is heard: without ``debug`` nobody asserts it."""
+    """``check`` of a sum or product for overflow, only with ``debug``, without which its result is ignored."""
 
     @functools.wraps(check)
     def if_asserted(self: Any, *arguments: Any) -> None:

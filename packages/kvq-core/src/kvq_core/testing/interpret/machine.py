@@ -1,4 +1,4 @@
-"""What Gluon's kernels compute with beside tensors, on numpy arrays: shared memory, copies, barriers. The rest: gluon_interpreted.py."""
+"""What Gluon kernels use beside tensors, on numpy arrays: shared memory, asynchronous copies, barriers, products, warp groups."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import triton.language as tl
 from triton.runtime import interpreter
 
+Array = npt.NDArray[Any]
+
 
 class Layout:
-    """Any layout."""
+    """Any layout: it is ignored."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.value = self
 
 
 class MBarrierLayout(Layout):
-    """Of what is no array, but barriers."""
+    """The layout by which :func:`allocate` knows barriers."""
 
 
 class Shared:
-    """Shared memory: an array, or a view of one."""
+    """Shared memory: an array or a view of one."""
 
-    def __init__(self, dtype: Any, array: np.ndarray) -> None:
+    def __init__(self, dtype: Any, array: Array) -> None:
         self.dtype, self.array = dtype, array
 
     def index(self, i: Any) -> Shared:
         i = _integer(i)
-        assert 0 <= i < self.array.shape[0], f"place {i} of {self.array.shape[0]}"
+        assert 0 <= i < self.array.shape[0], f"index {i} of {self.array.shape[0]}"
         return Shared(self.dtype, self.array[i])
 
     def permute(self, order: Any) -> Shared:
@@ -45,7 +48,7 @@ class Shared:
         return Shared(dtype, self.array.view(interpreter._get_np_dtype(dtype)).reshape([_integer(size) for size in shape]))
 
     @property
-    def numbers(self) -> np.ndarray:
+    def numbers(self) -> Array:
         return _numbers(self.array, self.dtype)
 
     def load(self, layout: Any = None) -> Any:
@@ -56,12 +59,12 @@ class Shared:
         self.array[...] = value.handle.data
 
     def spoil(self) -> None:
-        """NaN in floats, the largest number in others, which as a code or a bfloat16 is often NaN."""
+        """Fill with NaN, or with the largest integer, whose bits are NaN in bfloat16 and in some codes."""
         self.array[...] = np.nan if self.array.dtype.kind == "f" else np.iinfo(self.array.dtype).max
 
 
 class Turns:
-    """Of a program's groups one runs at a time. It hands on at barriers, to whichever ``chance`` says."""
+    """The warp groups of a program, of which one runs at a time. At a barrier it yields to a group that ``chance`` picks."""
 
     def __init__(self, groups: int, chance: random.Random) -> None:
         self.chance = chance
@@ -69,14 +72,14 @@ class Turns:
         self.running = list(range(groups))
         self.turn = groups - 1
         self.waiting: set[int] = set()
-        """Those that have waited in vain since a group last got on."""
+        """Groups that waited in vain since any group last advanced."""
 
     def take(self, group: int) -> None:
         with self.changed:
             self.changed.wait_for(lambda: self.turn == group)
 
-    def hand_on(self, group: int, *, in_vain: bool = False) -> bool:
-        """Until it is this group's turn again; False: nobody gets on any more."""
+    def switch(self, group: int, *, in_vain: bool = False) -> bool:
+        """Let others run until it is this group's turn again. False: every group waits in vain."""
         self.waiting = self.waiting | {group} if in_vain else set()
         if self.waiting >= set(self.running):
             return False
@@ -97,11 +100,11 @@ class Turns:
 
 
 _own = threading.local()
-"""A thread's group, and the turns it takes."""
+"""``group`` and ``turns`` of the current thread."""
 
 
 class Barrier:
-    """Of a program's groups: its phase is over once ``count`` have arrived."""
+    """An mbarrier: a phase completes once ``count`` arrivals are in."""
 
     def __init__(self) -> None:
         self.count, self.arrived, self.phases = 0, 0, 0
@@ -114,17 +117,17 @@ class Barrier:
         assert self.arrived <= self.count, f"{self.arrived} arrive at a barrier of {self.count}"
         if self.arrived == self.count:
             self.arrived, self.phases = 0, self.phases + 1
-        _own.turns.hand_on(_own.group)
+        _own.turns.switch(_own.group)
 
     def wait(self, phase: Any) -> None:
-        """Until the phase of this parity is over."""
+        """Return once the phase of this parity is complete."""
         while self.phases % 2 == _integer(phase):
-            goes_on = _own.turns.hand_on(_own.group, in_vain=True)
-            assert goes_on, f"phase {self.phases} of a barrier does not end: {self.arrived} of {self.count} have arrived"
+            advances = _own.turns.switch(_own.group, in_vain=True)
+            assert advances, f"phase {self.phases} of a barrier does not end: {self.arrived} of {self.count} have arrived"
 
 
 class Barriers:
-    """Some of them, or one."""
+    """An array of barriers, or a view of one of them."""
 
     def __init__(self, shape: list[int]) -> None:
         self.barriers = [Barrier() for _ in range(shape[0])]
@@ -137,7 +140,7 @@ class Barriers:
 
 
 class Copies:
-    """Asynchronous copies, in groups as they were begun."""
+    """Asynchronous copies, in commit groups."""
 
     def __init__(self) -> None:
         self.groups: list[list[tuple[Shared, Any]]] = []
@@ -152,8 +155,9 @@ class Copies:
         self.groups.append(self.open)
         self.open = []
 
-    def wait(self, left: int) -> None:
-        while len(self.groups) > left:
+    def wait(self, pending: int) -> None:
+        """Complete all but the newest ``pending`` groups."""
+        while len(self.groups) > pending:
             for target, value in self.groups.pop(0):
                 target.store(value)
 
@@ -162,19 +166,20 @@ def _integer(x: Any) -> int:
     return int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(x)
 
 
-def _tensor(array: np.ndarray, dtype: Any) -> Any:
+def _tensor(array: Array, dtype: Any) -> Any:
     return tl.tensor(interpreter.TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
 
 
-def _numbers(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Of 16 bits, as float32. The interpreter has bfloat16 as bare bits."""
+def _numbers(array: Array, dtype: Any) -> Array:
+    """16-bit floats as float32. The interpreter keeps bfloat16 as raw bits."""
     if dtype == tl.bfloat16:
         return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     assert array.dtype == np.float16, array.dtype
     return array.astype(np.float32)
 
 
-def allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> Any:
+def allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> Shared | Barriers:
+    """``gl.allocate_shared_memory``."""
     if isinstance(layout, MBarrierLayout):
         return Barriers([_integer(size) for size in shape])
     shared = Shared(dtype, np.empty([_integer(size) for size in shape], interpreter._get_np_dtype(dtype)))
@@ -185,6 +190,7 @@ def allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> Any:
 
 
 def multiply(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    """``warpgroup_mma`` and ``mma_v2``: products of 16-bit floats, summed in float64 and rounded to float32 once."""
     left, right = (x.numbers if isinstance(x, Shared) else _numbers(x.handle.data, x.dtype) for x in (a, b))
     assert a.dtype == b.dtype and acc.dtype == tl.float32, (a.dtype, b.dtype, acc.dtype)
     assert left.shape[1] == right.shape[0] and acc.handle.data.shape == (left.shape[0], right.shape[1])
@@ -194,7 +200,7 @@ def multiply(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = Fa
 
 
 def specialize(chance: random.Random, groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
-    """Each group in a thread. The last begins: what it does not wait for is not there."""
+    """``gl.warp_specialize``: each group in a thread of its own. The last starts, so data that it does not wait for is missing."""
     turns = Turns(len(groups), chance)
     failures: list[BaseException] = []
 
@@ -203,7 +209,7 @@ def specialize(chance: random.Random, groups: list[tuple[Callable[..., None], tu
         turns.take(group)
         try:
             fn(*arguments)
-        except BaseException as error:  # one that others now wait for: they will fail as well
+        except BaseException as error:  # groups that wait for this one fail as well
             failures.append(error)
         turns.leave(group)
 
@@ -216,6 +222,6 @@ def specialize(chance: random.Random, groups: list[tuple[Callable[..., None], tu
         raise failures[0]
 
 
-def waited(left: int, deps: tuple[Any, ...]) -> Any:
-    """Products are done at once."""
+def waited(pending: int, deps: tuple[Any, ...]) -> Any:
+    """``warpgroup_mma_wait``: products complete at once."""
     return deps[0] if len(deps) == 1 else deps

@@ -1,10 +1,14 @@
-"""Gluon in Triton's interpreter, which has none of its own: layouts say who holds what, and nothing of what is computed.
+"""Gluon in Triton's interpreter, which supports Triton's own language only.
 
-Inside :func:`interpreted_gluon` modules of kernels are imported anew with a Gluon that is Triton's language, where layouts are dropped,
-shared memory is an array, and copies arrive when they are waited for, and not before: until then their targets are NaN. The kernel's own
-text is run, one program after the other, and each operation for all threads of a warp group at once: what keeps those from overtaking each
-other does not show here. Groups of a program take turns, handed on at its barriers; a wait that nothing ends fails.
+Inside :func:`interpreted_gluon`, kernel modules are imported again with a Gluon that maps to Triton's language: layouts are dropped, since
+they decide which thread holds an element and not its value; shared memory is an array; an asynchronous copy arrives when the kernel waits
+for it, and its target is NaN until then. The kernel's own source runs, one program after the other.
+
+Each operation runs for all threads of a warp group at once, so races between the threads of one group do not show. The groups of a program
+take turns, switching at barriers; a wait that nothing ends fails.
 """
+
+from __future__ import annotations
 
 import contextlib
 import random
@@ -18,11 +22,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from gluon_machine import Copies, Layout, MBarrierLayout, allocate, multiply, specialize, waited
-from ptx_interpreted import interpreted_ptx
+from kvq_core.testing.interpret.machine import Copies, Layout, MBarrierLayout, allocate, multiply, specialize, waited
+from kvq_core.testing.interpret.ptx import interpreted_ptx
 
 _GLUON = "triton.experimental.gluon"
-_AS_THEY_ARE = ("pointer_type", "float16", "bfloat16", "float32", "int32", "int64", "int16", "uint16", "uint32", "int1")
+_TYPES = ("pointer_type", "float16", "bfloat16", "float32", "int32", "int64", "int16", "uint16", "uint32", "int1")
 _FUNCTIONS = ("zeros", "full", "arange", "load", "store", "where", "max", "sum", "maximum", "minimum", "exp2", "log2", "fma", "join",
               "split", "permute", "program_id", "num_programs", "cdiv", "associative_scan", "static_assert", "abs", "zeros_like",
               "inline_asm_elementwise")  # fmt: skip
@@ -30,20 +34,20 @@ _LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMAShared
             "DistributedLinearLayout")  # fmt: skip
 
 
-class _Constant:
-    """``gl.constexpr``: an annotation, and as a call the value itself, which has no ``value`` of its own to be asked for."""
+class _Constexpr:
+    """``gl.constexpr``: an annotation; called, it returns its argument, which has no ``.value`` here."""
 
     def __new__(cls, value: Any) -> Any:
         return value
 
 
-_Constant.__name__ = "constexpr"
+_Constexpr.__name__ = "constexpr"
 
 
 def _jit(fn: Any = None, **options: Any) -> Any:
     if fn is None:
         return lambda fn: _jit(fn, **options)
-    # By this name the interpreter finds the language in a kernel's module.
+    # The interpreter looks for the language under this name in a kernel's module.
     fn.__globals__["tl"] = tl
     return triton.jit(fn, **options)
 
@@ -57,10 +61,10 @@ def _module(name: str, **contents: Any) -> ModuleType:
 def _language(seed: int) -> ModuleType:
     return _module(
         f"{_GLUON}.language",
-        **{name: getattr(tl, name) for name in _AS_THEY_ARE},
+        **{name: getattr(tl, name) for name in _TYPES},
         **{name: _without_layouts(name) for name in _FUNCTIONS},
         **dict.fromkeys(_LAYOUTS, Layout),
-        constexpr=_Constant,
+        constexpr=_Constexpr,
         static_range=range,
         to_tensor=lambda x: x if isinstance(x, tl.tensor) else tl.full([], x, tl.float32 if isinstance(x, float) else tl.int32),
         full_like=lambda x, value: tl.full(x.shape, value, x.dtype),
@@ -73,7 +77,7 @@ def _language(seed: int) -> ModuleType:
 
 
 def _without_layouts(name: str) -> Callable[..., Any]:
-    """The function of Triton's language, looked up when it is called: the interpreter puts its own there for a launch."""
+    """Triton's function, looked up at the call: the interpreter replaces it for the time of a launch."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(tl, name)(*(x for x in args if not isinstance(x, Layout)), **kwargs)
@@ -82,14 +86,17 @@ def _without_layouts(name: str) -> Callable[..., Any]:
 
 
 def _of_barrier(name: str) -> Callable[..., None]:
-    return lambda barriers, *args, **kwargs: getattr(barriers.one, name)(*args, **kwargs)
+    def call(barriers: Any, *args: Any, **kwargs: Any) -> None:
+        getattr(barriers.one, name)(*args, **kwargs)
+
+    return call
 
 
 def _nothing() -> None: ...
 
 
 def _modules(seed: int) -> dict[str, ModuleType]:
-    """Gluon's modules that kernels import, and none of Gluon in them."""
+    """The modules of Gluon that kernels import."""
     copies, language = Copies(), _language(seed)
     async_copy = _module("async_copy", async_copy_global_to_shared=copies.begin, commit_group=copies.commit, wait_group=copies.wait)
     mbarrier = _module("mbarrier", MBarrierLayout=MBarrierLayout, **{name: _of_barrier(name) for name in ("init", "arrive", "wait")})
@@ -106,14 +113,14 @@ def _modules(seed: int) -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def interpreted_gluon(*kernels: str, seed: int = 0) -> Iterator[list[ModuleType]]:
-    """The modules ``kernels``, imported anew, with what they import of Gluon interpreted. Nothing of it is left afterwards.
+    """Import the modules named ``kernels`` with Gluon and inline PTX interpreted, and undo it afterwards.
 
-    ``seed``: of the turns that groups take.
+    ``seed`` fixes the order in which warp groups take turns.
     """
     tl.block_type.layout = Layout()
     try:
         with _replaced({}, "kvq_core.kernels.sm90", *kernels), interpreted_ptx():
-            # Only to be imported: Triton itself asks for its Gluon when it launches something.
+            # For the import only: Triton itself asks for its Gluon at a launch.
             with _replaced(_modules(seed), _GLUON):
                 modules = [import_module(name) for name in kernels]
             yield modules
@@ -123,13 +130,13 @@ def interpreted_gluon(*kernels: str, seed: int = 0) -> Iterator[list[ModuleType]
 
 @contextlib.contextmanager
 def _replaced(modules: dict[str, ModuleType], *names: str) -> Iterator[None]:
-    """``modules`` instead of those of these names, and of those in them, until the end."""
+    """Put ``modules`` in the place of the modules ``names`` and their submodules, until the end of the block."""
 
     def exchange(others: dict[str, ModuleType]) -> dict[str, ModuleType]:
         taken = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(names)}
         sys.modules.update(others)
         for name in names:
-            # ``from package import name`` looks at the package first.
+            # ``from package import name`` looks at the package's attribute first.
             package, _, own = name.rpartition(".")
             if not package:
                 continue

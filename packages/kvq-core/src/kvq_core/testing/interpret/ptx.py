@@ -1,8 +1,8 @@
-"""Inline PTX in Triton's interpreter, which has none: what the kernels' own few lines of it do, on numpy arrays.
+"""Inline PTX in Triton's interpreter, which has none: the instructions that kvq's kernels use, on numpy arrays.
 
-Which elements share a 32-bit register depends on how threads hold them, which the interpreter does not know. So of two 16-bit elements in
-one each stands in the lower half once and in the upper half once, beside random bits, and must come out the same. Where assembly has 32-bit
-inputs, too, and so tells neighbours apart, they are those of the last axis.
+Which 16-bit elements share a 32-bit register depends on layouts, which the interpreter does not know. So assembly on packed pairs runs
+twice, with each element in the lower and in the upper half beside random bits, and must give the same result both times. Assembly that also
+has 32-bit inputs may treat the two halves differently: its pairs are neighbours on the last axis.
 """
 
 from __future__ import annotations
@@ -14,36 +14,38 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
-Word = np.ndarray
-"""The registers of all threads under one name, uint32."""
+Array = npt.NDArray[Any]
+Word = npt.NDArray[np.uint32]
+"""One 32-bit register of all threads."""
 HALF = np.uint32(0xFFFF)
 UP = np.uint32(16)
 
 
-class Done(list[str]):
-    """The assembly that was done; ``requested``: the addresses that were to be brought into the L2."""
+class AsmLog(list[str]):
+    """The assembly texts that ran. ``prefetched``: addresses of ``prefetch.global.L2``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.requested: set[int] = set()
+        self.prefetched: set[int] = set()
 
 
 @contextlib.contextmanager
-def interpreted_ptx() -> Iterator[Done]:
-    """The interpreter can do inline assembly inside; what it did."""
-    done = Done()
+def interpreted_ptx() -> Iterator[AsmLog]:
+    """Interpret inline assembly inside the block; yields a log of it."""
+    log = AsmLog()
 
     def create_inline_asm(builder: Any, asm: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int) -> _Results:
-        done.append(asm)
+        log.append(asm)
         if asm.startswith("prefetch.global.L2 [$1];"):
-            assert not pure and pack == 1, "a request without a result would be left out"
+            assert not pure and pack == 1, "a pure prefetch would be removed, as its result is unused"
             addresses = values[0].data
-            done.requested.update(addresses.ravel().tolist())
+            log.prefetched.update(addresses.ravel().tolist())
             return _Results([TensorHandle(np.zeros(addresses.shape, np.int32), types[0].scalar)])
         return _create_inline_asm(asm, constraints, values, types, pure, pack)
 
@@ -53,12 +55,12 @@ def interpreted_ptx() -> Iterator[Done]:
     @functools.wraps(written)
     def inline_asm_elementwise(*args: Any, **kwargs: Any) -> Any:
         results = written(*args, **kwargs)
-        # Triton's own tuple cannot be added to Python's, which the interpreter has elsewhere.
+        # Kernels concatenate tuples; the interpreter's are Python's, and Triton's cannot be added to them.
         return tuple(results) if isinstance(results, tl.tuple) else results
 
     builder.create_inline_asm, tl.inline_asm_elementwise = create_inline_asm, inline_asm_elementwise
     try:
-        yield done
+        yield log
     finally:
         builder.create_inline_asm, tl.inline_asm_elementwise = create, written
 
@@ -72,7 +74,7 @@ class _Results:
 
 
 def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int) -> _Results:
-    """As ``InterpreterBuilder.create_inline_asm``, which raises."""
+    """In the place of ``InterpreterBuilder.create_inline_asm``, which raises."""
     assert pure and pack in (1, 2), "no side effects, an element or two a register"
     arrays = [np.ascontiguousarray(value.data) for value in values]
     bits = [array.view(f"u{array.dtype.itemsize}").astype(np.uint32) for array in arrays]
@@ -94,7 +96,7 @@ def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: lis
         results = []
         for at, count in zip(np.cumsum([0, *registers[:-1]]), registers, strict=True):
             as_low, as_high = (low[at], high[at + 1]) if count == 2 else (low[at] & HALF, high[at] >> UP)
-            np.testing.assert_array_equal(as_low, as_high, "an element minds its neighbour")
+            np.testing.assert_array_equal(as_low, as_high, "an element depends on its neighbour")
             results.append(as_low)
     handles = []
     for result, kind, is_wide in zip(results, types, wide, strict=True):
@@ -104,14 +106,14 @@ def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: lis
     return _Results(handles)
 
 
-def _registers(array: np.ndarray, bits: Word) -> list[Word]:
-    """Those that pairs of elements are in: one of 16-bit elements, two of 32-bit ones."""
+def _registers(array: Array, bits: Word) -> list[Word]:
+    """The registers of pairs of elements: one for 16-bit elements, two for 32-bit ones."""
     low, high = bits[..., 0::2], bits[..., 1::2]
     return [low, high] if array.dtype.itemsize == 4 else [low | high << UP]
 
 
 def run(asm: str, inputs: list[Word], results: int) -> list[Word]:
-    """Registers $0, $1, ... after ``asm``, with ``inputs`` in those that follow the ``results``."""
+    """Run ``asm`` with ``inputs`` in the registers after the ``results``; returns $0, $1, ..."""
     registers: dict[str, Any] = {f"${results + i}": word for i, word in enumerate(inputs)}
     body = asm.strip()
     if body.startswith("{"):
@@ -147,32 +149,32 @@ def _lop3(a: Word, b: Word, c: Word, table: Any) -> Word:
 
 def _prmt(a: Word, b: Word, selector: Any) -> Word:
     result = np.zeros(np.broadcast(a, b).shape, np.uint32)
-    for place in range(4):
-        chosen = int(selector) >> (4 * place) & 0xF
-        assert chosen < 8, "no sign is replicated"
+    for i in range(4):
+        chosen = int(selector) >> (4 * i) & 0xF
+        assert chosen < 8, "prmt's sign replication is not supported"
         byte = (a if chosen < 4 else b) >> np.uint32(8 * (chosen % 4)) & np.uint32(0xFF)
-        result = result | byte << np.uint32(8 * place)
+        result = result | byte << np.uint32(8 * i)
     return result
 
 
 def _shift(by: Callable[[Word, Word], Word]) -> Callable[[Word, Word], Word]:
-    """By 32 and more nothing is left."""
+    """Shifts by 32 and more give 0."""
     return lambda a, b: np.where(b < 32, by(a, b & np.uint32(31)), np.uint32(0))
 
 
-def _float(word: Word) -> np.ndarray:
+def _float(word: Word) -> Array:
     return np.asarray(word, np.uint32).view(np.float32).astype(np.float64)
 
 
-def _word(numbers: np.ndarray) -> Word:
+def _word(numbers: Array) -> Word:
     return np.ascontiguousarray(numbers.astype(np.float32)).view(np.uint32)
 
 
-def _toward_zero(a: np.ndarray, b: np.ndarray) -> Word:
-    """a + b in float32, cut off."""
+def _toward_zero(a: Array, b: Array) -> Word:
+    """a + b in float32, rounded toward zero."""
     with np.errstate(invalid="ignore", over="ignore"):
         total = a + b
-        # What the sum in float64 leaves out, exactly.
+        # The float64 sum's rounding error (TwoSum).
         kept = total - a
         rest = (a - (total - kept)) + (b - kept)
         near = total.astype(np.float32)
@@ -180,22 +182,22 @@ def _toward_zero(a: np.ndarray, b: np.ndarray) -> Word:
     return _word(np.where(beyond, np.nextafter(near, np.float32(0)), near))
 
 
-def _saturated(numbers: np.ndarray) -> Word:
+def _saturated(numbers: Array) -> Word:
     return _word(np.where(np.isnan(numbers), 0.0, np.clip(numbers, 0.0, 1.0)))
 
 
-def _halves(word: Word) -> np.ndarray:
+def _halves(word: Word) -> Array:
     return np.ascontiguousarray(np.stack((word & HALF, word >> UP), -1).astype(np.uint16)).view(np.float16).astype(np.float64)
 
 
-def _from_halves(numbers: np.ndarray) -> Word:
+def _from_halves(numbers: Array) -> Word:
     with np.errstate(over="ignore"):
         bits = numbers.astype(np.float16).view(np.uint16).astype(np.uint32)
     return bits[..., 0] | bits[..., 1] << UP
 
 
 def _fma_f16x2(a: Word, b: Word, c: Word) -> Word:
-    """Exact but for the last rounding: products of float16 have 22 bits."""
+    """Exact before the one rounding: products of float16 have 22 bits."""
     a, b, c = np.broadcast_arrays(a, b, c)
     return _from_halves(_halves(a) * _halves(b) + _halves(c))
 
@@ -214,7 +216,7 @@ def _to_e4m3(high: Word, low: Word) -> Word:
 
 
 def _reciprocal(a: Word) -> Word:
-    """Rounded, which the hardware's is within a unit in the last place."""
+    """Correctly rounded; the hardware's is within one unit in the last place."""
     with np.errstate(divide="ignore"):
         return _word(1.0 / _float(a))
 
@@ -228,7 +230,7 @@ _OPERATIONS: dict[str, Callable[..., Word]] = {
     "shr.u32": _shift(lambda a, b: a >> b),
     "lop3.b32": _lop3,
     "mad.lo.u32": lambda a, b, c: a * b + c,
-    "max.s32": lambda a, b: np.where(a.view(np.int32) > b.view(np.int32), a, b),
+    "max.s32": lambda a, b: np.maximum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
     "max.u32": np.maximum,
     "prmt.b32": _prmt,
     "popc.b32": lambda a: np.bitwise_count(a).astype(np.uint32),

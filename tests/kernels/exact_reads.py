@@ -1,4 +1,4 @@
-"""What tests of one way to read share: a read that must be attention, and what its launches were compiled for."""
+"""A read that must be float64 attention, and what its launches are compiled for."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ from kvq_core.testing.launches import noted_constants
 from kvq_core.testing.scene import Scene
 
 SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
-NOBODY_S = Table("", {})
+EMPTY_TABLE = Table("", {})
 
 
-def rows_alone(built: Scene) -> dict[str, Any]:
-    """Without the scene's padding rows, so that a batch of one kind is seen to be one."""
+def without_padding(built: Scene) -> dict[str, Any]:
+    """The read's queries without the scene's padding rows, which would hide that all sequences are alike."""
     return {"q": built.q[: sum(built.case.query_lens)]}
 
 
-def read_exactly(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch, table: Table = NOBODY_S) -> list[dict[str, Any]]:
-    """The constants of a read's launches, planned by ``table`` first. Fails unless it reads as float64 attention does, within the suite's
+def read_exactly(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch, table: Table = EMPTY_TABLE) -> list[dict[str, Any]]:
+    """The constants of a read's launches, planned by ``table`` first. Fails unless the result is float64 attention within the suite's
     error budgets."""
     where = places.enter(place, monkeypatch)
     built = scene.build(case, get_backend(mode), where.device).fill()
-    own = rows_alone(built)
-    # A call like an earlier one would repeat its launches, and note none: planning by a table forgets them.
+    own = without_padding(built)
+    # A call like an earlier one would replay its launches, and note none: entering a table forgets them.
     with ops.planning_with(table), noted_constants() as constants:
         out = built.read(**own)
     SUITES[mode]().assert_exact(built.backend, built, where, out, **own)

@@ -1,7 +1,6 @@
-"""Writes by kernels of fragments (kvq_core.kernels.sm90.store_mma): which calls take them, and that their bytes are ``encode``'s.
+"""Writes by the Gluon kernels in the tensor core's layout (``kernels.sm90.store_mma``): which rows take them, with the bytes of ``encode``.
 
-Without a GPU in the interpreted Gluon, where layouts say nothing: what they promise, that nothing moves between threads, shows in the
-golden counts.
+Interpreted Gluon has no layouts: that nothing moves between threads shows in the golden counts.
 """
 
 from collections.abc import Iterator
@@ -24,22 +23,22 @@ from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.places import Place
-from sm90_cases import H200, use_kvq_s_tables_and_a_known_triton
+from sm90_device import H200, use_shipped_tables_and_a_known_triton
 
 MODES = ("int4_per_token_head", "int2_per_token_head")
 KERNELS = ("kvq_core.kernels.sm90.store_mma", "kvq_int4.store_mma", "kvq_int2.store_mma")
 PLANNED = (Write(8, 1, 1), Write(16, 1, 1), Write(16, 2, 1))
-OTHERS = tuple(Write(rows, warps, 1) for rows, warps in ((32, 2), (32, 4), (64, 4)))
+UNPLANNED = tuple(Write(rows, warps, 1) for rows, warps in ((32, 2), (32, 4), (64, 4)))
 
 ROWS = Case(query_lens=(1, 5), seq_lens=(37, 18), head_size=128, num_kv_heads=3, dtype=torch.bfloat16)
-TAKEN: tuple[Case, ...] = (
+SUPPORTED: tuple[Case, ...] = (
     ROWS,
     replace(ROWS, head_size=64, dtype=torch.float16, layout="token_major", rows="fused"),
     replace(ROWS, num_kv_heads=1, seq_lens=(1, 6), block_size=32, layout="paired", rows="transposed"),
     replace(ROWS, num_kv_heads=8, head_size=64, smoothing="mean", layout="interleaved"),
     replace(ROWS, dtype=torch.float16, smoothing="balanced", block_size=64),
 )
-REFUSED: dict[str, Case] = {
+UNSUPPORTED: dict[str, Case] = {
     "heads of 96": replace(ROWS, head_size=96),
     "heads of 256": replace(ROWS, head_size=256),
     "values of 64": replace(ROWS, head_size_v=64),
@@ -48,8 +47,8 @@ REFUSED: dict[str, Case] = {
 
 
 @pytest.fixture(autouse=True)
-def kvq_s_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_kvq_s_tables_and_a_known_triton(request, monkeypatch)
+def shipped_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_shipped_tables_and_a_known_triton(request, monkeypatch)
 
 
 @pytest.fixture(params=places.params("interpret", "gpu"))
@@ -68,7 +67,7 @@ def table_of(place: Place, choice: Write) -> Table:
 
 
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the kernels are from that are launched from now on."""
+    """The modules of the kernels that are launched from now on."""
     seen: list[str] = []
     start = LaunchRecord.start
 
@@ -81,7 +80,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "case"), [*((choice, case) for choice in PLANNED for case in TAKEN), *((choice, ROWS) for choice in OTHERS)], ids=str
+    ("choice", "case"), [*((choice, case) for choice in PLANNED for case in SUPPORTED), *((choice, ROWS) for choice in UNPLANNED)], ids=str
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_written_rows(mode: str, choice: Write, case: Case, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +91,9 @@ def test_written_rows(mode: str, choice: Write, case: Case, place: Place, monkey
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bytes_are_the_portable_kernel_s(mode: str, place: Place) -> None:
-    """Of rows of all sizes, NaN and infinity. Sums are rounded in another order, which is a step for one code in thousands, or two units
-    in the last place that a scale has."""
+def test_bytes_are_the_triton_kernel_s(mode: str, place: Place) -> None:
+    """Rows of all sizes, NaN and infinity. Sums in another order move one code in thousands by a step, a scale by two units in the last
+    place."""
     generator = torch.Generator().manual_seed(0)
     case = replace(ROWS, query_lens=(60, 1), seq_lens=(60, 1))
     both = []
@@ -108,18 +107,18 @@ def test_bytes_are_the_portable_kernel_s(mode: str, place: Place) -> None:
         with ops.planning_with(table_of(place, choice)):
             built.write()
         both.append(built)
-    portable, ours = both
-    finite = torch.ones(portable.key.shape[:2], dtype=torch.bool, device=place.device)
+    triton, gluon = both
+    finite = torch.ones(triton.key.shape[:2], dtype=torch.bool, device=place.device)
     finite[4, 0] = finite[5, 2] = False
     for half in ("key", "value"):
-        wanted, got = (built.stored(f"{half}_cache")[finite].view(torch.uint8) for built in (portable, ours))
+        wanted, got = (built.stored(f"{half}_cache")[finite].view(torch.uint8) for built in (triton, gluon))
         assert (wanted != got).float().mean() < 1e-3
-        wanted, got = (built.stored(f"{half[0]}_scale_cache")[finite] for built in (portable, ours))
+        wanted, got = (built.stored(f"{half[0]}_scale_cache")[finite] for built in (triton, gluon))
         torch.testing.assert_close(got, wanted, rtol=4e-6, atol=0)
 
 
 def asked(mode: str, case: Case, device: Device = H200) -> bool:
-    """Whether rows are planned as ones that a kernel of fragments can take."""
+    """Whether rows are planned as ones that the Gluon kernel supports."""
     built = scene.build(case, get_backend(mode), torch.device("cpu"))
     with ops.planning_with(Table("sm_90", {})), planning_for(device), listening() as questions:
         built.write()
@@ -129,16 +128,16 @@ def asked(mode: str, case: Case, device: Device = H200) -> bool:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
-def test_who_is_taken(mode: str) -> None:
-    assert all(asked(mode, case) for case in TAKEN)
-    assert not any(asked(mode, case, replace(H200, arch="sm_89", target=89)) for case in TAKEN)
+def test_supported_rows(mode: str) -> None:
+    assert all(asked(mode, case) for case in SUPPORTED)
+    assert not any(asked(mode, case, replace(H200, arch="sm_89", target=89)) for case in SUPPORTED)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("why", UNSUPPORTED)
 @pytest.mark.parametrize("mode", MODES)
-def test_who_is_not(mode: str, why: str) -> None:
-    assert not asked(mode, REFUSED[why])
+def test_unsupported_rows(mode: str, why: str) -> None:
+    assert not asked(mode, UNSUPPORTED[why])
 
 
 @pytest.mark.quick

@@ -28,14 +28,14 @@ class Sample:
 def double(source, target, C: gl.constexpr):
     """By way of shared memory, in two copies."""
     SIZE: gl.constexpr = C.size
-    places = gl.arange(0, SIZE, ROW)
+    offsets = gl.arange(0, SIZE, ROW)
     shared = gl.allocate_shared_memory(gl.float32, [2, SIZE], PLAIN)
     for half in gl.static_range(2):
-        async_copy.async_copy_global_to_shared(shared.index(half), source + half * SIZE + places, mask=places < SIZE - 1)
+        async_copy.async_copy_global_to_shared(shared.index(half), source + half * SIZE + offsets, mask=offsets < SIZE - 1)
         async_copy.commit_group()
     async_copy.wait_group(C.left)
     for half in gl.static_range(2):
-        gl.store(target + half * SIZE + places, shared.index(half).load(ROW) * 2.0)
+        gl.store(target + half * SIZE + offsets, shared.index(half).load(ROW) * 2.0)
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def drain(target, shared, full, free, C: gl.constexpr):
 
 @gluon.jit
 def hand_over(target, C: gl.constexpr):
-    """Rounds of numbers from one group to another, through one place that is filled again once it is free."""
+    """Rounds of numbers from one group to another, through one buffer that is filled again once it is free."""
     shared = gl.allocate_shared_memory(gl.float32, [C.size], PLAIN)
     barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(2):
@@ -70,14 +70,14 @@ def hand_over(target, C: gl.constexpr):
 @gluon.jit
 def shift(source, target, C: gl.constexpr):
     """Pairs of 16-bit elements, four bits up."""
-    places = gl.arange(0, C.size, ROW)
-    x = gl.inline_asm_elementwise(C.asm, "=r,r", [gl.load(source + places)], dtype=gl.uint16, is_pure=True, pack=2)
-    gl.store(target + places, x)
+    offsets = gl.arange(0, C.size, ROW)
+    x = gl.inline_asm_elementwise(C.asm, "=r,r", [gl.load(source + offsets)], dtype=gl.uint16, is_pure=True, pack=2)
+    gl.store(target + offsets, x)
 
 
 @gluon.jit
 def combine(source, words, target, C: gl.constexpr):
     """Pairs of 16-bit elements with a 32-bit word each."""
-    places = gl.arange(0, C.size, PAIRS)
-    x, word = gl.load(source + places), gl.load(words + places)
-    gl.store(target + places, gl.inline_asm_elementwise(C.asm, "=r,r,r,r", [x, word], dtype=gl.uint16, is_pure=True, pack=2))
+    offsets = gl.arange(0, C.size, PAIRS)
+    x, word = gl.load(source + offsets), gl.load(words + offsets)
+    gl.store(target + offsets, gl.inline_asm_elementwise(C.asm, "=r,r,r,r", [x, word], dtype=gl.uint16, is_pure=True, pack=2))

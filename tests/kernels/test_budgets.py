@@ -33,14 +33,13 @@ def low_precision(exact: Exact, case: Case, operand: torch.dtype, rotated: bool)
         q, k = single_rht(q), single_rht(k) / block_of(case.head_size)
     raw = q.to(operand).float() @ k.transpose(1, 2) * case.head_size**-0.5
     capped = case.softcap * torch.tanh(raw / case.softcap) if case.softcap else raw
-    # What comes after the cap (biases, masks, sinks) rounds nothing worth mentioning.
+    # What comes after the cap (biases, masks, sinks) rounds next to nothing.
     final = capped + (exact.final - exact.capped).float()
     top = final.amax(-1, keepdim=True)
     p = torch.exp(final - top)
-    log_total = torch.log(exact.weights.sum(-1, keepdim=True))
-    share = torch.exp(log_total).float()
+    keys_weight = exact.weights.sum(-1, keepdim=True).float()
     with_sink = p.sum(-1, keepdim=True)
-    sink = with_sink * (1 - share) / share
+    sink = with_sink * (1 - keys_weight) / keys_weight
     return (p.to(operand).float() @ exact.v.float()) / (with_sink + sink)
 
 
@@ -66,9 +65,9 @@ def test_low_precision_stays_inside_with_options(case: Case) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("operand", "share"), [(torch.float16, 0.25), (torch.bfloat16, 1.0)])
-def test_a_missing_key_shows(operand: torch.dtype, share: float) -> None:
-    """Leaving out any key that has ``share`` of the average weight is outside the budget, in 200 keys."""
+@pytest.mark.parametrize(("operand", "fraction"), [(torch.float16, 0.25), (torch.bfloat16, 1.0)])
+def test_a_missing_key_shows(operand: torch.dtype, fraction: float) -> None:
+    """Leaving out any key that has ``fraction`` of the average weight is outside the budget, in 200 keys."""
     shown = hidden = 0
     for exact in exacts(PLAIN):
         allowed = bound(exact, PLAIN, operand)
@@ -78,7 +77,7 @@ def test_a_missing_key_shows(operand: torch.dtype, share: float) -> None:
             without[:, :, j] = 0
             out = without @ exact.v / without.sum(-1, keepdim=True).clamp(min=1e-30)
             outside = ((out - exact.out).abs() > allowed).any(-1)
-            heavy = exact.weights[:, :, j] >= share / keys
+            heavy = exact.weights[:, :, j] >= fraction / keys
             heavy &= exact.weights.sum(-1) - exact.weights[:, :, j] > 1e-9
             shown += int((outside & heavy).sum())
             hidden += int((~outside & heavy).sum())

@@ -78,7 +78,7 @@ def test_every_kernel_of_the_other_modes_builds(target: str) -> None:
     ("mode", "layout", "head_size"),
     [("int4", "head_major", 96), ("int2", "head_major", 64), ("int4", "interleaved", 128), ("int8", "interleaved", 128)],
 )
-def test_rows_are_copied_in_as_few_pieces_as_their_places_allow(mode: str, layout: str, head_size: int) -> None:
+def test_rows_are_copied_by_wide_loads(mode: str, layout: str, head_size: int) -> None:
     """Of rows that do not start at multiples of 32 bytes, too: Triton by itself would load each lane alone, and wait for it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).parent / "row_loads.py"), mode, layout, str(head_size)]

@@ -1,9 +1,6 @@
 """The fuzzer draws the same scenarios every time, of every kind, and its command says what fails and what died."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,62 +93,42 @@ def test_bad_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> N
 
 BROKEN = """
 import os
+import time
 from kvq_core.testing import BackendTests
 
 class TestBroken(BackendTests):
     mode = "int8_per_token_head"
 
     def assert_scenario(self, backend, place, scenario):
-        wrong = self.scenario(backend, place, 3, 0), self.scenario(backend, place, 3, 2)
-        if scenario == wrong[0]:
+        fails, dies, hangs = (self.scenario(backend, place, 3, number) for number in (0, 2, 4))
+        if scenario == fails:
             raise AssertionError("the very first")
-        if scenario == wrong[1]:
+        if scenario == dies:
             os._exit(7)
-"""
-
-
-def test_failures_and_deaths_are_told(tmp_path: Path) -> None:
-    """Number 0 fails, 1 passes, 2 takes its process along; a new one goes on with 3, and takes the second task."""
-    suite, kept = tmp_path / "broken.py", tmp_path / "kept.json"
-    suite.write_text(BROKEN)
-    command = ["-m", "kvq_core.testing.fuzz", "--device", "cpu", "--modes", "int8", "--count", "6", "--workers", "1", "--seed", "3"]
-    done = subprocess.run(
-        [sys.executable, *command, "--suite", str(suite), "--json", str(kept)], capture_output=True, text=True, env=dict(os.environ)
-    )
-    assert done.returncode == 1, done.stderr
-    assert "FAILED int8_per_token_head:0: AssertionError: the very first" in done.stdout + done.stderr
-    again = f"--device cpu --suite {suite} --seed 3 --only int8_per_token_head:"
-    assert "FAILED int8_per_token_head:2: not run: its process ended with status 7" in done.stdout + done.stderr
-    assert f"{again}0" in done.stdout + done.stderr and f"{again}2" in done.stdout + done.stderr
-    assert "6 scenarios (int8_per_token_head 5), seed 3, interpret: 2 failures, " in done.stdout
-    told = json.loads(kept.read_text())
-    assert told["done"] == {"int8_per_token_head": 5} and list(told["failures"]) == ["int8_per_token_head:0", "int8_per_token_head:2"]
-
-
-HANGING = """
-import time
-from kvq_core.testing import BackendTests
-
-class TestHanging(BackendTests):
-    mode = "int8_per_token_head"
-
-    def assert_scenario(self, backend, place, scenario):
-        if scenario == self.scenario(backend, place, 3, 1):
+        if scenario == hangs:
             time.sleep(1000)
 """
 
 
-def test_a_scenario_that_hangs_costs_only_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    suite = tmp_path / "hanging.py"
-    suite.write_text(HANGING)
+def test_failures_deaths_and_hangs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number 0 fails, 2 ends its process, 4 hangs: each costs only itself, and another process goes on with 1, 3 and 5."""
+    suite, kept = tmp_path / "broken.py", tmp_path / "kept.json"
+    suite.write_text(BROKEN)
     monkeypatch.setattr(fuzz, "SILENCE", 15)
-    command = ["--device", "cpu", "--modes", "int8", "--count", "3", "--workers", "1", "--seed", "3", "--suite", str(suite)]
-    assert main(command) == 1
+    command = ["--device", "cpu", "--modes", "int8", "--count", "6", "--workers", "1", "--seed", "3"]
+    assert main([*command, "--suite", str(suite), "--json", str(kept)]) == 1
     printed = capsys.readouterr()
-    assert "FAILED int8_per_token_head:1: not run: no word for minutes" in printed.out + printed.err
-    assert "3 scenarios (int8_per_token_head 2), seed 3, interpret: 1 failures, " in printed.out
+    said = printed.out + printed.err
+    for number, why in (
+        (0, "AssertionError: the very first"),
+        (2, "not run: its process ended with status 7"),
+        (4, "not run: no word for minutes"),
+    ):
+        assert f"FAILED int8_per_token_head:{number}: {why}" in said
+        assert f"--device cpu --suite {suite} --seed 3 --only int8_per_token_head:{number}" in said
+    assert "6 scenarios (int8_per_token_head 4), seed 3, interpret: 3 failures, " in printed.out
+    told = json.loads(kept.read_text())
+    assert told["done"] == {"int8_per_token_head": 4} and list(told["failures"]) == [f"int8_per_token_head:{n}" for n in (0, 2, 4)]
 
 
 def test_the_time_may_be_up(capsys: pytest.CaptureFixture[str]) -> None:

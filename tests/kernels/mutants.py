@@ -1,566 +1,379 @@
 """Modes with one mistake each, for test_suite_catches.py: the suite must see every one of them. Their kernels are torch code.
 
-``caught_by`` says what the id of a test that has to fail contains. ``Control`` makes no mistake, and has to pass them all.
+``caught_by`` of a mode has the words in the id of a test that must fail. Controls make no mistake, and must pass all of these tests.
 """
 
-import dataclasses
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
+import test_backends
 from kvq_core.backend import QuantKVBackend
 from kvq_core.call import reference, torch_path
 from kvq_core.call.spec import Attention, NewRows
-from kvq_core.hadamard import block_hadamard, single_rht
+from kvq_core.hadamard import single_rht
 from kvq_core.launch.workspace import kept_buffer, workspace
 from kvq_core.none import NoneBackend
-from kvq_core.testing import BackendTests, budgets
+from kvq_core.testing import BackendTests
 from kvq_int2 import Int2PerTokenHead
 from kvq_int2 import codec as int2
 from kvq_int4 import Int4PerTokenHead
 from kvq_int4 import codec as int4
 from kvq_int8fp8 import FP8PerTokenHead, Int8PerTokenHead
 from kvq_int8fp8 import codec as int8fp8
-from mode_bounds import Int2Bounds, Int4Bounds
+
+Encoded = tuple[torch.Tensor, torch.Tensor | None]
+Read, Write = Callable[[Any, Attention], None], Callable[[Any, NewRows], None]
+BACKENDS: dict[str, type[QuantKVBackend]] = {}
+SUITES = {
+    NoneBackend: test_backends.TestNone,
+    Int8PerTokenHead: test_backends.TestInt8PerTokenHead,
+    FP8PerTokenHead: test_backends.TestFP8PerTokenHead,
+    Int4PerTokenHead: test_backends.TestInt4PerTokenHead,
+    Int2PerTokenHead: test_backends.TestInt2PerTokenHead,
+}
 
 
-def bent(attention: Attention, **scoring: Any) -> Attention:
-    return dataclasses.replace(attention, scoring=dataclasses.replace(attention.scoring, **scoring))
-
-
-def lengths(attention: Attention, change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
-    batch = dataclasses.replace(attention.batch, seqused_k=change(attention.batch.seqused_k))
-    return dataclasses.replace(attention, batch=batch)
-
-
-def result(attention: Attention, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    attention.out.copy_(change(attention.out.float()).to(attention.out.dtype))
-
-
-class Control(Int8PerTokenHead):
-    """int8 with torch code for kernels, and no mistake."""
+class TorchKernels:
+    """Torch code in place of a mode's kernels."""
 
     caught_by: ClassVar[tuple[str, ...]] = ()
-    space = staticmethod(lambda x: x.double())
 
     def write(self, rows: NewRows) -> None:
-        torch_path.write(self, rows)
+        torch_path.write(self, rows)  # type: ignore[arg-type]
 
     def read(self, attention: Attention) -> None:
+        torch_path.read(self, attention)  # type: ignore[arg-type]
+
+
+class Int8(TorchKernels, Int8PerTokenHead): ...
+
+
+class Int4(TorchKernels, Int4PerTokenHead): ...
+
+
+def mutant(name: str, caught_by: str, base: type = Int8, **methods: Any) -> None:
+    BACKENDS[name] = type(name, (base,), {"caught_by": tuple(caught_by.split()), **methods})
+
+
+def call(change: Callable[[Attention], Attention]) -> Read:
+    """Reads a changed call."""
+    return lambda self, attention: torch_path.read(self, change(attention))
+
+
+def scoring(**changes: Callable[[Any], Any]) -> Read:
+    """Reads with options changed: by name, of their values."""
+
+    def bent(attention: Attention) -> Attention:
+        new = {name: change(getattr(attention.scoring, name)) for name, change in changes.items()}
+        return replace(attention, scoring=replace(attention.scoring, **new))
+
+    return call(bent)
+
+
+def unless_none(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+    return lambda x: None if x is None else change(x)
+
+
+def batch(attention: Attention, **changes: Any) -> Attention:
+    return replace(attention, batch=replace(attention.batch, **changes))
+
+
+def rows_of_sequences(attention: Attention) -> slice:
+    """The rows that a read may write."""
+    return slice(int(attention.batch.cu_seqlens_q[-1]))
+
+
+def lengths(change: Callable[[torch.Tensor, Attention], torch.Tensor]) -> Read:
+    """Reads other numbers of keys."""
+    return call(lambda attention: batch(attention, seqused_k=change(attention.batch.seqused_k, attention)))
+
+
+def and_then(effect: Callable[[Attention], Any]) -> Read:
+    """Reads, and does something more."""
+
+    def read(self: Any, attention: Attention) -> None:
         torch_path.read(self, attention)
+        effect(attention)
+
+    return read
 
 
-class Int4Control(Int4PerTokenHead):
-    caught_by: ClassVar[tuple[str, ...]] = ()
-    write = Control.write
-    read = Control.read
-    space = staticmethod(lambda x: single_rht(x.double()))
+def result(change: Callable[[torch.Tensor, Attention], torch.Tensor]) -> Read:
+    """Reads, and changes the result (the rows of sequences, as float32)."""
+
+    def effect(attention: Attention) -> None:
+        rows = attention.out[rows_of_sequences(attention)]
+        rows.copy_(change(rows.float(), attention).to(rows.dtype))
+
+    return and_then(effect)
+
+
+def scaled(excess: Callable[[Attention], Any]) -> Read:
+    """Reads, and changes the result by a unit in the last place of float16, or two."""
+    return result(lambda out, of: out * (1 + 2.0**-10 * excess(of)))
 
 
 # -- reads ---------------------------------------------------------------------------------------------------------------
 
-
-class WindowTooWide(Control):
-    caught_by = ("test_attention", "window=")
-
-    def read(self, attention: Attention) -> None:
-        left = attention.scoring.window_left
-        torch_path.read(self, bent(attention, window_left=left + 1 if left >= 0 else -1))
-
-
-class WindowTooNarrow(Control):
-    caught_by = ("test_attention", "window=16")
-
-    def read(self, attention: Attention) -> None:
-        left = attention.scoring.window_left
-        torch_path.read(self, bent(attention, window_left=max(left - 1, 0) if left >= 0 else -1))
-
-
-class NoSoftcap(Control):
-    caught_by = ("test_attention", "softcap=")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, bent(attention, softcap=0.0))
-
-
-class SinksTwice(Control):
-    caught_by = ("test_attention", "sinks=")
-
-    def read(self, attention: Attention) -> None:
-        sinks = attention.scoring.sinks
-        torch_path.read(self, bent(attention, sinks=None if sinks is None else sinks.float() + torch.log(torch.tensor(2.0))))
-
-
-class AlibiWithoutSqrt(Control):
-    caught_by = ("test_attention", "alibi_sqrt=")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, bent(attention, use_alibi_sqrt=False))
-
-
-class BiasTransposed(Control):
-    caught_by = ("test_attention", "qq_bias=")
-
-    def read(self, attention: Attention) -> None:
-        bias = attention.scoring.qq_bias
-        torch_path.read(self, bent(attention, qq_bias=None if bias is None else bias.T))
-
-
-class RangesExclusive(Control):
-    caught_by = ("test_attention", "mm_prefix=")
-
-    def read(self, attention: Attention) -> None:
-        ranges = attention.scoring.mm_prefix_range
-        torch_path.read(self, bent(attention, mm_prefix_range=None if ranges is None else ranges - torch.tensor([0, 1], dtype=torch.int32)))
-
-
-class ForgetsNewestKey(Control):
-    caught_by = ("test_attention", "query_lens=1x1x1,seq_lens=1x16x17")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, lengths(attention, lambda used: (used - 1).clamp(min=1)))
-
-
-class ReadsPastTheEnd(Control):
-    caught_by = ("test_attention", "query_lens=2x8x5")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, lengths(attention, lambda used: used + 1))
-
-
-class TrustsTheHint(Control):
-    caught_by = ("test_longest_sequence_is_a_hint",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, lengths(attention, lambda used: used.clamp(max=attention.batch.max_seqlen_k)))
-
-
-class ClampsBlockIds(Control):
-    caught_by = ("test_blocks_outside_the_cache",)
-
-    def read(self, attention: Attention) -> None:
-        table = attention.batch.block_table.clamp(0, attention.keys.num_blocks - 1)
-        torch_path.read(self, dataclasses.replace(attention, batch=dataclasses.replace(attention.batch, block_table=table)))
-
-
-class NoOutputScale(Control):
-    caught_by = ("test_attention", "output=")
-
-    def read(self, attention: Attention) -> None:
-        scale = attention.output_scale
-        torch_path.read(self, dataclasses.replace(attention, output_scale=None if scale is None else torch.ones_like(scale)))
-
-
-class HeadsInterleaved(Control):
-    caught_by = ("test_attention", "layout=token_major")
-
-    def read(self, attention: Attention) -> None:
-        heads = torch.arange(attention.q.shape[1]).view(attention.queries_per_kv, -1).T.flatten()
-        out = torch.empty_like(attention.out)
-        torch_path.read(self, dataclasses.replace(attention, q=attention.q[:, heads], out=out))
-        attention.out[:, heads] = out
-
-
-class KeyScalesForValues(Control):
-    caught_by = ("test_attention", "layout=")
-
-    def read(self, attention: Attention) -> None:
-        values = dataclasses.replace(attention.values, scales=attention.keys.scales)
-        torch_path.read(self, dataclasses.replace(attention, values=values))
-
-
-class RoundsResultToBfloat16(Control):
-    caught_by = ("test_attention", "rows=")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        result(attention, lambda out: out.to(torch.bfloat16).float())
-
-
-class OneInFiveHundredTooMuch(Control):
-    caught_by = ("test_attention", "query_lens=33,seq_lens=33")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        result(attention, lambda out: out * 1.002)
-
-
-class NotUnrotated(Int4Control):
-    caught_by = ("test_attention", "head_size=128")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        result(attention, lambda out: single_rht(out) / out.shape[-1] ** 0.5)
-
-
-class DependsOnTheBatch(Control):
-    caught_by = ("test_batch_invariance",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        if attention.batch.num_seqs > 1:
-            result(attention, lambda out: out * (1 + 2.0**-10))
-
-
-class DependsOnPlacement(Control):
-    caught_by = ("test_placement_does_not_matter",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        result(attention, lambda out: out * (1 + 2.0**-10 * (attention.batch.block_table[0, 0] % 3)))
-
-
-class LooksAtUnusedBytes(Control):
-    caught_by = ("test_unused_bytes_do_not_matter",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        peek = attention.keys.codes.float().sum() % 7
-        result(attention, lambda out: out * (1 + 2.0**-9 * peek))
-
-
-class UsesLeftovers(Control):
-    """Takes its workspace for zeroed."""
-
-    caught_by = ("test_leftovers_do_not_matter",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        _, acc, _, _ = workspace(attention.q.device, 1, 1, 8)
-        result(attention, lambda out: out + acc[:1])
-
-
-class Unsteady(Control):
-    caught_by = ("test_leftovers_do_not_matter",)
-    calls = 0
-
-    def write(self, rows: NewRows) -> None:
-        torch_path.write(self, rows)
-        Unsteady.calls += 1
-        rows.keys.codes[rows.slot_mapping[0] // rows.keys.block_size, rows.slot_mapping[0] % rows.keys.block_size, 0, 0] = Unsteady.calls
-
-
-class DependsOnTheTable(Control):
-    """Plans by the width of the block table."""
-
-    caught_by = ("test_results_in_random_batches",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        result(attention, lambda out: out * (1 + 2.0**-9 * (attention.batch.block_table.shape[1] > 2)))
-
-
-class DependsOnItsPlace(Control):
-    """The fifth sequence and later ones are computed in another order."""
-
-    caught_by = ("test_results_in_random_batches",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        if attention.batch.num_seqs > 4:
-            attention.out[attention.batch.cu_seqlens_q[4] :] *= 1 + 2.0**-9
-
-
-class SpreadsBadRows(Control):
-    caught_by = ("test_bad_query_row_stays_alone",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        bad = attention.out.isnan().any(-1).any(-1)
-        attention.out[bad] = torch.nan
-
-
-class UnderestimatesOrder(Control):
-    """Takes every sequence for the longest's query length."""
-
-    caught_by = ("test_order_of_sequences_does_not_matter",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, lengths(attention, lambda used: used.sort(descending=True).values))
-
-
-class WritesRowsOfNoSequence(Control):
-    caught_by = ("test_attention",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        attention.out[int(attention.batch.cu_seqlens_q[-1]) :] = 0
-
-
-class LeavesItsWorkspace(Control):
-    caught_by = ("test_attention",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        space = kept_buffer(attention.q.device, 100)
-        space.as_strided((1,), (1,), space.storage_offset() + 100)[0] = 0.0
-
-
-class TrustsItsWorkspace(Control):
-    """What an earlier call left there is taken for its own."""
-
-    caught_by = ("test_attention",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        result(attention, lambda out: out + kept_buffer(out.device, 100)[0])
-
-
-class LeavesItsScratch(Control):
-    caught_by = ("test_engine_splits",)
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        if attention.scratch is not None:
-            top = attention.scratch.max
-            top.as_strided((1,), (1,), top.storage_offset() + top.numel())[0] = 0.0
-
-
-class SpreadsOverflow(Control):
+mutant("WindowTooWide", "test_attention window=", read=scoring(window_left=lambda left: left + 1 if left >= 0 else -1))
+mutant("WindowTooNarrow", "test_attention window=16", read=scoring(window_left=lambda left: max(left - 1, 0) if left >= 0 else -1))
+mutant("NoSoftcap", "test_attention softcap=", read=scoring(softcap=lambda softcap: 0.0))
+mutant("SinksTwice", "test_attention sinks=", read=scoring(sinks=unless_none(lambda sinks: sinks.float() + torch.tensor(2.0).log())))
+mutant("AlibiWithoutSqrt", "test_attention alibi_sqrt=", read=scoring(use_alibi_sqrt=lambda use: False))
+mutant("BiasTransposed", "test_attention qq_bias=", read=scoring(qq_bias=unless_none(lambda bias: bias.T)))
+mutant(
+    "RangesExclusive",
+    "test_attention mm_prefix=",
+    read=scoring(mm_prefix_range=unless_none(lambda ranges: ranges - torch.tensor([0, 1], dtype=torch.int32))),
+)
+mutant("ForgetsNewestKey", "test_attention query_lens=1x1x1,seq_lens=1x16x17", read=lengths(lambda used, _: (used - 1).clamp(min=1)))
+mutant("ReadsPastTheEnd", "test_attention query_lens=2x8x5", read=lengths(lambda used, _: used + 1))
+mutant("TrustsTheHint", "test_longest_sequence_is_a_hint", read=lengths(lambda used, of: used.clamp(max=of.batch.max_seqlen_k)))
+mutant("SortsLengths", "test_order_of_sequences_does_not_matter", read=lengths(lambda used, _: used.sort(descending=True).values))
+mutant(
+    "ClampsBlockIds",
+    "test_blocks_outside_the_cache",
+    read=call(lambda of: batch(of, block_table=of.batch.block_table.clamp(0, of.keys.num_blocks - 1))),
+)
+mutant(
+    "NoOutputScale",
+    "test_attention output=",
+    read=call(lambda of: replace(of, output_scale=None if of.output_scale is None else torch.ones_like(of.output_scale))),
+)
+mutant("KeyScalesForValues", "test_attention layout=", read=call(lambda of: replace(of, values=replace(of.values, scales=of.keys.scales))))
+mutant("RoundsResultToBfloat16", "test_attention rows=", read=result(lambda out, _: out.to(torch.bfloat16).float()))
+mutant("OneInFiveHundredTooMuch", "test_attention query_lens=33,seq_lens=33", read=result(lambda out, _: out * 1.002))
+mutant("NotUnrotated", "test_attention head_size=128", Int4, read=result(lambda out, _: single_rht(out) / out.shape[-1] ** 0.5))
+mutant("DependsOnTheBatch", "test_batch_invariance", read=scaled(lambda of: of.batch.num_seqs > 1))
+mutant("DependsOnPlacement", "test_placement_does_not_matter", read=scaled(lambda of: of.batch.block_table[0, 0] % 3))
+mutant("LooksAtUnusedBytes", "test_unused_bytes_do_not_matter", read=scaled(lambda of: of.keys.codes.float().sum() % 7))
+# Takes its workspace for zeroed.
+mutant("UsesLeftovers", "test_leftovers_do_not_matter", read=result(lambda out, _: out + workspace(out.device, 1, 1, 8)[1][:1]))
+# Plans by the width of the block table.
+mutant("DependsOnTheTable", "test_results_in_random_batches", read=scaled(lambda of: of.batch.block_table.shape[1] > 2))
+# The fifth sequence and later ones are computed in another order.
+mutant(
+    "DependsOnItsIndex",
+    "test_results_in_random_batches",
+    read=result(lambda out, of: torch.cat([out[: (cut := int(of.batch.cu_seqlens_q[:5][-1]))], out[cut:] * (1 + 2.0**-9)])),
+)
+mutant(
+    "SpreadsBadRows",
+    "test_bad_query_row_stays_alone",
+    read=result(lambda out, _: torch.where(out.isnan().flatten(1).any(-1)[:, None, None], torch.nan, out)),
+)
+# What an earlier call left there is taken for its own.
+mutant("TrustsItsWorkspace", "test_attention", read=result(lambda out, _: out + kept_buffer(out.device, 100)[0]))
+mutant("WritesRowsOfNoSequence", "test_attention", read=and_then(lambda of: of.out[int(of.batch.cu_seqlens_q[-1]) :].zero_()))
+
+
+def beyond(x: torch.Tensor, index: int) -> torch.Tensor:
+    """The element [1] at ``index`` of the memory that ``x`` begins in."""
+    return x.as_strided((1,), (1,), x.storage_offset() + index)
+
+
+mutant("LeavesItsWorkspace", "test_attention", read=and_then(lambda of: beyond(kept_buffer(of.q.device, 100), 100).zero_()))
+mutant(
+    "LeavesItsScratch",
+    "test_engine_splits",
+    read=and_then(lambda of: of.scratch and beyond(of.scratch.max, of.scratch.max.numel()).zero_()),
+)
+
+
+def overflow_everywhere(attention: Attention) -> None:
     """A key that overflows spoils a sequence that does not hold it."""
-
-    caught_by = ("test_fuzz", "interpret")
-
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        if not attention.out.float().isfinite().all():
-            attention.out[int(attention.batch.cu_seqlens_q[-1]) - 1] = torch.nan
+    if not attention.out.float().isfinite().all():
+        attention.out[int(attention.batch.cu_seqlens_q[-1]) - 1] = torch.nan
 
 
-class ForgetsSharedBlocks(Control):
+def interleaved_heads(self: QuantKVBackend, attention: Attention) -> None:
+    heads = torch.arange(attention.q.shape[1]).view(attention.queries_per_kv, -1).T.flatten()
+    out, owned = torch.empty_like(attention.out), rows_of_sequences(attention)
+    torch_path.read(self, replace(attention, q=attention.q[:, heads], out=out))
+    attention.out[owned, heads] = out[owned]
+
+
+def blocks_once(attention: Attention) -> Attention:
     """Each block is taken for one sequence's alone: the second one that names it does not see it."""
-
-    caught_by = ("test_fuzz", "interpret")
-
-    def read(self, attention: Attention) -> None:
-        table, seen = attention.batch.block_table.clone(), set()
-        for seq, used in enumerate(attention.batch.seqused_k.tolist()):
-            for column in range(-(-used // attention.keys.block_size)):
-                block = int(table[seq, column])
-                table[seq, column] = -1 if block in seen else block
-                seen.add(block)
-        batch = dataclasses.replace(attention.batch, block_table=table)
-        torch_path.read(self, dataclasses.replace(attention, batch=batch))
+    table, seen = attention.batch.block_table.clone(), set()
+    for seq, used in enumerate(attention.batch.seqused_k.tolist()):
+        for column in range(-(-used // attention.keys.block_size)):
+            block = int(table[seq, column])
+            table[seq, column] = -1 if block in seen else block
+            seen.add(block)
+    return batch(attention, block_table=table)
 
 
-class SubnormalQueriesOverflow(Control):
+def divided_by_peak(attention: Attention) -> Attention:
     """A query is divided by its peak, however small that is."""
-
-    caught_by = ("test_tiny_queries",)
-
-    def read(self, attention: Attention) -> None:
-        q = attention.q.float()
-        peak = q.abs().amax(-1, keepdim=True)
-        torch_path.read(self, dataclasses.replace(attention, q=torch.where(peak > 0, q * (64.0 / peak) * (peak / 64.0), q)))
+    q = attention.q.float()
+    peak = q.abs().amax(-1, keepdim=True)
+    return replace(attention, q=torch.where(peak > 0, q * (64.0 / peak) * (peak / 64.0), q))
 
 
-class IgnoresScratchSegments(Control):
+def mean_of_halves(self: QuantKVBackend, attention: Attention) -> None:
     """With an engine's scratch, combines two halves without their maxima."""
+    torch_path.read(self, attention)
+    if attention.scratch is not None and attention.scratch.num_segments > 1:
+        half, owned = torch.empty_like(attention.out), rows_of_sequences(attention)
+        torch_path.read(self, replace(batch(attention, seqused_k=(attention.batch.seqused_k + 1) // 2), out=half))
+        attention.out[owned] = ((attention.out[owned].float() + half[owned].float()) / 2).to(half.dtype)
 
-    caught_by = ("test_engine_splits",)
 
-    def read(self, attention: Attention) -> None:
-        torch_path.read(self, attention)
-        if attention.scratch is not None and attention.scratch.num_segments > 1:
-            half = torch.empty_like(attention.out)
-            torch_path.read(self, dataclasses.replace(lengths(attention, lambda used: (used + 1) // 2), out=half))
-            result(attention, lambda out: (out + half.float()) / 2)
-
+mutant("HeadsInterleaved", "test_attention layout=token_major", read=interleaved_heads)
+mutant("SpreadsOverflow", "test_fuzz interpret", read=and_then(overflow_everywhere))
+mutant("ForgetsSharedBlocks", "test_fuzz interpret", read=call(blocks_once))
+mutant("SubnormalQueriesOverflow", "test_tiny_queries", read=call(divided_by_peak))
+mutant("IgnoresScratchSegments", "test_engine_splits", read=mean_of_halves)
 
 # -- writes --------------------------------------------------------------------------------------------------------------
 
 
-class WritesPaddingRows(Control):
-    caught_by = ("test_written_rows",)
-
-    def write(self, rows: NewRows) -> None:
-        num_slots = rows.keys.num_blocks * rows.keys.block_size
-        torch_path.write(self, dataclasses.replace(rows, slot_mapping=rows.slot_mapping % num_slots))
+def rows_of(change: Callable[[NewRows], NewRows]) -> Write:
+    """Writes changed rows."""
+    return lambda self, rows: torch_path.write(self, change(rows))
 
 
-class WritesByTheBatch(Control):
-    """Rounds otherwise where there are many rows."""
+def and_after(effect: Callable[[NewRows, torch.Tensor | None, torch.Tensor], Any]) -> Write:
+    """Writes, and does something more, which may know the value scales and key codes from before."""
 
-    caught_by = ("test_bytes_in_random_writes",)
-
-    def write(self, rows: NewRows) -> None:
-        torch_path.write(self if rows.key.shape[0] < 50 else _Truncating(), rows)
-
-
-class IgnoresStrides(Control):
-    caught_by = ("test_written_rows", "rows=")
-
-    def write(self, rows: NewRows) -> None:
-        key = rows.key.as_strided(rows.key.shape, (rows.key.shape[1] * rows.key.shape[2], rows.key.shape[2], 1))
-        torch_path.write(self, dataclasses.replace(rows, key=key))
-
-
-class TouchesTheNextSlot(Control):
-    caught_by = ("test_written_rows",)
-
-    def write(self, rows: NewRows) -> None:
+    def write(self: Any, rows: NewRows) -> None:
+        scales, codes = rows.values.scales, rows.keys.codes.clone()
+        scales = None if scales is None else scales.clone()
         torch_path.write(self, rows)
-        rows.keys.codes[rows.keys.num_blocks - 1, -1, -1, -1] += 1
+        effect(rows, scales, codes)
+
+    return write
 
 
-class WritesBetweenBlocks(Control):
-    caught_by = ("test_written_rows",)
-
-    def write(self, rows: NewRows) -> None:
-        torch_path.write(self, rows)
-        block, _, _, size = rows.keys.codes.stride()[0], *rows.keys.codes.shape[1:]
-        used = rows.keys.block_size * rows.keys.num_kv_heads * size
-        if len(rows.slot_mapping) and block > used:
-            rows.keys.codes.as_strided((1,), (1,), rows.keys.codes.storage_offset() + used)[0] += 1
+CALLS = itertools.count(1)
 
 
-class TouchesItsInput(Control):
-    caught_by = ("test_written_rows",)
-
-    def write(self, rows: NewRows) -> None:
-        torch_path.write(self, rows)
-        rows.value.nan_to_num_(0.0).mul_(2)
-
-
-class ScalesLeftOut(Control):
-    caught_by = ("test_written_rows",)
-
-    def write(self, rows: NewRows) -> None:
-        scales = rows.values.scales.clone() if rows.values.scales is not None else None
-        torch_path.write(self, rows)
-        if rows.values.scales is not None:
-            rows.values.scales.copy_(scales)
+def bump_the_gap(rows: NewRows, *before: Any) -> None:
+    """A byte between two blocks."""
+    codes, used = rows.keys.codes, rows.keys.codes[0].numel()
+    if len(rows.slot_mapping) and codes.stride()[0] > used:
+        beyond(codes, used).add_(1)
 
 
-class TruncatesInTheKernel(Control):
-    caught_by = ("test_written_rows",)
-
-    def write(self, rows: NewRows) -> None:
-        _Truncating().write(rows)
+def write_the_time(rows: NewRows, *before: Any) -> None:
+    slot, size = rows.slot_mapping[0], rows.keys.block_size
+    rows.keys.codes[slot // size, slot % size, 0, 0] = next(CALLS) % 100
 
 
-class _Truncating(Control):
-    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+class Truncating(Int8):
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
         _, scales = int8fp8.encode_int8(x)
         return (x.float() / scales[..., None]).trunc().nan_to_num(0).to(torch.int8), scales
 
 
-class RotatesInBfloat16(Int4Control):
-    caught_by = ("test_written_rows",)
-
-    def write(self, rows: NewRows) -> None:
-        _Coarse().write(rows)
-
-
-class _Coarse(Int4Control):
-    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+class Bfloat16Rotation(Int4):
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
         return int4.encode(single_rht(single_rht(x.float()).to(torch.bfloat16).float(), inverse=True) / (x.shape[-1] & -x.shape[-1]))
 
 
-class OneBadRowSpoilsAll(Control):
-    caught_by = ("test_bad_values_stay_in_their_row",)
-
-    def write(self, rows: NewRows) -> None:
-        key = rows.key if bool(rows.key.isfinite().all()) else torch.zeros_like(rows.key)
-        torch_path.write(self, dataclasses.replace(rows, key=key))
-
-
-class DependsOnOldBytes(Control):
-    caught_by = ("test_rewriting_a_slot",)
-
-    def write(self, rows: NewRows) -> None:
-        old = rows.keys.codes.clone()
-        torch_path.write(self, rows)
-        rows.keys.codes.bitwise_xor_((old ^ rows.keys.codes) & 1 & (old != -1))
-
+mutant(
+    "WritesPaddingRows",
+    "test_written_rows",
+    write=rows_of(lambda rows: replace(rows, slot_mapping=rows.slot_mapping % (rows.keys.num_blocks * rows.keys.block_size))),
+)
+mutant(
+    "IgnoresStrides",
+    "test_written_rows rows=",
+    write=rows_of(
+        lambda rows: replace(rows, key=rows.key.as_strided(rows.key.shape, (rows.key.shape[1] * rows.key.shape[2], rows.key.shape[2], 1)))
+    ),
+)
+mutant(
+    "OneBadRowSpoilsAll",
+    "test_bad_values_stay_in_their_row",
+    write=rows_of(lambda rows: rows if rows.key.isfinite().all() else replace(rows, key=torch.zeros_like(rows.key))),
+)
+mutant(
+    "AddsOneUlp",
+    "test_written_rows",
+    NoneBackend,
+    write=rows_of(lambda rows: replace(rows, key=(rows.key.float() * (1 + 2.0**-10)).to(rows.key.dtype))),
+)
+mutant("Unsteady", "test_leftovers_do_not_matter", write=and_after(write_the_time))
+mutant("TouchesTheNextSlot", "test_written_rows", write=and_after(lambda rows, *_: rows.keys.codes[-1, -1, -1, -1].add_(1)))
+mutant("WritesBetweenBlocks", "test_written_rows", write=and_after(bump_the_gap))
+mutant("TouchesItsInput", "test_written_rows", write=and_after(lambda rows, *_: rows.value.nan_to_num_(0.0).mul_(2)))
+mutant("ScalesLeftOut", "test_written_rows", write=and_after(lambda rows, scales, _: scales is None or rows.values.scales.copy_(scales)))
+mutant(
+    "DependsOnOldBytes",
+    "test_rewriting_a_slot",
+    write=and_after(lambda rows, _, old: rows.keys.codes.bitwise_xor_((old ^ rows.keys.codes) & 1 & (old != -1))),
+)
+# Rounds otherwise where there are many rows.
+mutant(
+    "WritesByTheBatch",
+    "test_bytes_in_random_writes",
+    write=lambda self, rows: torch_path.write(self if rows.key.shape[0] < 50 else Truncating(), rows),
+)
+mutant("TruncatesInTheKernel", "test_written_rows", write=lambda self, rows: torch_path.write(Truncating(), rows))
+mutant("RotatesInBfloat16", "test_written_rows", Int4, write=lambda self, rows: torch_path.write(Bfloat16Rotation(), rows))
 
 # -- codecs --------------------------------------------------------------------------------------------------------------
 
 
-class TruncatesInEncode(_Truncating):
-    caught_by = ("test_round_trip",)
+def fp8_rounded_down(self: FP8PerTokenHead, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
+    codes, scales = FP8PerTokenHead.encode(self, x)
+    assert scales is not None
+    higher = codes.float().abs() * scales[..., None] > x.float().abs()
+    bits = codes.view(torch.uint8)
+    return torch.where(higher & (bits & 0x7F != 0), bits - 1, bits).view(codes.dtype), scales
 
 
-class RoundsFP8Down(FP8PerTokenHead):
-    caught_by = ("test_round_trip",)
-    space = staticmethod(lambda x: x.double())
-
-    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        codes, scales = super().encode(x)
-        higher = codes.float().abs() * scales[..., None] > x.float().abs()  # type: ignore[index]
-        bits = codes.view(torch.uint8)
-        return torch.where(higher & (bits & 0x7F != 0), bits - 1, bits).view(codes.dtype), scales
+def zero_points_of_8(self: Int4PerTokenHead, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    return int4.decode(codes, int4.join_scale(self.required(scales), torch.full_like(self.required(scales), 8.0)))
 
 
-class ForgetsTheZeroPoint(Int4Control):
-    caught_by = ("test_round_trip",)
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        return int4.decode(codes, int4.join_scale(self.required(scales), torch.full_like(self.required(scales), 8.0)))
+def scales_over_themselves(self: Any, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
+    codes, scales = int2.encode(x, unbiased=False)
+    return codes, scales / scales * scales
 
 
-class ZeroRowsAreNaN(Int2PerTokenHead):
-    caught_by = ("test_zero_rows",)
-    space = staticmethod(lambda x: block_hadamard(x.double()))
-
-    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        codes, scales = int2.encode(x, unbiased=False)
-        return codes, scales / scales * scales
+def scale_of_the_whole_tensor(self: Any, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
+    _, scales = int8fp8.encode_int8(x)
+    shared = scales.amax() if scales.numel() else scales.new_tensor(1.0)
+    return (x.float() / shared).round().nan_to_num(0).clamp(-128, 127).to(torch.int8), shared.expand(scales.shape)
 
 
-class ScaleOfTheWholeTensor(Control):
-    caught_by = ("test_rows_are_independent",)
-
-    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        _, scales = int8fp8.encode_int8(x)
-        shared = scales.amax() if scales.numel() else scales.new_tensor(1.0)
-        return (x.float() / shared).round().nan_to_num(0).clamp(-128, 127).to(torch.int8), shared.expand(scales.shape)
+def unchecked_door(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Skips the checks."""
 
 
-class AddsOneUlp(NoneBackend):
-    caught_by = ("test_written_rows",)
-    space = staticmethod(lambda x: x.double())
+mutant("TruncatesInEncode", "test_round_trip", Truncating)
+mutant("RoundsFP8Down", "test_round_trip", FP8PerTokenHead, encode=fp8_rounded_down)
+mutant("ForgetsTheZeroPoint", "test_round_trip", Int4, decode=zero_points_of_8)
+mutant("ZeroRowsAreNaN", "test_zero_rows", Int2PerTokenHead, encode=scales_over_themselves)
+mutant("ScaleOfTheWholeTensor", "test_rows_are_independent", encode=scale_of_the_whole_tensor)
+mutant("OverridesADoor", "test_contract", reshape_and_cache=unchecked_door)
 
-    def write(self, rows: NewRows) -> None:
-        torch_path.write(self, dataclasses.replace(rows, key=(rows.key.float() * (1 + 2.0**-10)).to(rows.key.dtype)))
-
-
-class OverridesADoor(Control):
-    caught_by = ("test_contract",)
-
-    def reshape_and_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Skips the checks."""
+# -- controls ------------------------------------------------------------------------------------------------------------
 
 
-class ReferenceItself(Control):
-    """A second control: the dense reference called by hand."""
-
-    def read(self, attention: Attention) -> None:
-        dense = reference.attention(attention, lambda plane, blocks: torch_path.gather(self, plane, blocks))
-        owned = slice(int(attention.batch.cu_seqlens_q[-1]))
-        attention.out[owned] = reference.to_output_dtype(dense[owned], attention.out.dtype, attention.output_scale)
+def dense_reference(self: QuantKVBackend, attention: Attention) -> None:
+    dense = reference.attention(attention, lambda plane, blocks: torch_path.gather(self, plane, blocks))
+    owned = rows_of_sequences(attention)
+    attention.out[owned] = reference.to_output_dtype(dense[owned], attention.out.dtype, attention.output_scale)
 
 
-def _all(base: type) -> list[type[QuantKVBackend]]:
-    return [found for cls in base.__subclasses__() for found in (cls, *_all(cls))]
+mutant("Control", "")
+mutant("Int4Control", "", Int4)
+mutant("ReferenceItself", "", read=dense_reference)
 
 
-def _tried(cls: type) -> bool:
-    return cls.__module__ == __name__ and not cls.__name__.startswith("_")
+def suite_of(cls: type[QuantKVBackend]) -> type[BackendTests]:
+    """The suite of the mode that a mutant spoils."""
+    (suite,) = (suite for mode, suite in SUITES.items() if issubclass(cls, mode))
 
-
-BACKENDS = {cls.__name__: cls for cls in _all(QuantKVBackend) if _tried(cls)}
-
-
-def _suite(cls: type[QuantKVBackend]) -> type[BackendTests]:
-    """The suite for a mutant, in the terms of the mode it spoils."""
-
-    bounds: tuple[type, ...] = ()
-    if issubclass(cls, Int4PerTokenHead | Int2PerTokenHead):
-        bounds = (Int4Bounds if issubclass(cls, Int4PerTokenHead) else Int2Bounds,)
-
-    class Suite(*bounds, BackendTests):  # type: ignore[misc]
+    class Suite(suite):  # type: ignore[misc, valid-type]
         mode = f"{cls.__name__.lower()}_test"
 
         def make_backend(self) -> QuantKVBackend:
@@ -568,23 +381,7 @@ def _suite(cls: type[QuantKVBackend]) -> type[BackendTests]:
             type(made).mode = self.mode
             return made
 
-        def space(self, x: torch.Tensor) -> torch.Tensor:
-            return cls.space(x)
-
-        def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
-            return dtype if issubclass(cls, NoneBackend) else torch.float16
-
-        def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-            if bounds:
-                return super().round_trip_bound(x, given)
-            y = self.space(x)
-            if issubclass(cls, FP8PerTokenHead):
-                return budgets.minifloat(y, (y.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-6), torch.float8_e4m3fn)
-            return budgets.symmetric_levels(y, 127, 1e-6) if issubclass(cls, Int8PerTokenHead) else torch.zeros_like(y)
-
-    Suite.__name__ = Suite.__qualname__ = f"Test{cls.__name__}"
     return Suite
 
 
-for _name, _cls in BACKENDS.items():
-    globals()[f"Test{_name}"] = _suite(_cls)
+globals().update({f"Test{name}": suite_of(cls) for name, cls in BACKENDS.items()})

@@ -33,7 +33,7 @@ SOME_MUTANTS = (
 
 
 def _load() -> dict[str, tuple[str, ...]]:
-    """Backend -> what the ids of the tests that must catch it contain (nothing: a control)."""
+    """Backend -> the words in the id of a test that must catch it (none: a control)."""
     spec = importlib.util.spec_from_file_location("kvq_mutants", MUTANTS_FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,6 +51,7 @@ class Run:
     wanted: list[tuple[str, ...]]
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    """What their failures say."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         def named(item: pytest.Item) -> bool:
@@ -60,7 +61,8 @@ class Run:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failed.append(report.nodeid)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.failed.append(crash.message if crash else str(report.longrepr))
         elif report.passed and report.when == "call":
             self.passed.append(report.nodeid)
 
@@ -80,11 +82,12 @@ def run(name: str, wanted: list[tuple[str, ...]], *more: str, file: Path = MUTAN
 def test_mutant_is_caught(name: str) -> None:
     seen, said = run(name, [CAUGHT_BY[name]], "--maxfail=1")
     assert seen.failed, f"{len(seen.passed)} tests passed with this mistake in the mode:\n{said[-2000:]}"
+    assert seen.failed[0].startswith(("AssertionError", "assert ")), f"the mutant itself fails: {seen.failed[0]}"
 
 
 @pytest.mark.parametrize("name", [name for name, words in CAUGHT_BY.items() if not words])
 def test_control_passes(name: str) -> None:
-    """So that the mutants fail for their mistake, and not for being mutants."""
+    """Mutants fail for their mistake, and not for being mutants."""
     seen, said = run(name, [words for words in CAUGHT_BY.values() if words])
     assert not seen.failed, said[-3000:]
     assert len(seen.passed) > 50

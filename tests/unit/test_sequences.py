@@ -1,16 +1,21 @@
-"""Bookkeeping of sequences: growth, sharing, copies before a write, and which steps are still good."""
+"""Bookkeeping of blocks and sequences: growth, sharing, copies before a write, and which steps are still good."""
+
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvq_core.cache.blocks import BlockPool
 from kvq_core.cache.sequences import SequenceTable
-from kvq_core.errors import ArgumentError, OutOfBlocksError
+from kvq_core.errors import ArgumentError, KVQError, OutOfBlocksError
 
 pytestmark = pytest.mark.quick
+BLOCK = 8
 
 
-def table(num_blocks=8, block_size=8):
-    return SequenceTable(BlockPool(num_blocks), block_size)
+def table(num_blocks=8):
+    return SequenceTable(BlockPool(num_blocks), BLOCK)
 
 
 def grow(sequences, counts):
@@ -19,99 +24,77 @@ def grow(sequences, counts):
     return growth
 
 
-def blocks(sequences, sequence):
-    return list(sequences.get(sequence).blocks)
+def state(sequences):
+    return sequences.saved(), list(sequences.pool.peek(sequences.pool.num_free)), sequences.clock, sequences.next_id
 
 
-def test_growth_takes_a_block_only_when_the_last_is_full():
-    t = table()
-    a = t.add()
-    for count, held in ((1, 1), (7, 1), (1, 2), (15, 3)):
-        grow(t, {a: count})
-        assert len(blocks(t, a)) == held
-    assert t.get(a).length == 24
+@given(st.data())
+@settings(max_examples=60)
+def test_tokens_stay_where_they_were_put(data):
+    """Any order of operations over few blocks: tokens come back from their slots, blocks are counted, and no copy is made in vain."""
+    t, memory, tokens, new = table(num_blocks=7), {}, {}, 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        kind = data.draw(st.sampled_from(["add", "fork", "free", "truncate", "append", "append", "append"]))
+        if kind == "add" or not tokens:
+            seq = t.add()
+            assert seq not in tokens and seq == t.next_id - 1, "ids are never used again"
+            tokens[seq] = []
+            continue
+        seq = data.draw(st.sampled_from(sorted(tokens)))
+        if kind == "fork":
+            free = t.pool.num_free
+            tokens[t.fork(seq)] = tokens[seq]
+            assert t.pool.num_free == free, "a fork takes no block"
+        elif kind == "free":
+            t.free(seq)
+            del tokens[seq]
+        elif kind == "truncate":
+            length = data.draw(st.integers(0, len(tokens[seq])))
+            t.truncate(seq, length)
+            tokens[seq] = tokens[seq][:length]
+        else:
+            counts = data.draw(st.dictionaries(st.sampled_from(sorted(tokens)), st.integers(1, 20), min_size=1))
+            # Of the holders of a block that is not full, each that appends needs a copy, but for the last if no other is left.
+            last = {seq: t.get(seq).blocks[-1] for seq in counts if len(tokens[seq]) % BLOCK}
+            copies = sum(min(n, t.pool.holders(block) - 1) for block, n in Counter(last.values()).items())
+            fresh = sum(-(-(len(tokens[seq]) + n) // BLOCK) - -(-len(tokens[seq]) // BLOCK) for seq, n in counts.items())
+            before, free = state(t), t.pool.num_free
+            try:
+                growth = t.plan(counts)
+            except OutOfBlocksError as error:
+                assert copies + fresh > free and isinstance(error, KVQError) and state(t) == before
+                assert str(error) == f"need {copies + fresh} free blocks, have {free} of 7"
+                continue
+            assert state(t) == before, "a plan changes nothing"
+            assert list(before[1][: growth.num_taken]) == list(t.pool.peek(growth.num_taken))
+            t.commit(growth)
+            assert (len(growth.copies), free - t.pool.num_free) == (copies, copies + fresh)
+            for source, target in growth.copies:
+                memory |= {(target, i): memory.get((source, i)) for i in range(BLOCK)}
+            for row in growth.rows:
+                written = list(range(new, new + row.end - row.start))
+                new += len(written)
+                tokens[row.sequence] = tokens[row.sequence] + written
+                memory |= {(row.blocks[p // BLOCK], p % BLOCK): x for p, x in zip(range(row.start, row.end), written, strict=True)}
+        for seq, kept in tokens.items():
+            found = t.get(seq)
+            assert (found.length, len(found.blocks)) == (len(kept), -(-len(kept) // BLOCK))
+            assert [memory[found.blocks[p // BLOCK], p % BLOCK] for p in range(len(kept))] == kept
+        held = Counter(block for seq in tokens for block in t.get(seq).blocks)
+        assert t.pool.counts() == [held[block] for block in range(7)]
+        assert sorted([*t.pool.peek(t.pool.num_free), *held]) == list(range(7))
+        again = table(num_blocks=7)
+        again.restore(t.saved(), t.next_id)
+        assert (again.saved(), again.next_id, again.pool.num_free) == (t.saved(), t.next_id, t.pool.num_free)
 
 
-def test_plan_changes_nothing():
-    t = table()
-    a = t.add()
-    grow(t, {a: 5})
-    before = (t.saved(), t.pool.num_free, t.clock)
-    t.plan({a: 30})
-    assert (t.saved(), t.pool.num_free, t.clock) == before
-
-
-def test_fork_shares_and_the_first_to_append_gets_the_copy():
-    t = table()
-    a = t.add()
-    grow(t, {a: 11})
-    b = t.fork(a)
-    assert blocks(t, a) == blocks(t, b)
-    assert t.pool.num_free == 6
-    old = blocks(t, a)
-    growth = grow(t, {a: 1})
-    assert growth.copies == ((old[1], blocks(t, a)[1]),)
-    assert blocks(t, a)[0] == old[0] and blocks(t, b) == old
-    assert grow(t, {b: 1}).copies == (), "b alone holds its last block by now"
-
-
-def test_when_all_holders_append_at_once_the_last_keeps_the_original():
-    t = table()
-    a = t.add()
-    grow(t, {a: 3})
-    b, c = t.fork(a), t.fork(a)
-    (original,) = blocks(t, a)
-    growth = grow(t, {a: 1, b: 1, c: 1})
-    assert [source for source, _ in growth.copies] == [original, original]
-    assert blocks(t, c) == [original]
-    assert len({*blocks(t, a), *blocks(t, b), *blocks(t, c)}) == 3
-    assert t.pool.num_free == 5
-
-
-def test_a_full_shared_block_is_not_copied():
-    t = table()
-    a = t.add()
-    grow(t, {a: 8})
-    b = t.fork(a)
-    assert grow(t, {a: 1, b: 1}).copies == ()
-    assert blocks(t, a)[0] == blocks(t, b)[0]
-
-
-def test_truncating_into_a_shared_full_block_makes_it_partial_and_copied():
-    t = table()
-    a = t.add()
-    grow(t, {a: 16})
-    b = t.fork(a)
-    t.truncate(a, 12)
-    shared = blocks(t, b)
-    assert blocks(t, a) == shared
-    growth = grow(t, {a: 1})
-    assert [source for source, _ in growth.copies] == [shared[1]]
-    assert blocks(t, b) == shared
-
-
-def test_truncate_gives_back_what_nobody_else_holds():
-    t = table()
-    a = t.add()
-    grow(t, {a: 24})
-    b = t.fork(a)
-    t.truncate(a, 8)
-    assert (len(blocks(t, a)), t.pool.num_free) == (1, 5)
-    t.truncate(b, 0)
-    assert (blocks(t, b), t.pool.num_free) == ([], 7)
-
-
-def test_copies_count_as_blocks_needed():
-    t = table(num_blocks=2)
-    a = t.add()
-    grow(t, {a: 12})
-    b = t.fork(a)
-    before = t.saved()
-    with pytest.raises(OutOfBlocksError, match="need 1 free blocks, have 0 of 2"):
-        t.plan({b: 1})
-    assert t.saved() == before
-    t.free(a)
-    assert grow(t, {b: 1}).copies == ()
+def test_the_block_freed_last_goes_out_first():
+    """It is the likeliest to be in a cache."""
+    pool = BlockPool(5)
+    assert list(pool.take(3)) == [0, 1, 2]
+    pool.release([2])
+    pool.release([0])
+    assert list(pool.take(3)) == [0, 2, 3]
 
 
 def test_a_step_is_stale_once_one_of_its_sequences_changed():
@@ -127,58 +110,25 @@ def test_a_step_is_stale_once_one_of_its_sequences_changed():
         assert t.unchanged_since(clock, (b,))
 
 
-def test_ids_are_never_used_again():
-    t = table()
-    a = t.add()
-    t.free(a)
-    assert t.add() != a
-
-
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    ("call", "message"),
     [
-        ({}, "new_tokens: got no sequence"),
-        ({0: 0}, r"new_tokens\[0\]: got 0, need a positive integer"),
-        ({0: -3}, r"new_tokens\[0\]: got -3"),
-        ({0: 1.5}, r"new_tokens\[0\]: got 1.5, need an integer"),
-        ({0: 1, 7: 1}, "new_tokens: got sequence 7"),
-        ({"a": 1}, "new_tokens: got 'a'"),
+        (lambda t: t.plan({}), "new_tokens: got no sequence"),
+        (lambda t: t.plan({0: 0}), r"new_tokens\[0\]: got 0, need a positive integer"),
+        (lambda t: t.plan({0: -3}), r"new_tokens\[0\]: got -3"),
+        (lambda t: t.plan({0: 1.5}), r"new_tokens\[0\]: got 1.5, need an integer"),
+        (lambda t: t.plan({0: 1, 7: 1}), "new_tokens: got sequence 7"),
+        (lambda t: t.plan({"a": 1}), "new_tokens: got 'a'"),
+        *((lambda t, length=length: t.truncate(0, length), "length: got") for length in (-1, 6, 1.0)),
     ],
 )
-def test_bad_appends(counts, message):
+def test_bad_calls_change_nothing(call, message):
     t = table()
-    t.add()
-    before = t.saved()
+    grow(t, {t.add(): 5})
+    before = state(t)
     with pytest.raises(ArgumentError, match=message):
-        t.plan(counts)
-    assert t.saved() == before
-
-
-@pytest.mark.parametrize("length", [-1, 6, 1.0])
-def test_bad_lengths(length):
-    t = table()
-    a = t.add()
-    grow(t, {a: 5})
-    with pytest.raises(ArgumentError, match="length: got"):
-        t.truncate(a, length)
-    assert t.get(a).length == 5
-
-
-def saved_table():
-    t = table()
-    a = t.add()
-    grow(t, {a: 11})
-    b = t.fork(a)
-    grow(t, {b: 9, t.add(): 1})
-    t.free(a)
-    return t
-
-
-def test_saved_and_restored():
-    t, again = saved_table(), table()
-    again.restore(t.saved(), t.next_id)
-    assert again.saved() == t.saved()
-    assert (again.next_id, again.pool.num_free) == (t.next_id, t.pool.num_free)
+        call(t)
+    assert state(t) == before
 
 
 @pytest.mark.parametrize(
@@ -198,7 +148,12 @@ def test_saved_and_restored():
     ],
 )
 def test_what_cannot_be_true_is_not_restored(name, change, message):
-    t = saved_table()
+    t = table()
+    a = t.add()
+    grow(t, {a: 11})
+    b = t.fork(a)
+    grow(t, {b: 9, t.add(): 1})
+    t.free(a)
     saved = t.saved()
     saved[name] = change(saved[name])
     with pytest.raises(ArgumentError, match=message):

@@ -11,6 +11,8 @@ from kvq_core import PagedKVCache
 from kvq_core.call import torch_path
 from kvq_core.call.spec import Plane
 
+MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+
 
 def assert_consistent(cache: PagedKVCache) -> None:
     """Blocks are held by as many sequences as list them, all others are free, and layers are views of the buffers without a graph."""

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from cache_checks import MODES, stored
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, UnknownModeError, get_backend
 from kvq_core.cache.layout import LAYOUTS
 from kvq_core.call import reference, torch_path
 from kvq_core.call.spec import Attention, Batch, Plane, Scoring
 
-MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 HEADS, QUERY_HEADS, SIZE, SIZE_V, LAYERS, BLOCK = 2, 6, 48, 32, 2, 8
 
 
@@ -37,18 +37,11 @@ def run(cache, new_tokens, seed=0):
     return step, drawn, outs
 
 
-def pages_of(cache, layer, seq):
-    """What the cache holds of a sequence: decoded K and V [length, heads, size], float64."""
-    caches, blocks = cache.layer(layer), cache.block_table([seq])[0].long()
-    planes = (Plane(caches.key_cache, caches.k_scale_cache, SIZE), Plane(caches.value_cache, caches.v_scale_cache, SIZE_V))
-    return [torch_path.gather(cache.backend, plane, blocks)[: cache.length(seq)].double() for plane in planes]
-
-
 def dense(cache, layer, step, q):
     """Plain causal attention over the decoded pages, float64, one sequence at a time."""
     out, first = [], 0
     for seq, last in zip(step.sequences, step.cu_seqlens_q.tolist()[1:], strict=True):
-        k, v = (x.repeat_interleave(QUERY_HEADS // HEADS, dim=1) for x in pages_of(cache, layer, seq))
+        k, v = (x.repeat_interleave(QUERY_HEADS // HEADS, dim=1).double() for x in stored(cache, seq)[2 * layer : 2 * layer + 2])
         mine = q[first:last].double()
         scores = torch.einsum("ihd,jhd->hij", mine, k) * cache.geometry.head_size**-0.5
         ahead = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + len(k) - len(mine))
@@ -80,61 +73,69 @@ def poison(cache):
 # -- write and attend ---------------------------------------------------------------------------------------------------
 
 
+def scales(cache, layer):
+    caches = cache.layer(layer)
+    return (None, None) if cache.backend.needs_scale_caches else (caches.k_scale_cache, caches.v_scale_cache)
+
+
+def assert_as_good_as_the_codec(cache, layer, seq, given):
+    """What a sequence's pages hold of the given K and V is no further from them than the mode's codec alone."""
+    kept = stored(cache, seq)[2 * layer : 2 * layer + 2]
+    encoders = (cache.backend.encode, cache.backend.encode_value)
+    for rows_, got, scale, encode in zip(given, kept, scales(cache, layer), encoders, strict=True):
+        codes = encode(rows_, scale=scale)
+        ideal = cache.backend.decode(codes[0], scale if codes[1] is None else codes[1]).double()
+        # A kernel may round a tie the other way, which costs next to nothing more than the codec's own error.
+        assert relative(got[-len(rows_) :], rows_.double()) <= 1.01 * relative(ideal, rows_.double())
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_prefill_then_decode_then_speculation(mode, layout, device):
-    cache = make(mode, layout=layout, device=device)
+@pytest.mark.parametrize(
+    ("mode", "layout", "dtype"),
+    [
+        *((mode, layout, torch.bfloat16) for mode in MODES for layout in LAYOUTS),
+        *((mode, "head_major", dtype) for mode in ("none", "int4") for dtype in (torch.float16, torch.float32)),
+    ],
+)
+def test_prefill_then_decode_then_speculation(mode, layout, dtype, device):
+    cache = make(mode, layout=layout, dtype=dtype, device=device)
     poison(cache)
     a, b = cache.allocate_sequence(), cache.allocate_sequence()
     written = {}
     for seed, counts in enumerate(({a: 21, b: 3}, {b: 1, a: 1}, {b: 9}, {a: 4, b: 2})):
         step, drawn, outs = run(cache, counts, seed)
         for layer, ((q, key, value), out) in enumerate(zip(drawn, outs, strict=True)):
-            assert relative(out, dense(cache, layer, step, q)) < budget(out.dtype)
+            # The kernels' matrix products take float16 or tf32 at best; both have an eps of 2^-10.
+            allowed = budget(torch.float16 if dtype == torch.float32 and device.type != "cpu" else dtype)
+            assert relative(out, dense(cache, layer, step, q)) < allowed
             for seq, first, last in zip(step.sequences, step.cu_seqlens_q.tolist(), step.cu_seqlens_q.tolist()[1:], strict=False):
                 written.setdefault((layer, seq), []).append((key[first:last], value[first:last]))
     for (layer, seq), parts in written.items():
-        encoders = (cache.backend.encode, cache.backend.encode_value)
-        for given, got, scale, encode in zip(
-            map(torch.cat, zip(*parts, strict=True)), pages_of(cache, layer, seq), scales(cache, layer), encoders, strict=True
-        ):
-            codes = encode(given, scale=scale)
-            ideal = cache.backend.decode(codes[0], scale if codes[1] is None else codes[1]).double()
-            # A kernel may round a tie the other way, which costs next to nothing more than the codec's own error.
-            assert relative(got, given.double()) <= 1.01 * relative(ideal, given.double())
+        assert_as_good_as_the_codec(cache, layer, seq, [torch.cat(half) for half in zip(*parts, strict=True)])
 
 
-def scales(cache, layer):
-    caches = cache.layer(layer)
-    return (None, None) if cache.backend.needs_scale_caches else (caches.k_scale_cache, caches.v_scale_cache)
+def used(cache):
+    """Rows of a sequence that is gone in every block."""
+    seq = cache.allocate_sequence()
+    run(cache, {seq: 16 * BLOCK}, 9)
+    cache.free(seq)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_unwritten_bytes_never_matter(mode, layout, device):
-    outs = []
-    for fill in (lambda cache: None, poison):
-        cache = make(mode, layout=layout, device=device)
-        fill(cache)
-        a, b = cache.allocate_sequence(), cache.allocate_sequence()
-        first = run(cache, {a: 5, b: 17})[2]
-        fork = cache.fork(b)
-        outs.append([*first, *run(cache, {b: 1, fork: 3, a: 4}, 1)[2]])
-    assert all(torch.equal(clean, poisoned) for clean, poisoned in zip(*outs, strict=True))
-    assert all(bool(out.isfinite().all()) for out in outs[1])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_layouts_agree_bit_for_bit(mode, device):
+def test_neither_unwritten_bytes_nor_the_layout_matter(mode, device):
+    """The same bits over clean pages, poisoned ones and ones that served before, in every layout; a copied block among them."""
     outs = []
     for layout in LAYOUTS:
-        cache = make(mode, layout=layout, device=device)
-        a, b = cache.allocate_sequence(), cache.allocate_sequence()
-        outs.append([*run(cache, {a: 13, b: 2})[2], *run(cache, {b: 7, a: 1}, 1)[2]])
-    for other in outs[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(outs[0], other, strict=True))
+        for fill in (lambda cache: None, poison, used):
+            cache = make(mode, layout=layout, device=device)
+            fill(cache)
+            a, b = cache.allocate_sequence(), cache.allocate_sequence()
+            first = run(cache, {a: 5, b: 17})[2]
+            fork = cache.fork(b)
+            outs.append([*first, *run(cache, {b: 1, fork: 3, a: 4}, 1)[2]])
+    assert all(bool(out.isfinite().all()) for out in outs[0])
+    assert all(torch.equal(x, y) for other in outs[1:] for x, y in zip(outs[0], other, strict=True))
 
 
 @pytest.mark.quick
@@ -195,17 +196,6 @@ def test_out_is_filled_and_returned(device):
     assert relative(outs[1], mine.double()) < torch.finfo(torch.bfloat16).eps / 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("mode", ["none", "int4"])
-def test_other_dtypes(mode, dtype, device):
-    cache = make(mode, dtype=dtype, device=device)
-    step, drawn, outs = run(cache, {cache.allocate_sequence(): 19})
-    for layer, out in enumerate(outs):
-        # The kernels' matrix products take float16 or tf32 at best; both have an eps of 2^-10.
-        allowed = budget(dtype if device.type == "cpu" else torch.float16)
-        assert relative(out, dense(cache, layer, step, drawn[layer][0])) < allowed
-
-
 @pytest.mark.quick
 def test_given_scales_are_used_per_layer(device):
     one = make("fp8_per_tensor", k_scale=0.05, v_scale=1, device=device)
@@ -229,102 +219,12 @@ def test_kernels_take_every_layout(mode, layout, interpreted):
     run(cache, {a: 9})
     b = cache.fork(a)
     step, drawn, outs = run(cache, {b: 2, a: 1}, 1)
-    for layer, ((q, key, _), out) in enumerate(zip(drawn, outs, strict=True)):
+    for layer, ((q, key, value), out) in enumerate(zip(drawn, outs, strict=True)):
         assert relative(out, dense(cache, layer, step, q)) < budget(out.dtype)
-        codes = cache.backend.encode(key[2:], scale=scales(cache, layer)[0])
-        ideal = cache.backend.decode(codes[0], scales(cache, layer)[0] if codes[1] is None else codes[1]).double()
-        assert relative(pages_of(cache, layer, a)[0][9:], key[2:].double()) <= 1.01 * relative(ideal, key[2:].double())
+        assert_as_good_as_the_codec(cache, layer, a, (key[2:], value[2:]))
 
 
-# -- forks, truncation, free blocks --------------------------------------------------------------------------------------
-
-
-def equal_pages(cache, one, other):
-    return all(
-        torch.equal(x, y)
-        for layer in range(LAYERS)
-        for x, y in zip(pages_of(cache, layer, one), pages_of(cache, layer, other), strict=True)
-    )
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_forks_diverge_only_from_where_they_forked(mode, layout, device):
-    cache = make(mode, layout=layout, device=device)
-    a = cache.allocate_sequence()
-    run(cache, {a: 11})
-    held = 16 - cache.num_free_blocks
-    b = cache.fork(a)
-    assert 16 - cache.num_free_blocks == held, "a fork takes no block"
-    assert equal_pages(cache, a, b)
-    before = [pages_of(cache, layer, b) for layer in range(LAYERS)]
-    step, drawn, outs = run(cache, {a: 3}, 5)
-    after = [pages_of(cache, layer, b) for layer in range(LAYERS)]
-    assert all(torch.equal(x, y) for old, new in zip(before, after, strict=True) for x, y in zip(old, new, strict=True))
-    assert cache.num_free_blocks == 16 - held - 1
-    assert cache.block_table([a])[0, 0] == cache.block_table([b])[0, 0]
-    for layer, out in enumerate(outs):
-        assert relative(out, dense(cache, layer, step, drawn[layer][0])) < budget(out.dtype)
-        assert all(torch.equal(x[:11], y) for x, y in zip(pages_of(cache, layer, a), before[layer], strict=True))
-
-
-@pytest.mark.quick
-def test_a_fork_decodes_as_if_it_had_its_own_prompt(device):
-    shared, alone = make(device=device), make(device=device)
-    a = shared.allocate_sequence()
-    run(shared, {a: 13})
-    b = shared.fork(a)
-    run(shared, {a: 6}, 3)
-    _, _, outs = run(shared, {b: 2}, 4)
-    c = alone.allocate_sequence()
-    run(alone, {c: 13})
-    assert all(torch.equal(x, y) for x, y in zip(outs, run(alone, {c: 2}, 4)[2], strict=True))
-
-
-@pytest.mark.quick
-def test_rejected_drafts_leave_no_trace(device):
-    drafted, plain = make(device=device), make(device=device)
-    a, b = drafted.allocate_sequence(), plain.allocate_sequence()
-    run(drafted, {a: 14})
-    run(plain, {b: 14})
-    free = drafted.num_free_blocks
-    run(drafted, {a: 5}, 9)
-    drafted.truncate(a, 14)
-    assert (drafted.length(a), drafted.num_free_blocks) == (14, free)
-    assert all(torch.equal(x, y) for x, y in zip(run(drafted, {a: 2}, 4)[2], run(plain, {b: 2}, 4)[2], strict=True))
-
-
-@pytest.mark.quick
-def test_freed_blocks_serve_again_and_hide_their_past(device):
-    cache = make("none", num_blocks=3, device=device)
-    a = cache.allocate_sequence()
-    run(cache, {a: 24})
-    poison(cache)
-    cache.free(a)
-    assert cache.num_free_blocks == 3 and cache.sequences == ()
-    b = cache.allocate_sequence()
-    step, drawn, outs = run(cache, {b: 20}, 3)
-    for layer, out in enumerate(outs):
-        assert relative(out, dense(cache, layer, step, drawn[layer][0])) < budget(out.dtype)
-
-
-@pytest.mark.quick
-def test_running_out_of_blocks_changes_nothing(device):
-    cache = make(num_blocks=3, device=device)
-    a, b = cache.allocate_sequence(), cache.allocate_sequence()
-    step, drawn, outs = run(cache, {a: 12, b: 3})
-    held = cache.block_table([a, b]).tolist()
-    with pytest.raises(OutOfBlocksError, match="need 2 free blocks, have 0 of 3"):
-        cache.append({a: 2, b: 14})
-    assert (cache.length(a), cache.length(b), cache.num_free_blocks) == (12, 3, 0)
-    assert cache.block_table([a, b]).tolist() == held
-    assert torch.equal(cache.attend(0, drawn[0][0], step), outs[0]), "the last step is still good"
-    fork = cache.fork(a)
-    with pytest.raises(OutOfBlocksError, match="need 1"):
-        cache.append({fork: 1})
-    cache.free(b)
-    run(cache, {fork: 1})
+# -- steps and facts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -337,13 +237,13 @@ def test_stale_steps_are_refused(device):
         for use in (lambda: cache.write(0, key, value, step), lambda: cache.attend(0, q, step)):  # noqa: B023
             with pytest.raises(ArgumentError, match="step: got one whose sequences were"):
                 use()
-    other = make(device=device)
+    other = make(num_blocks=1, device=device)
     step = other.append({other.allocate_sequence(): 2})
     with pytest.raises(ArgumentError, match="step: got one of another cache"):
         cache.attend(0, q[:2], step)
-
-
-# -- facts ----------------------------------------------------------------------------------------------------------------
+    with pytest.raises(OutOfBlocksError, match="need 1 free blocks, have 0 of 1"):
+        other.append({step.sequences[0]: 7})
+    other.attend(0, q[:2], step)
 
 
 @pytest.mark.quick
@@ -351,25 +251,15 @@ def test_stale_steps_are_refused(device):
     ("mode", "bytes_per_head", "bits"),
     [("none", 512, 16), ("int8", 264, 8.25), ("fp8", 264, 8.25), ("fp8_per_tensor", 256, 8), ("int4", 136, 4.25), ("int2", 72, 2.25)],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sizes(mode, bytes_per_head, bits, layout, device):
-    cache = PagedKVCache(mode, num_blocks=2, num_kv_heads=3, head_size=128, num_layers=4, layout=layout, device=device)
-    assert cache.bytes_per_token == 4 * 3 * bytes_per_head
-    assert cache.bits_per_element == bits
-    assert cache.nbytes == 2 * 16 * cache.bytes_per_token
-    assert cache.mode == get_backend(mode).mode
-
-
-@pytest.mark.quick
-def test_repr_says_what_it_is():
-    assert repr(make("int4")) == (
-        "PagedKVCache('int4_per_token_head', 2 layers, 2 heads of 48/32, 16 of 16 blocks of 8 free, head_major, cpu)"
-    )
-
-
-@pytest.mark.quick
-def test_a_backend_instance_serves_as_well_as_a_name(device):
-    assert make(get_backend("int8"), device=device).backend is get_backend("int8")
+def test_sizes(mode, bytes_per_head, bits, device):
+    for layout in LAYOUTS:
+        cache = PagedKVCache(get_backend(mode), num_blocks=2, num_kv_heads=3, head_size=128, num_layers=4, layout=layout, device=device)
+        assert cache.bytes_per_token == 4 * 3 * bytes_per_head
+        assert cache.bits_per_element == bits
+        assert cache.nbytes == 2 * 16 * cache.bytes_per_token
+        assert cache.mode == get_backend(mode).mode and cache.backend is get_backend(mode)
+        heads = f"4 layers, 3 heads of 128/128, 2 of 2 blocks of 16 free, {layout}, {cache.device}"
+        assert repr(cache) == f"PagedKVCache({cache.mode!r}, {heads})"
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------------
@@ -379,11 +269,7 @@ def test_a_backend_instance_serves_as_well_as_a_name(device):
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        ("int4", {"num_blocks": 0}, "num_blocks: got 0, need a positive integer"),
-        ("int4", {"num_blocks": 2.0}, "num_blocks: got 2.0"),
         ("int4", {"block_size": 12}, "block_size: got 12, need a multiple of 8"),
-        ("int4", {"num_kv_heads": -1}, "num_kv_heads: got -1"),
-        ("int4", {"num_layers": True}, "num_layers: got True"),
         ("int4", {"head_size": 130}, "head_size: got head size 130, need a multiple of 4"),
         ("int2", {"head_size_v": 20}, "head_size_v: got head size 20, need a multiple of 8"),
         ("int4", {"dtype": torch.int8}, "dtype: got torch.int8"),
@@ -399,24 +285,14 @@ def test_a_backend_instance_serves_as_well_as_a_name(device):
         ("fp8_per_tensor", {"v_scale": [1.0, float("nan")]}, "v_scale: got nan for layer 1"),
         ("fp8_per_tensor", {"v_scale": [1.0]}, "v_scale: got 1 scales, need one, or one for each of 2 layers"),
         ("fp8_per_tensor", {"v_scale": "ab"}, "v_scale: got 'a' for layer 0"),
-        ("fp8_per_tensor", {"v_scale": object()}, "v_scale: got 1 scales"),
         ("fp8_per_tensor", {"v_scale": torch.ones(2, 2)}, "v_scale: got .* for layer 0"),
-        (3, {}, "mode_or_backend: got 3"),
     ],
 )
 def test_bad_construction(mode, options, message):
     with pytest.raises(ArgumentError, match=message):
         make(mode, **options)
-
-
-@pytest.mark.quick
-def test_unknown_mode():
     with pytest.raises(UnknownModeError, match="int3"):
-        make("int3")
-
-
-def halved(x):
-    return x[..., : x.shape[-1] // 2]
+        make("int3", **options)
 
 
 @pytest.mark.quick
@@ -424,11 +300,9 @@ def halved(x):
     ("argument", "change", "message"),
     [
         ("layer", lambda _: 2, r"layer: got 2, need 0 \.\. 1"),
-        ("layer", lambda _: -1, "layer: got -1"),
         ("key", lambda x: x[:-1], r"key: got shape \(4, 2, 48\), need \(5, 2, 48\)"),
-        ("key", halved, "key: got shape"),
+        ("key", lambda x: x[..., :24], "key: got shape"),
         ("key", lambda x: x[:, :1], "key: got shape"),
-        ("key", lambda x: x.double(), "key: got torch.float64, need torch.bfloat16"),
         ("key", lambda x: x.float(), "key: got torch.float32, need torch.bfloat16"),
         ("key", lambda x: x.to("meta"), "key: got a tensor on meta"),
         ("value", lambda x: x[1:], "value: got shape"),
@@ -449,8 +323,6 @@ def test_bad_writes(argument, change, message, device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer": 7}, "layer: got 7"),
-        ({"q": torch.zeros(5, QUERY_HEADS)}, "q: got shape"),
         ({"q": torch.zeros(5, QUERY_HEADS, SIZE_V)}, "q: got shape"),
         ({"q": torch.zeros(4, QUERY_HEADS, SIZE)}, "q: got shape"),
         ({"q": torch.zeros(5, 5, SIZE)}, "q: got 5 query heads, need a multiple of the 2 kv heads"),
@@ -470,22 +342,3 @@ def test_bad_reads(options, message, device):
     options = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
     with pytest.raises(ArgumentError, match=message):
         cache.attend(**{"layer": 0, "q": drawn[0][0], "step": step} | options)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("call", ["length", "fork", "free", "block_table", "append", "truncate"])
-def test_dead_sequences_are_refused(call, device):
-    cache = make(device=device)
-    dead = cache.allocate_sequence()
-    cache.free(dead)
-    arguments = {"block_table": ([dead],), "append": ({dead: 1},), "truncate": (dead, 0)}.get(call, (dead,))
-    with pytest.raises(ArgumentError, match=f"got sequence {dead}, need an id"):
-        getattr(cache, call)(*arguments)
-
-
-@pytest.mark.quick
-def test_no_sequences_are_refused(device):
-    cache = make(device=device)
-    for call in (lambda: cache.block_table([]), lambda: cache.append({})):
-        with pytest.raises(ArgumentError, match="got no sequence, need at least one"):
-            call()

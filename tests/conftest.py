@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 places.choose_interpreter()
 
 
+@pytest.fixture
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU with the torch path: for what lies before the kernels, behind which the interpreter would only be slow."""
+    places.enter("eager", monkeypatch)
+
+
 @pytest.fixture(params=places.params("eager", "gpu"))
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The CPU with the torch path, then the GPU with the kernels, if there is one."""

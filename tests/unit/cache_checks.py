@@ -1,9 +1,12 @@
 """What is always true of a PagedKVCache, and what two caches that hold the same have in common."""
 
 import linecache
+import sys
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -12,6 +15,17 @@ from kvq_core.call import torch_path
 from kvq_core.call.spec import Plane
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+
+
+def shared_cache(mode: str = "int4", layout: str = "head_major", **options: Any) -> PagedKVCache:
+    """Sequences 0 and 1 share two blocks, the second half full; 2 has one of its own."""
+    given = {"k_scale": [0.02, 0.07], "v_scale": 0.03} if mode == "fp8_per_tensor" else {}
+    given |= {"num_blocks": 12, "block_size": 8, "num_kv_heads": 2, "head_size": 32, "head_size_v": 16, "num_layers": 2, "layout": layout}
+    cache = PagedKVCache(mode, **given | options)
+    forward(cache, {cache.allocate_sequence(): 12})
+    cache.fork(0)
+    forward(cache, {cache.allocate_sequence(): 3})
+    return cache
 
 
 def assert_consistent(cache: PagedKVCache) -> None:
@@ -78,6 +92,36 @@ def assert_goes_on_alike(one: PagedKVCache, other: PagedKVCache) -> None:
     assert_same(one, other)
     assert_consistent(one)
     assert_consistent(other)
+
+
+def interrupted(call: Callable[[], object], at: int | None, within: Callable[[str], bool], *, opcodes: bool = False) -> int:
+    """Call, and raise KeyboardInterrupt at the line of number ``at`` that runs in the files ``within``; ``opcodes``: at the instruction.
+
+    Returns how many began: more than ``at``, if the interrupt came.
+    """
+    begun, lines = 0, dict[FrameType, int]()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal begun
+        if not within(frame.f_code.co_filename):
+            return None
+        frame.f_trace_opcodes = opcodes
+        last_line, lines[frame] = lines.get(frame, 0), frame.f_lineno
+        if event == ("opcode" if opcodes else "line") and (opcodes or not is_leaving_with(frame, last_line)):
+            begun += 1
+            if at is not None and begun > at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return begun
 
 
 def is_leaving_with(frame: FrameType, last_line: int) -> bool:

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
-from cache_checks import assert_goes_on_alike, assert_same, forward, go_on_elsewhere
+from cache_checks import MODES, assert_goes_on_alike, assert_same, forward, go_on_elsewhere, shared_cache
 from kvq_core import ArgumentError, PagedKVCache, get_backend, register_backend, unregister_backend
 from kvq_core.cache.layout import LAYOUTS
 from kvq_core.none import NoneBackend
 
-MODES = ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2", "third_party")
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 class ThirdParty(NoneBackend):
@@ -25,31 +25,6 @@ def third_party():
     register_backend(ThirdParty)
     yield
     unregister_backend("third_party")
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
-def shared_cache(mode="int4", layout="head_major", smoothing=None):
-    scales = {"k_scale": [0.02, 0.07], "v_scale": 0.03} if mode == "fp8_per_tensor" else {}
-    cache = PagedKVCache(
-        mode,
-        num_blocks=12,
-        block_size=8,
-        num_kv_heads=2,
-        head_size=32,
-        head_size_v=16,
-        num_layers=2,
-        layout=layout,
-        smoothing=smoothing,
-        **scales,
-    )
-    forward(cache, {cache.allocate_sequence(): 12})
-    cache.fork(0)
-    forward(cache, {cache.allocate_sequence(): 3})
-    return cache
 
 
 def torch_saved(cache):
@@ -67,13 +42,14 @@ COPIES = {
 }
 
 
-DRAWN = [(mode, kind) for mode in MODES for kind in COPIES if mode == "int4" or kind in ("deepcopy", "pickle 5")]
+DRAWN = [("int4_per_token_head", kind) for kind in COPIES]
+DRAWN += [(mode, kind) for mode in (*MODES, "third_party") for kind in ("deepcopy", "pickle 5") if (mode, kind) not in DRAWN]
 
 
 @pytest.mark.parametrize(("mode", "kind", "number"), [(*drawn, number) for number, drawn in enumerate(DRAWN)])
 def test_copies_are_right_and_independent(mode, kind, number, tmp_path):
     layout, smoothing = LAYOUTS[number % 3], ("first_prefill", None)[number % 2]
-    cache, reference = (shared_cache(mode, layout, smoothing) for _ in range(2))
+    cache, reference = (shared_cache(mode, layout, smoothing=smoothing) for _ in range(2))
     with torch.inference_mode(number % 4 < 2):
         twin = COPIES[kind](cache)
     assert twin.backend is cache.backend and twin.geometry == cache.geometry

@@ -3,16 +3,14 @@
 import copy
 import itertools
 import pickle
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import kvq_core
-from cache_checks import assert_consistent, assert_goes_on_alike, forward, is_leaving_with
+from cache_checks import assert_consistent, assert_goes_on_alike, forward, interrupted, shared_cache
 from kvq_core import PagedKVCache
 from kvq_core.cache.blocks import BlockPool
 from kvq_core.cache.sequences import SequenceTable
@@ -22,50 +20,19 @@ CORE = str(Path(kvq_core.__file__).parent)
 BOOKKEEPING = ("sequences.py", "blocks.py", "contextlib.py")
 
 
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt at the nth line of kvq_core, or, with ``opcodes``, at the nth instruction of the bookkeeping."""
-
-    def __init__(self, moment: int, *, opcodes: bool = False) -> None:
-        self.left, self.opcodes = moment, opcodes
-        self.lines: dict[FrameType, int] = {}
-
-    def __enter__(self) -> None:
-        sys.settrace(self)
-
-    def __exit__(self, *raised: object) -> None:
-        sys.settrace(None)
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        if not (name.endswith(BOOKKEEPING) if self.opcodes else name.startswith(CORE)):
-            return None
-        frame.f_trace_opcodes = self.opcodes
-        last_line, self.lines[frame] = self.lines.get(frame, 0), frame.f_lineno
-        if event == ("opcode" if self.opcodes else "line") and (self.opcodes or not is_leaving_with(frame, last_line)):
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-        return self
+def in_the_core(file: str) -> bool:
+    return file.startswith(CORE)
 
 
-def shared_cache(smoothing: str | None = None) -> PagedKVCache:
-    """Sequences 0 and 1 share two blocks, the second half full; 2 has one of its own."""
-    cache = PagedKVCache(
-        "int8", num_blocks=12, block_size=8, num_kv_heads=1, head_size=16, num_layers=1, dtype=torch.float32, smoothing=smoothing
-    )
-    forward(cache, {cache.allocate_sequence(): 12})
-    cache.fork(0)
-    forward(cache, {cache.allocate_sequence(): 3})
-    return cache
+def small_cache() -> PagedKVCache:
+    return shared_cache("int8", num_kv_heads=1, head_size=16, head_size_v=None, num_layers=1, dtype=torch.float32)
 
 
 def shared_table() -> SequenceTable:
-    """The same sequences."""
+    """The sequences of ``small_cache``."""
     table = SequenceTable(BlockPool(12), 8)
     for count in (12, 3):
         seq = table.add()
@@ -108,39 +75,33 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_interrupted_at_any_line(name, tmp_path):
-    path, before, operation = tmp_path / "kv", shared_cache(), OPERATIONS[name]
+    path, before = tmp_path / "kv", small_cache()
     before.save(path)
-    old, points = path.read_bytes(), 0
-    while True:
+    old = path.read_bytes()
+    for point in itertools.count():
         cache = copy.deepcopy(before)
-        try:
-            with InterruptAt(points):
-                operation(cache, path)
+        if interrupted(lambda cache=cache: OPERATIONS[name](cache, path), point, in_the_core) <= point:
             break
-        except KeyboardInterrupt:
-            points += 1
         assert_consistent(cache)
         assert path.read_bytes() == old
         assert all(file == path or file.match(".kv.*.part") for file in tmp_path.iterdir())
-        if points % 8 == 1:
+        if point % 8 == 0:
             twin = copy.deepcopy(before)
             meet(cache, twin)
             assert_goes_on_alike(cache, twin)
-    assert points >= 5
+    assert point >= 5
 
 
 def test_the_first_write_of_a_mode_interrupted_at_any_line():
     """It defines the mode's ops, which are the process's."""
+    rows = torch.ones(2, 1, 16)
     for point in itertools.count():
         backend = type("Fresh", (NoneBackend,), {"mode": f"fresh_{point}"})()
         cache = PagedKVCache(backend, num_blocks=1, num_kv_heads=1, head_size=16, dtype=torch.float32)
-        step, rows = cache.append({cache.allocate_sequence(): 2}), torch.ones(2, 1, 16)
-        try:
-            with InterruptAt(point):
-                cache.write(0, rows, rows, step)
+        step = cache.append({cache.allocate_sequence(): 2})
+        if interrupted(lambda cache=cache, step=step: cache.write(0, rows, rows, step), point, in_the_core) <= point:
             break
-        except KeyboardInterrupt:
-            cache.write(0, rows, rows, step)
+        cache.write(0, rows, rows, step)
         assert torch.equal(cache.attend(0, rows, step), rows)
     assert point > 50
 
@@ -157,29 +118,25 @@ TABLE_OPERATIONS = {
 @pytest.mark.parametrize("name", TABLE_OPERATIONS)
 def test_interrupted_at_any_instruction_of_the_bookkeeping(name):
     """Between two instructions of one line, too: what comes out is the table before, or the one after."""
-    points, operation = 0, TABLE_OPERATIONS[name]
-    while True:
+    operation = TABLE_OPERATIONS[name]
+    for point in itertools.count():
         table = shared_table()
         before, after = table.saved(), copy.deepcopy(table)
         operation(after)
-        try:
-            with InterruptAt(points, opcodes=True):
-                operation(table)
+        if interrupted(lambda table=table: operation(table), point, lambda file: file.endswith(BOOKKEEPING), opcodes=True) <= point:
             break
-        except KeyboardInterrupt:
-            points += 1
         assert table.saved() in (before, after.saved())
         assert len(table.pool.peek(table.pool.num_free)) == table.pool.counts().count(0)
         table.free(1)
         table.commit(table.plan({2: 9}))
         again = SequenceTable(BlockPool(12), 8)
         again.restore(table.saved(), table.next_id)
-    assert points >= 20
+    assert point >= 20
 
 
 @pytest.mark.parametrize("failing", range(4))
 def test_no_memory_for_a_copied_block(failing, monkeypatch):
-    cache = shared_cache()
+    cache = small_cache()
     twin, calls = copy.deepcopy(cache), iter(range(9))
 
     def copied(*arguments: Any) -> torch.Tensor:

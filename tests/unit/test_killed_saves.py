@@ -1,25 +1,27 @@
 """A process killed while it saves never leaves a file that loads as anything but what was saved."""
 
-import os
 import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 import killed_saves
 from kvq_core import PagedKVCache, SnapshotError
+from programs import environment
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL"),
+    pytest.mark.usefixtures("torch_path"),
+]
 
 
 def start_saving(path, *moment):
     """A process of killed_saves.py that has begun, and the line that it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("killed_saves.py")
-    process = subprocess.Popen([sys.executable, str(script), str(path), *moment], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, killed_saves.__file__, str(path), *moment]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"))
     assert process.stdout.readline() == "saving\n"
     return process
 
@@ -40,10 +42,8 @@ def assert_old_or_new(path):
     return loaded.sequences
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 @pytest.mark.parametrize("moment", ["half", "whole", "named"])
-def test_a_save_killed_at_its_worst_moment(moment, tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_a_save_killed_at_its_worst_moment(moment, tmp_path):
     process = start_saving(tmp_path / "kv", moment)
     assert process.stdout.readline() == "here\n"
     process.kill()
@@ -52,9 +52,7 @@ def test_a_save_killed_at_its_worst_moment(moment, tmp_path, monkeypatch):
     assert PagedKVCache.load(tmp_path / "kv").sequences == ((0, 1) if moment == "named" else (0,))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-def test_saves_killed_at_any_moment(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_saves_killed_at_any_moment(tmp_path):
     drawn = random.Random(1)
     for attempt in range(5):
         path = tmp_path / str(attempt) / "kv"

@@ -12,6 +12,7 @@ from kvq_core.errors import ArgumentError, KVQError, OutOfBlocksError
 
 pytestmark = pytest.mark.quick
 BLOCK = 8
+COUNTS = st.sampled_from([1, 3, BLOCK, BLOCK, 2 * BLOCK, 20])
 
 
 def table(num_blocks=8):
@@ -29,31 +30,31 @@ def state(sequences):
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_tokens_stay_where_they_were_put(data):
     """Any order of operations over few blocks: tokens come back from their slots, blocks are counted, and no copy is made in vain."""
-    t, memory, tokens, new = table(num_blocks=7), {}, {}, 0
+    t, memory, tokens, new, born = table(num_blocks=7), {}, {}, 0, []
     for _ in range(data.draw(st.integers(1, 25))):
         kind = data.draw(st.sampled_from(["add", "fork", "free", "truncate", "append", "append", "append"]))
         if kind == "add" or not tokens:
-            seq = t.add()
-            assert seq not in tokens and seq == t.next_id - 1, "ids are never used again"
-            tokens[seq] = []
+            born.append(t.add())
+            tokens[born[-1]] = []
             continue
         seq = data.draw(st.sampled_from(sorted(tokens)))
         if kind == "fork":
             free = t.pool.num_free
-            tokens[t.fork(seq)] = tokens[seq]
+            born.append(t.fork(seq))
+            tokens[born[-1]] = tokens[seq]
             assert t.pool.num_free == free, "a fork takes no block"
         elif kind == "free":
             t.free(seq)
             del tokens[seq]
         elif kind == "truncate":
-            length = data.draw(st.integers(0, len(tokens[seq])))
+            length = data.draw(st.sampled_from([*range(len(tokens[seq]) + 1), len(tokens[seq]) // BLOCK * BLOCK]))
             t.truncate(seq, length)
             tokens[seq] = tokens[seq][:length]
         else:
-            counts = data.draw(st.dictionaries(st.sampled_from(sorted(tokens)), st.integers(1, 20), min_size=1))
+            counts = data.draw(st.dictionaries(st.sampled_from(sorted(tokens)), COUNTS, min_size=1))
             # Of the holders of a block that is not full, each that appends needs a copy, but for the last if no other is left.
             last = {seq: t.get(seq).blocks[-1] for seq in counts if len(tokens[seq]) % BLOCK}
             copies = sum(min(n, t.pool.holders(block) - 1) for block, n in Counter(last.values()).items())
@@ -80,6 +81,7 @@ def test_tokens_stay_where_they_were_put(data):
             found = t.get(seq)
             assert (found.length, len(found.blocks)) == (len(kept), -(-len(kept) // BLOCK))
             assert [memory[found.blocks[p // BLOCK], p % BLOCK] for p in range(len(kept))] == kept
+        assert born == list(range(t.next_id)), "ids are never used again"
         held = Counter(block for seq in tokens for block in t.get(seq).blocks)
         assert t.pool.counts() == [held[block] for block in range(7)]
         assert sorted([*t.pool.peek(t.pool.num_free), *held]) == list(range(7))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from in_threads import in_threads
 from kvq_core import get_backend
 from kvq_core.call import ops
 from kvq_core.call.spec import Attention
@@ -91,28 +92,6 @@ def interleaved(starts: list[tuple[int, Started]]) -> int:
     return wrong
 
 
-def in_threads(every: list[list[Call]]) -> None:
-    """Each list of calls in a thread of its own, all at once."""
-    gate = threading.Barrier(len(every))
-    failed: list[BaseException] = []
-
-    def work(calls: list[Call]) -> None:
-        gate.wait()
-        try:
-            for call in calls:
-                call()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(calls,)) for calls in every]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-
-
 def keeps_its_plan() -> bool:
     """Whether calls under the switch launch the same after one during which the switch was turned."""
     case = Case(query_lens=(1, 1), seq_lens=(9000, 10), head_size=64, dtype=torch.bfloat16)
@@ -158,7 +137,7 @@ def main() -> None:
     ops.forget_repeats()
     watched = Watched()
     with launching_for("sm_90"):  # a device of its own, so that Triton chooses anew
-        in_threads(every)
+        in_threads([lambda calls=calls: [call() for call in calls] for calls in every])  # type: ignore[misc]
     by_thread: dict[int, list[Started]] = {}
     for thread, started in watched.starts:
         by_thread.setdefault(thread, []).append(started)

@@ -26,8 +26,8 @@ def demand(mode: str, **further: object) -> Demand:
     return Demand(mode, 8, SIZE, SIZE, torch.bfloat16, places_of(caches), **(limits | further))  # type: ignore[arg-type]
 
 
-def leftover(wanted: Demand) -> list[object]:
-    """Launches of random batches that the warm-up of ``wanted`` does not know."""
+def leftover(wanted: Demand) -> tuple[int, list[object]]:
+    """How many launches random batches make, and those that the warm-up of ``wanted`` does not know."""
     rng = random.Random(0)
     with planning_for(H100) as planned:
         for call in dict.fromkeys(call for call, _ in distinct_launches([wanted], H100)):
@@ -44,19 +44,22 @@ def leftover(wanted: Demand) -> list[object]:
             Call(wanted, sum(rows), num_seqs, bound, wanted.max_seqlen_k)()
     if max(planned.spaces) > reserved:
         raise SystemExit(f"a workspace of {max(planned.spaces)} elements, {reserved} are reserved")
-    return [launch[1:] for launch in planned.launches if _identity(launch) not in known]
+    return len(planned.launches), [launch[1:] for launch in planned.launches if _identity(launch) not in known]
 
 
 def main() -> None:
+    launched = 0
     for mode in ("none", "int8", "int4", "int2"):
         for further in (
             {},
             {"window": 127, "softcap": 30.0, "smoothed": True, "balanced": True},
             {"query_rows": (1, 5), "sinks": torch.bfloat16},
         ):
-            left = leftover(demand(mode, **further))
+            count, left = leftover(demand(mode, **further))
+            launched += count
             if left:
                 raise SystemExit(f"{mode}, {further}: {len(left)} launches that the warm-up does not know, the first: {left[0]}")
+    print(launched)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cache_checks import MODES
 from kvq_core import get_backend
 from kvq_core.cache.layout import LAYOUTS, Geometry, cell_size, cell_views, fields, page_views
 from kvq_core.cache.pages import Pages
@@ -10,7 +11,6 @@ from kvq_core.errors import ArgumentError
 
 pytestmark = pytest.mark.quick
 
-MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 B, P, H, D, DV, L = 3, 8, 2, 48, 32, 2
 
 
@@ -22,9 +22,16 @@ def named(caches):
     return {name: tensor for name, tensor in vars(caches).items() if tensor is not None}
 
 
+def count(views):
+    """Add 1 to every byte of each view."""
+    for view in views:
+        raw = view.unsqueeze(-1).view(torch.uint8) if view.dim() == 3 else view.view(torch.uint8)
+        raw += 1
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_have_logical_shapes_and_lie_in_the_buffers(mode, layout, device):
+def test_views_have_logical_shapes_and_cover_every_byte_once(mode, layout, device):
     memory, backend = pages(mode, layout, device), get_backend(mode)
     ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in memory.tensors.values()]
     for caches in memory.layers:
@@ -41,16 +48,8 @@ def test_views_have_logical_shapes_and_lie_in_the_buffers(mode, layout, device):
         for view in named(caches).values():
             last = view[tuple(n - 1 for n in view.shape)]
             assert any(first <= view.data_ptr() and last.data_ptr() + last.nbytes <= end for first, end in ranges)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_of_all_layers_cover_every_byte_once(mode, layout, device):
-    memory = pages(mode, layout, device)
     views = [view for caches in memory.layers for view in named(caches).values() if view.shape[0] == B]
-    for view in views:
-        raw = view.unsqueeze(-1).view(torch.uint8) if view.dim() == 3 else view.view(torch.uint8)
-        raw += 1
+    count(views)
     buffers = [tensor for tensor in memory.tensors.values() if tensor.dtype == torch.uint8]
     assert all(bool((buffer == 1).all()) for buffer in buffers)
     assert sum(view.nbytes for view in views) == memory.nbytes == memory.bytes_per_slot * B * P
@@ -103,20 +102,6 @@ def test_misaligned_interleaving_is_refused(device):
         cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("cells", "message"),
-    [
-        (torch.zeros(1, 8, 1, 35, dtype=torch.uint8), r"shape \(1, 8, 1, 35\), torch.uint8, need .* cells of 36 bytes"),
-        (torch.zeros(8, 1, 36, dtype=torch.uint8), "shape"),
-        (torch.zeros(1, 8, 1, 36), r"shape .*, torch.float32, need .* cells of 36 bytes"),
-        (torch.zeros(1, 8, 1, 72, dtype=torch.uint8)[..., ::2], "strides .*, need a contiguous last dimension"),
-    ],
-)
-def test_cells_of_another_form_are_refused(cells, message):
-    with pytest.raises(ArgumentError, match="cells: got " + message):
-        cell_views(get_backend("int4"), cells, 32, 24, torch.bfloat16)
-
-
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp8_per_tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("padding", [0, 64])
@@ -128,24 +113,31 @@ def test_pages_of_an_engine(mode, dtype, padding, device):
     caches = page_views(backend, memory, P, H, D, DV, dtype)
     for view in named(caches).values():
         assert view.shape[:3] == (B, P, H) and view.stride(2) == P * view.stride(1)
-        raw = view.unsqueeze(-1).view(torch.uint8) if view.dim() == 3 else view.view(torch.uint8)
-        raw += 1
+    count(named(caches).values())
     assert bool((memory[:, :size] == 1).all()) and not bool(memory[:, size:].any())
 
 
 @pytest.mark.parametrize(
-    ("memory", "message"),
+    ("given", "message"),
     [
-        (torch.zeros(2, 8 * 2 * 36 - 1, dtype=torch.uint8), r"shape \(2, 575\), torch.uint8, need \[num_blocks, at least 576\]"),
-        (torch.zeros(2, 8 * 2 * 36, dtype=torch.int8), "shape"),
-        (torch.zeros(8 * 2 * 36, 2, dtype=torch.uint8).T, "strides"),
-        (torch.zeros(2, 8 * 2 * 36 + 2, dtype=torch.uint8), "block stride 578 from byte 0"),
-        (torch.zeros(2, 600, dtype=torch.uint8)[:, 2:], "block stride 600 from byte 2"),
+        (torch.zeros(1, 8, 1, 35, dtype=torch.uint8), r"cells: got shape \(1, 8, 1, 35\), torch.uint8, need .* cells of 36 bytes"),
+        (torch.zeros(1, 8, 1, 36), r"cells: got shape .*, torch.float32, need .* cells of 36 bytes"),
+        (torch.zeros(1, 8, 1, 72, dtype=torch.uint8)[..., ::2], "cells: got strides .*, need a contiguous last dimension"),
+        (torch.zeros(2, 8 * 2 * 36 - 1, dtype=torch.uint8), r"pages: got shape \(2, 575\), torch.uint8, need \[num_blocks, at least 576\]"),
+        (torch.zeros(2, 8 * 2 * 36, dtype=torch.int8), "pages: got shape"),
+        (torch.zeros(8 * 2 * 36, 2, dtype=torch.uint8).T, "pages: got strides"),
+        (torch.zeros(2, 8 * 2 * 36 + 2, dtype=torch.uint8), "pages: got block stride 578 from byte 0"),
+        (torch.zeros(2, 600, dtype=torch.uint8)[:, 2:], "pages: got block stride 600 from byte 2"),
+        (torch.zeros(8, 1, 36, dtype=torch.uint8), "cells: got shape"),
     ],
 )
-def test_pages_of_another_form_are_refused(memory, message):
-    with pytest.raises(ArgumentError, match=f"pages: got {message}"):
-        page_views(get_backend("int4"), memory, 8, 2, 32, 24, torch.bfloat16)
+def test_cells_and_pages_of_another_form_are_refused(given, message):
+    backend = get_backend("int4")
+    with pytest.raises(ArgumentError, match=message):
+        if given.dim() == 2:
+            page_views(backend, given, 8, 2, 32, 24, torch.bfloat16)
+        else:
+            cell_views(backend, given, 32, 24, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

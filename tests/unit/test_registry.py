@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvq_core
+from in_threads import in_threads
 from kvq_core import (
     ArgumentError,
     DuplicateModeError,
@@ -21,7 +22,6 @@ from kvq_core import (
     registry,
     unregister_backend,
 )
-from test_threads import in_threads
 
 Install = Callable[..., Path]
 FIRST_PARTY_MODES = {

@@ -1,12 +1,5 @@
 """Calls that repeat earlier launches: never with other launches than their own, always with their own tensors, and only so many."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,22 +8,14 @@ from kvq_core.call import ops
 from kvq_core.call.replay_cache import ReplayCache, facts_of
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
+from programs import told_by
 
 MODES = ("none", "int8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 
 
-def dry_replays(*options: str) -> Any:
-    """Run ``dry_replays.py`` where kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "KVQ_DEBUG")}
-    command = [sys.executable, str(Path(__file__).parent / "dry_replays.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_replays_launch_what_the_whole_way_would() -> None:
     """Whatever differs from an earlier call: address, alignment, shape, strides, dtype, device, options, the environment."""
-    seen = dry_replays()
+    seen = told_by("dry_replays")
     assert seen["wrong"] == []
     assert seen["tried"] > 1000, "nothing was tested"
     assert seen["repeated"] > seen["tried"] if seen["known"] else seen["repeated"] == 0
@@ -40,7 +25,7 @@ def test_replays_launch_what_the_whole_way_would() -> None:
 
 @pytest.mark.parametrize("fact", ["alignment", "stride", "dtype"])
 def test_variations_would_show_a_missing_fact(fact: str) -> None:
-    seen = dry_replays("--blind", fact)
+    seen = told_by("dry_replays", "--blind", fact)
     assert seen["wrong"] or not seen["known"]
 
 
@@ -61,12 +46,8 @@ def test_facts_are_all_but_the_address() -> None:
 @pytest.mark.quick
 def test_the_oldest_call_is_forgotten() -> None:
     repeats = ReplayCache(most=3)
-
-    def again(addresses: list[int]) -> bool:
-        return True
-
     for n in (1, 2, 3, 1, 4):
-        repeats.keep((n,), again)
+        repeats.keep((n,), lambda addresses: True)
     assert [repeats.get((n,)) is not None for n in (1, 2, 3, 4)] == [True, False, True, True]
 
 

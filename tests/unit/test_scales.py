@@ -1,10 +1,12 @@
 """One scale for a whole tensor: found over any number of rows, smoothed or not, and refused where it is none."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from cache_checks import MODES
 from kvq_core import ArgumentError, get_backend
 from kvq_core.scales import LARGEST_CODE, TensorRange, checked_scale
 from kvq_core.smoothing.calibration import KeySmoothing
@@ -37,32 +39,28 @@ def test_of_smoothed_rows_it_is_theirs(balanced: bool, sign: int) -> None:
     assert abs(found(rows, smoothing) / found(rows) - 1) > 0.02, "otherwise this tells nothing"
 
 
-def test_zeros_have_a_scale_that_divides() -> None:
-    assert checked_scale("k_scale", 0, found(torch.zeros(30, 2, 64))) > 0
-
-
 @pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, 1e-60, torch.tensor([0.0]), torch.ones(2), "1", None])
 def test_what_is_no_scale_is_refused(scale: object) -> None:
     with pytest.raises(ArgumentError, match=r"^v_scale: got .* for layer 3"):
         checked_scale("v_scale", 3, scale)
 
 
-@pytest.mark.parametrize("rows", [torch.zeros(3, 64), torch.zeros(3, 2, 64, dtype=torch.int64)])
-def test_what_are_no_rows_is_refused(rows: torch.Tensor) -> None:
-    with pytest.raises(ArgumentError, match=r"^rows: got shape"):
-        TensorRange().add(rows)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *((lambda rows=rows: TensorRange().add(rows), "^rows: got shape") for rows in (torch.zeros(3, 64), torch.zeros(3, 2, 64).long())),
+        (lambda: TensorRange().scale(), "^rows: got none so far"),
+        (lambda: found(ROWS, KeySmoothing(torch.zeros(2, 32))), "^smoothing: got one for 2 heads of 32, need one for 2 heads of 64"),
+    ],
+)
+def test_what_has_no_scale_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call()
 
 
-def test_no_rows_have_no_scale() -> None:
-    with pytest.raises(ArgumentError, match=r"^rows: got none so far"):
-        TensorRange().scale()
-
-
-def test_a_smoothing_of_other_heads_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^smoothing: got one for 2 heads of 32, need one for 2 heads of 64"):
-        found(ROWS, KeySmoothing(torch.zeros(2, 32)))
+def test_zeros_have_a_scale_that_divides() -> None:
+    assert checked_scale("k_scale", 0, found(torch.zeros(30, 2, 64))) > 0
 
 
 def test_only_modes_without_scales_of_their_own_take_them() -> None:
-    takers = [mode for mode in ("none", "int8", "fp8", "fp8_per_tensor", "int4", "int2") if get_backend(mode).takes_scales]
-    assert takers == ["fp8_per_tensor"]
+    assert [mode for mode in MODES if get_backend(mode).takes_scales] == ["fp8_per_tensor"]

@@ -12,18 +12,16 @@ from kvq_core.call.spec import Attention
 from kvq_core.cli.app import app
 from kvq_core.none import NoneBackend
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("torch_path")]
 
 
 @pytest.mark.parametrize("mode", sorted({entry.mode for entry in list_backends()}))
-def test_installed_modes_pass(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_installed_modes_pass(mode: str) -> None:
     found = selfcheck.check(get_backend(mode))
     assert 0 <= found.relative_mse < 0.15 and 0 <= found.read_error < selfcheck.READ_TOLERANCE
 
 
-def test_modes_of_any_packing_and_head_size_are_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_modes_of_any_packing_and_head_size_are_ok() -> None:
     for made in odd_modes.MODES:
         register_backend(made)
     try:
@@ -54,14 +52,12 @@ class ReadsWrongly(NoneBackend):
         attention.out.mul_(0.9)
 
 
-def test_rows_that_do_not_come_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_wrong_modes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(selfcheck.SelfCheckError, match="stored rows are off by nan of their own energy on cpu"):
         selfcheck.check(LosesRows())
-
-
-def test_reads_that_are_not_attention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the interpreter, since a mode's own read runs only where kernels do."""
+    with pytest.raises(selfcheck.SelfCheckError, match="takes no head size, of the multiples of 1 up to 1024"):
+        selfcheck.check(Sized())
+    # A mode's own read runs only where kernels do.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(selfcheck.SelfCheckError, match=r"its read is off by 0\.1 from attention over its own bytes"):
         selfcheck.check(ReadsWrongly())
@@ -88,13 +84,7 @@ class Sized(NoneBackend):
         ({"sizes": (1024,)}, 1024),
     ],
 )
-def test_the_head_size_is_one_that_the_mode_takes(attributes: dict[str, object], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_the_head_size_is_one_that_the_mode_takes(attributes: dict[str, object], size: int) -> None:
     backend = type("OfSizes", (Sized,), attributes)()
     assert selfcheck.nearest_head_size(backend, selfcheck.HEAD_SIZE) == size
     assert selfcheck.check(backend).relative_mse < 1e-4
-
-
-def test_modes_without_a_head_size_say_so() -> None:
-    with pytest.raises(selfcheck.SelfCheckError, match="takes no head size, of the multiples of 1 up to 1024"):
-        selfcheck.check(Sized())

@@ -34,9 +34,8 @@ pytestmark = pytest.mark.usefixtures("fresh_registry", "int3")
 
 
 @pytest.fixture
-def int3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def int3(tmp_path: Path, torch_path: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The example as if it were installed, and the torch path, the only one it has."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir()
@@ -70,18 +69,12 @@ def test_it_imports_public_names_only() -> None:
                     assert alias.name in getattr(public, "__all__", ()) or f":: {node.module}.{alias.name}" in reference, alias.name
 
 
-def test_the_friendly_cache_packs_eight_codes_in_three_bytes() -> None:
+def test_the_cache_the_command_line_and_the_benchmark_take_it() -> None:
     cache = PagedKVCache(MODE, num_blocks=4, num_kv_heads=2, head_size=96, head_size_v=80, dtype=torch.float32, device="cpu")
     assert cache.bytes_per_token == 2 * (96 * 3 // 8 + 4 + 80 * 3 // 8 + 4)
-
-
-def test_the_command_line_lists_it() -> None:
     done = CliRunner().invoke(app, ["list", "--check", "--json"], prog_name="kvq")
     (line,) = [line for line in json.loads(done.stdout) if line["mode"] == MODE]
     assert done.exit_code == 0 and line["status"] == "ok" and line["bits_per_element"] == 3.25
-
-
-def test_the_benchmark_takes_it() -> None:
     for names in (None, [MODE]):
         assert MODE in [backend.mode for backend in modes.backends_of(names)]
 

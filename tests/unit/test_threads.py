@@ -1,74 +1,37 @@
 """Several threads at the doors: on one stream they take turns at its workspace, first calls do not meet, and results are those of one."""
 
-import json
-import os
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cache_checks import MODES
+from in_threads import in_threads
 from kvq_core import QuantKVBackend, get_backend, register_backend, unregister_backend
 from kvq_core.none import NoneBackend
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
+from programs import told_by
 
 CPU = torch.device("cpu")
-MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
-
-
-def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
-    """What each returns, all run at once, a thread each."""
-    gate, results = threading.Barrier(len(works)), [None] * len(works)
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            gate.wait()
-            results[index] = works[index]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
-def dry_threads(*options: str) -> Any:
-    """Run ``dry_threads.py`` where kernels are not interpreted."""
-    unset = ("TRITON_INTERPRET", "KVQ_DEBUG", "KVQ_BATCH_INVARIANT")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    command = [sys.executable, str(Path(__file__).parent / "dry_threads.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_threads_on_one_stream_take_turns() -> None:
     """No launch of another thread's comes between a split's launch and its merge, and Triton chooses for one at a time."""
-    seen = dry_threads()
+    seen = told_by("dry_threads")
     assert seen["launches"] == seen["expected"] > 300
     assert (seen["interleaved"], seen["overlaps"], seen["strange"]) == (0, 0, 0)
     assert seen["kept_plan"], "a plan was kept under the facts of another switch"
 
 
 def test_without_locks_they_would_not() -> None:
-    seen = dry_threads("--unlocked")
+    seen = told_by("dry_threads", "--unlocked")
     assert seen["interleaved"] > 0 and seen["overlaps"] > 0
 
 
 @pytest.mark.quick
-def test_first_calls_wait_for_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_calls_wait_for_the_ops(monkeypatch: pytest.MonkeyPatch, torch_path: None) -> None:
     """A thread that finds a mode's ops half defined waits for them."""
 
     class Slow(NoneBackend):
@@ -81,7 +44,6 @@ def test_first_calls_wait_for_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         return define(self, *arguments, **options)
 
     monkeypatch.setattr(torch.library.Library, "define", slowly)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     register_backend(Slow)
     try:
         outs = in_threads([lambda seed=seed: attended(get_backend(Slow.mode), seed) for seed in (1, 1, 1, 1)])  # type: ignore[misc]
@@ -129,6 +91,7 @@ class Repeatedly:
         self.writing, self.reading = self.made.write_arguments(), self.made.read_arguments()
         self.outs = [self.made.fresh_out()["rows"] for _ in range(rounds)]
         self.rows = sum(case.query_lens)
+        torch.cuda.synchronize()
 
     def once(self, out: torch.Tensor) -> None:
         self.backend.reshape_and_cache(**self.writing)
@@ -138,14 +101,19 @@ class Repeatedly:
         for out in self.outs:
             self.once(out)
 
-    def results(self) -> list[torch.Tensor]:
-        return [out[: self.rows].clone() for out in self.outs]
+    def assert_as_alone(self) -> None:
+        """Each result has the bits that one thread on one stream gets alone."""
+        torch.cuda.synchronize()
+        alone = torch.full_like(self.outs[0], torch.nan)
+        self.once(alone)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out[: self.rows], alone[: self.rows]) for out in self.outs), self.backend.mode
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("streams", ["one stream", "a stream each"])
 def test_threads_with_different_modes(monkeypatch: pytest.MonkeyPatch, streams: str) -> None:
-    """Every mode in two threads, from the first call on: each result has the bits that one thread gets alone."""
+    """Every mode in two threads, from the first call on."""
     places.enter("gpu", monkeypatch)
     jobs = [Repeatedly(mode, GPU_CASES[number % 3], number, rounds=40) for number, mode in enumerate(MODES * 2)]
 
@@ -153,31 +121,21 @@ def test_threads_with_different_modes(monkeypatch: pytest.MonkeyPatch, streams: 
         with torch.cuda.stream(torch.cuda.default_stream() if streams == "one stream" else torch.cuda.Stream()):
             job.run()
 
-    torch.cuda.synchronize()
     in_threads([lambda job=job: work(job) for job in jobs])  # type: ignore[misc]
-    torch.cuda.synchronize()
     for job in jobs:
-        alone = torch.full_like(job.outs[0], torch.nan)
-        job.once(alone)
-        torch.cuda.synchronize()
-        assert all(torch.equal(got, alone[: job.rows]) for got in job.results()), f"{job.backend.mode}: other bits among threads"
+        job.assert_as_alone()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_concurrent_streams(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Two streams, each with its own workspace, calls taking turns for many rounds: the bits of one stream alone."""
+    """Two streams, each with its own workspace, calls taking turns for many rounds."""
     places.enter("gpu", monkeypatch)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     jobs = [Repeatedly(mode, case, seed, rounds=100) for seed, case in enumerate(GPU_CASES[:2])]
-    torch.cuda.synchronize()
     for turn in range(100):
         for job, stream in zip(jobs, streams, strict=True):
             with torch.cuda.stream(stream):
                 job.once(job.outs[turn])
-    torch.cuda.synchronize()
     for job in jobs:
-        alone = torch.full_like(job.outs[0], torch.nan)
-        job.once(alone)
-        torch.cuda.synchronize()
-        assert all(torch.equal(got, alone[: job.rows]) for got in job.results())
+        job.assert_as_alone()

@@ -1,28 +1,13 @@
 """A process may set any of Triton's hooks: kernels compile and launch as without, and each hook sees all that it would of other kernels."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 from kvq_core import list_backends
+from programs import told_by
 
 OF_LAUNCHES, OF_KERNELS = ("launch_enter_hook", "launch_exit_hook"), ("jit_cache_hook", "jit_post_compile_hook")
 
 
-def dry_hooks(*options: str) -> Any:
-    """Run ``dry_hooks.py`` where kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "KVQ_DEBUG")}
-    command = [sys.executable, str(Path(__file__).parent / "dry_hooks.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_hooks_change_no_launch_and_see_all_of_them() -> None:
-    report = dry_hooks()
+    report = told_by("dry_hooks")
     assert {*OF_LAUNCHES, *OF_KERNELS} < {*report["hooks"]}
     assert {one["mode"] for one in report["seen"]} == {entry.mode for entry in list_backends()}
     for one in report["seen"]:
@@ -36,6 +21,6 @@ def test_hooks_change_no_launch_and_see_all_of_them() -> None:
 
 def test_kernels_compile_with_every_hook_set() -> None:
     """Their constants come as JSON, by name: a mode's write, its attention and the combine kernel, before and after the compiler."""
-    told = [constants[-1] for _, constants in dry_hooks("--compile", "int2_per_token_head")]
+    told = [constants[-1] for _, constants in told_by("dry_hooks", "--compile", "int2_per_token_head")]
     assert [kind for constant in told for kind in constant] == ["WriteConfig"] * 2 + ["ReadConfig"] * 4
     assert all(constant["ReadConfig"]["format"]["Format"]["key"]["PlaneFormat"]["ways"] == 8 for constant in told[2:])

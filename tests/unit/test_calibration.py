@@ -13,12 +13,8 @@ from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.registry import get_backend
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, ModelSmoothing
 
+pytestmark = pytest.mark.usefixtures("torch_path")
 HEADS, GROUP, SIZE = 2, 3, 64
-
-
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def keys_and_queries(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,24 +84,19 @@ def test_what_does_not_fit_is_named(argument: str, make: object) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("balanced", [False, True])
-def test_a_file_brings_back_the_same(tmp_path: Path, balanced: bool) -> None:
-    smoothing = model_smoothing(3, balanced)
-    smoothing.save(tmp_path / "s.safetensors")
-    back = ModelSmoothing.load(tmp_path / "s.safetensors")
-    assert back.fingerprint == smoothing.fingerprint and list(back) == [0, 1, 2]
-    for layer, one in smoothing.items():
-        assert torch.equal(back[layer].mean, one.mean)
-        assert (back[layer].balance is None) == (not balanced)
-
-
-def test_the_fingerprint_tells_numbers_and_layers_apart() -> None:
+def test_a_file_brings_back_the_same_and_its_fingerprint_tells_what(tmp_path: Path) -> None:
     one = model_smoothing(2)
     nudged = {layer: dataclasses.replace(s, mean=s.mean + (layer == 1) * 1e-3) for layer, s in one.items()}
     swapped = ModelSmoothing({0: one[1], 1: one[0]})
     every = [one, ModelSmoothing(nudged), swapped, model_smoothing(2, balanced=False), model_smoothing(1)]
     assert len({s.fingerprint for s in every}) == 5
-    assert model_smoothing(2).fingerprint == one.fingerprint
+    for smoothing in every:
+        smoothing.save(tmp_path / "s.safetensors")
+        back = ModelSmoothing.load(tmp_path / "s.safetensors")
+        assert back.fingerprint == smoothing.fingerprint and list(back) == list(smoothing)
+        for layer, kept in smoothing.items():
+            assert torch.equal(back[layer].mean, kept.mean)
+            assert (back[layer].balance is None) == (kept.balance is None)
 
 
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
@@ -118,9 +109,6 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     data[-5] ^= 0x40
     path.write_bytes(data)
     with pytest.raises(SnapshotError, match="damaged"):
-        ModelSmoothing.load(path)
-    path.write_bytes(b"no such format")
-    with pytest.raises(SnapshotError):
         ModelSmoothing.load(path)
     with pytest.raises(FileNotFoundError):
         ModelSmoothing.load(tmp_path / "none")

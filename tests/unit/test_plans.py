@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from kvq_core.cli import doctor
 from kvq_core.cli.app import app
 from kvq_core.errors import ArgumentError, PlanTableError
-from kvq_core.plan import KINDS, Decode, Entry, Groups, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
+from kvq_core.plan import KINDS, Decode, Entry, Measurement, Range, Run, Table, Write, choose, lookup, tables_for
 from kvq_core.plan.planner import Problem, plan
 from kvq_core.plan.table import Alternative
 
@@ -53,25 +53,24 @@ def own(table: Table) -> Path:
 # -- which table is asked -----------------------------------------------------------------------------------------------------
 
 
-def test_the_chain_of_tables() -> None:
-    """One's own, kvq's for the architecture, the generic one."""
+def test_one_s_own_table_answers_first_and_only_for_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain: one's own, kvq's for the architecture, the generic one. Each is read once."""
+    outside = [{**INT4, **other} for other in ({"rows": 16}, {"width": 64}, {"keys_per_sm": 16383}, {"ways": 8})]
+    before, generic, others = choose("sm_90", Decode, INT4), choose("", Decode, INT4), [choose("sm_90", Decode, f) for f in outside]
+    with lookup.asking_first(MINE):
+        assert choose("sm_90", Decode, INT4) == FEW
+    assert choose("sm_90", Decode, INT4) == before
     path = own(MINE)
+    lookup.forget()
+    assert choose("sm_90", Decode, INT4) == FEW != before
+    monkeypatch.setattr(Table, "read", lambda path: pytest.fail("read again"))
+    assert [choose("sm_90", Decode, facts) for facts in outside] == others and FEW not in others
+    assert choose("sm_80", Decode, INT4) == choose("", Decode, INT4) == generic != FEW
     assert [table.source for table in tables_for("sm_90")] == [
         str(path),
         *(str(lookup.SHIPPED / f"{n}.json") for n in ("sm_90", "generic")),
     ]
-    assert [table.arch for table in tables_for("sm_80")] == ["generic"]
-    assert [table.arch for table in tables_for("")] == ["generic"]
-
-
-def test_one_s_own_table_answers_first_and_only_for_its_classes() -> None:
-    outside = [{**INT4, **other} for other in ({"rows": 16}, {"width": 64}, {"keys_per_sm": 16383}, {"ways": 8})]
-    before, generic, others = choose("sm_90", Decode, INT4), choose("", Decode, INT4), [choose("sm_90", Decode, f) for f in outside]
-    own(MINE)
-    lookup.forget()
-    assert choose("sm_90", Decode, INT4) == FEW != before
-    assert [choose("sm_90", Decode, facts) for facts in outside] == others and FEW not in others
-    assert choose("sm_80", Decode, INT4) == choose("", Decode, INT4) == generic != FEW
+    assert [table.arch for arch in ("sm_80", "") for table in tables_for(arch)] == ["generic"] * 2
 
 
 def test_a_plan_is_made_of_what_was_chosen() -> None:
@@ -122,20 +121,6 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert choose("", Decode, INT4)  # what is no GPU has no table of one's own
 
 
-def test_tables_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    own(MINE)
-    assert choose("sm_90", Decode, INT4) == FEW
-    monkeypatch.setattr(Table, "read", lambda path: pytest.fail("read again"))
-    assert choose("sm_90", Decode, INT4) == FEW
-
-
-def test_a_table_may_be_asked_first_for_a_while() -> None:
-    before = choose("sm_90", Decode, INT4)
-    with lookup.asking_first(MINE):
-        assert choose("sm_90", Decode, INT4) == FEW
-    assert choose("sm_90", Decode, INT4) == before
-
-
 # -- what is shipped ----------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +164,7 @@ RIGHT: dict[str, Any] = {
             "choice": {"keys": 32, "warps": 1, "stages": 2, "programs_per_sm": 8, "registers": None, "min_keys": 128, "loops": 1},
         }
     ],
+    "groups": [{"where": {}, "choice": {"groups": groups, "stages": 3, "registers": 184}} for groups in (1, 2)],
 }
 
 
@@ -215,28 +201,20 @@ WRONG: list[tuple[list[Any], Any, str]] = [
     (["write", 0, "measured", 0, "alternatives", 0, "us"], "6", "write[0].measured[0].alternatives[0].us: got '6', need a positive number"),
     (["write", 0, "measured", 0, "alternatives", 0, "choice", "warps"], 3, "alternatives[0].choice.warps: got 3, need a power of two"),
     (["runs", "r", "gpu"], "", "runs.r.gpu: got '', need text"),
+    (["groups"], [{"where": {}, "choice": {"groups": 1, "stages": 2, "registers": 184}}], "need 3 to 6 stages with groups 1"),
+    (["groups"], [{"where": {}, "choice": {"groups": 2, "stages": 4, "registers": 184}}], "need 1 to 3 stages with groups 2"),
 ]  # fmt: skip
 
 
 def test_what_is_right_is_read(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(RIGHT))
-    table = Table.read(path)
-    assert table.entries["write"][0].choice == Write(rows=16, warps=1, store_mma=0)
-    assert table.entries["write"][0].where == {"ways": 4, "rows": Range(8, None)}
-    assert table.entries["write"][0].measured[0].alternatives == (Alternative({"warps": 2}, 6.5),)
-
-
-@pytest.mark.parametrize(("groups", "stages", "need"), [(1, 2, "3 to 6 stages with groups 1"), (2, 4, "1 to 3 stages with groups 2")])
-def test_numbers_that_do_not_go_together_are_named(groups: int, stages: int, need: str, tmp_path: Path) -> None:
-    entry = {"where": {}, "choice": {"groups": groups, "stages": stages, "registers": 184}}
-    file = tmp_path / "sm_90.json"
-    file.write_text(json.dumps({"format": 1, "arch": "sm_90", "groups": [entry]}))
-    with pytest.raises(PlanTableError, match=re.escape("groups[0].choice: got {") + f".*need {need}"):
-        Table.read(file)
-    entry["choice"]["stages"] = 3
-    file.write_text(json.dumps({"format": 1, "arch": "sm_90", "groups": [entry]}))
-    assert Table.read(file).entries["groups"][0].choice == Groups(groups, 3, 184)
+    entry = Table.read(path).entries["write"][0]
+    assert (entry.choice, entry.where) == (Write(rows=16, warps=1, store_mma=0), {"ways": 4, "rows": Range(8, None)})
+    assert entry.measured[0].alternatives == (Alternative({"warps": 2}, 6.5),)
+    MINE.write(path)
+    read = Table.read(path)
+    assert (read.arch, read.runs, read.entries["decode"]) == (MINE.arch, MINE.runs, MINE.entries["decode"])
 
 
 @pytest.mark.parametrize(("path", "value", "said"), WRONG, ids=[f"{'.'.join(map(str, p))} {v}" for p, v, _ in WRONG])
@@ -250,32 +228,22 @@ def test_what_is_wrong_is_named(path: list[Any], value: Any, said: str, tmp_path
     assert str(caught.value).startswith(f"{file}: ") and said in str(caught.value)
 
 
-def broken(write: Callable[[Path], object]) -> str:
-    """What the first lookup says of one's own table when ``write`` has written it; it says so each time."""
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda path: path.write_text("nothing"), "the file: got 'Expecting value"),
+        (lambda path: replace(MINE, arch="sm_80").write(path), "arch: got 'sm_80', need 'sm_90', that of this GPU"),
+        (lambda path: path.mkdir(), "the file: got"),
+    ],
+)
+def test_a_wrong_table_of_one_s_own_is_an_error_at_each_lookup(write: Callable[[Path], object], said: str) -> None:
     path = lookup.own_folder() / "sm_90.json"
     path.parent.mkdir(parents=True)
     write(path)
-    said = set()
     for _ in range(2):
-        with pytest.raises(PlanTableError) as caught:
+        with pytest.raises(PlanTableError, match=f"^{re.escape(str(path))}.*{re.escape(said)}"):
             choose("sm_90", Decode, INT4)
-        said.add(str(caught.value))
     assert choose("sm_80", Decode, INT4)  # nobody else's business
-    (only,) = said
-    assert only.startswith(str(path))
-    return only
-
-
-def test_a_table_that_is_no_json_is_an_error_at_the_first_lookup() -> None:
-    assert "the file: got 'Expecting value" in broken(lambda path: path.write_text("{"[1:]))
-
-
-def test_a_table_for_another_gpu_is_an_error_at_the_first_lookup() -> None:
-    assert "arch: got 'sm_80', need 'sm_90', that of this GPU" in broken(lambda path: replace(MINE, arch="sm_80").write(path))
-
-
-def test_a_folder_in_its_place_is_an_error_at_the_first_lookup() -> None:
-    assert "the file: got" in broken(lambda path: path.mkdir())
 
 
 # -- what kvq doctor says of them ---------------------------------------------------------------------------------------------
@@ -298,9 +266,8 @@ def test_doctor_shows_the_tables_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     assert not plans and wrong.startswith(f"broken: {path}: the file: got ")
 
 
-def test_a_broken_table_is_doctor_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_table_is_doctor_s_to_tell(torch_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "\nplans " in CliRunner().invoke(app, ["doctor"]).stdout
     monkeypatch.setattr(doctor, "_plans", lambda: ([], "broken: x.json: arch: got 1, need text"))
     ran = CliRunner().invoke(app, ["doctor"])
@@ -318,9 +285,3 @@ def test_entries_take_the_place_of_their_class() -> None:
     assert table.entries["decode"] == (other, again)
     assert table.entries["write"] == (Entry({}, Write(8, 1, 0)),)
     assert list(table.runs) == ["s"]  # nothing refers to the first any more
-
-
-def test_a_table_survives_its_file(tmp_path: Path) -> None:
-    MINE.write(tmp_path / "t.json")
-    read = Table.read(tmp_path / "t.json")
-    assert (read.arch, read.runs, read.entries["decode"]) == (MINE.arch, MINE.runs, MINE.entries["decode"])

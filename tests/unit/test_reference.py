@@ -1,7 +1,8 @@
 """The dense attention, and the suite's oracle beside it, against loops over single elements and against torch's own attention."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +18,19 @@ from kvq_core.testing.cases import OPTIONS, Case
 
 CPU = torch.device("cpu")
 # Small ones, in the dtype that stores rows exactly.
+SMALL: dict[str, Any] = {"head_size": 16, "dtype": torch.float32}
 TRIED = [
-    Case(query_lens=(1, 4), seq_lens=(9, 7), num_kv_heads=1, dtype=torch.float32, head_size=16),
+    Case(query_lens=(1, 4), seq_lens=(9, 7), num_kv_heads=1, **SMALL),
     *(
-        Case(
+        replace(
+            case,
             query_lens=tuple(min(q, 6) for q in case.query_lens),
             seq_lens=tuple(min(k, 20) for k in case.seq_lens),
-            num_kv_heads=2,
-            head_size=16,
-            dtype=torch.float32,
-            window=case.window,
-            softcap=case.softcap,
-            sinks=case.sinks,
-            alibi=case.alibi,
-            alibi_sqrt=case.alibi_sqrt,
-            qq_bias=case.qq_bias,
             mm_prefix=tuple(tuple((min(a, 14), min(b, 19)) for a, b in ranges) for ranges in case.mm_prefix),
-            score_gain=case.score_gain,
+            num_kv_heads=2,
+            queries_per_kv=Case.queries_per_kv,
+            head_size_v=None,
+            **SMALL,
         )
         for case in OPTIONS
         if case.output is None and case.dtype == torch.float16
@@ -41,9 +38,7 @@ TRIED = [
     Case(
         query_lens=(5, 0, 3),
         seq_lens=(12, 4, 3),
-        head_size=16,
         head_size_v=24,
-        dtype=torch.float32,
         window=2,
         softcap=2.0,
         sinks=True,
@@ -51,6 +46,7 @@ TRIED = [
         alibi_sqrt=True,
         qq_bias=2,
         mm_prefix=(((0, 3),), ((0, 0),), ((1, 2),)),
+        **SMALL,
     ),
 ]
 
@@ -150,15 +146,17 @@ def test_output_scale_clamps(dtype: torch.dtype) -> None:
     assert torch.equal(reference.to_output_dtype(x, torch.float32, None), x)
 
 
-def visible_rows(mask: torch.Tensor) -> Sequence[Sequence[int]]:
-    return [row.nonzero().flatten().tolist() for row in mask]
-
-
 @pytest.mark.quick
-def test_who_sees_what() -> None:
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        ((2, 4, -1, []), [[0, 1, 2], [0, 1, 2, 3]]),
+        ((3, 4, 0, []), [[1], [2], [3]]),
+        ((2, 5, 2, []), [[1, 2, 3], [2, 3, 4]]),
+        ((3, 3, -1, [[0, 1]]), [[0, 1], [0, 1], [0, 1, 2]]),
+        ((3, 3, 0, [[0, 1], [2, 2], [2, 1]]), [[0, 1], [0, 1], [2]]),
+    ],
+)
+def test_who_sees_what(of: tuple[Any, ...], expected: list[list[int]]) -> None:
     """The masks written out: an error here would be an error in everything that is compared with them."""
-    assert visible_rows(oracle.visible(2, 4, -1, [])) == [[0, 1, 2], [0, 1, 2, 3]]
-    assert visible_rows(oracle.visible(3, 4, 0, [])) == [[1], [2], [3]]
-    assert visible_rows(oracle.visible(2, 5, 2, [])) == [[1, 2, 3], [2, 3, 4]]
-    assert visible_rows(oracle.visible(3, 3, -1, [[0, 1]])) == [[0, 1], [0, 1], [0, 1, 2]]
-    assert visible_rows(oracle.visible(3, 3, 0, [[0, 1], [2, 2], [2, 1]])) == [[0, 1], [0, 1], [2]]
+    assert [row.nonzero().flatten().tolist() for row in oracle.visible(*of)] == expected

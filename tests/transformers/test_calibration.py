@@ -11,20 +11,12 @@ from transformers.masking_utils import eager_mask
 from kvq_core import ArgumentError
 from kvq_core.scales import LARGEST_CODE
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing
-from kvq_core.testing import places
-from kvq_transformers import Calibration, KVQCache, calibrate, disable, enable
-from kvq_transformers.attention import register
+from kvq_transformers import KVQCache, calibrate, disable, enable
 from kvq_transformers.naming import GENERATE
-from transformers_families import FAMILIES, eager_twin, exact_attention, exact_twin, logits_in_steps, make_model, prompts, worst
-from transformers_watch import Watch
+from transformers_families import eager_twin, exact_attention, exact_twin, logits_in_steps, make_model, prompts, worst
 
-MODES = ["none", "int8", "fp8", "fp8_per_tensor", "int4", "int2"]
+pytestmark = pytest.mark.usefixtures("torch_path")
 STEPS = [19, 9, 1, 1, 3]
-
-
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.enter("eager", monkeypatch)
 
 
 @pytest.fixture
@@ -39,10 +31,6 @@ def recorded() -> Iterator[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     AttentionInterface.register("recording", attention)
     AttentionMaskInterface.register("recording", eager_mask)
     yield rows
-
-
-def given(found: Calibration) -> dict[str, Any]:
-    return vars(found)
 
 
 # -- what is found ------------------------------------------------------------------------------------------------------------------
@@ -110,35 +98,6 @@ def test_the_model_stays_as_it_was(enabled: bool) -> None:
 
 
 # -- what it is good for ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", [None, "mean", "balanced"])
-def test_every_mode_attends_over_what_it_stored(family: str, kind: str | None, capacity: dict[str, Any], watch: Watch) -> None:
-    """Scaled and smoothed: the keys that attention sees are those that were written, to rounding, under a softcap and sinks as well."""
-    model, inputs = make_model(family), prompts(2, sum(STEPS), (0, 5))
-    register()  # calibrate attends over pages of its own
-    found = given(calibrate(model, **inputs, smoothing=kind))
-    AttentionInterface.register("kvq", watch.attention)
-    for mode in MODES if kind else ["fp8_per_tensor"]:
-        watch.past, watch.calls, watch.worst = {}, 0, 0.0
-        takes = mode == "fp8_per_tensor"
-        cache = KVQCache(model.config, mode, **capacity, **(found if takes else {"smoothing": found["smoothing"]}))
-        logits_in_steps(model, inputs, cache, STEPS)
-        assert watch.calls == len(STEPS) * len(cache.modes)
-        assert 0 < watch.worst <= 1, mode
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma2", "GptOss"])
-def test_balanced_keys_change_no_unquantized_logits(family: str, capacity: dict[str, Any]) -> None:
-    model, inputs = make_model(family), prompts(2, sum(STEPS), (0, 5))
-    smoothing = calibrate(model, **inputs, smoothing="balanced").smoothing
-    exact = logits_in_steps(exact_twin(model), inputs, DynamicCache(config=model.config), STEPS)
-    eager = logits_in_steps(eager_twin(model), inputs, DynamicCache(config=model.config), STEPS)
-    found = logits_in_steps(model, inputs, KVQCache(model.config, "none", smoothing=smoothing, **capacity), STEPS)
-    mask = inputs["attention_mask"]
-    # A mean that is added back to scores costs a rounding of it: twice the error without.
-    assert worst(found, exact, mask) <= 4 * worst(eager, exact, mask)
 
 
 def keys_with_structure(model: Any, bias: float, spread: float) -> Any:
@@ -222,7 +181,7 @@ def test_scales_stay_when_pages_grow_and_are_copied() -> None:
 def test_enable_takes_scales() -> None:
     model, inputs = make_model("Llama"), prompts(1, 20)
     found = calibrate(model, **inputs)
-    enable(model, mode="fp8_per_tensor", **given(found))
+    enable(model, mode="fp8_per_tensor", **vars(found))
     out = model.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert float(out[GENERATE].layers[1].pages.caches.v_scale_cache) == found.v_scale[1]
     assert out[GENERATE].smoothing.fingerprint == found.smoothing.fingerprint

@@ -4,25 +4,21 @@ any cache, is what to expect of each forward; or an error of kvq's that says wha
 import copy
 import io
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache as cached
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from transformers import AttentionInterface, PreTrainedModel
 
-from cache_checks import is_leaving_with
+from cache_checks import interrupted
 from kvq_core import ArgumentError, KVQError
-from kvq_core.testing import places
-from kvq_transformers import KVQCache
+from kvq_transformers import KVQCache, enable
 from kvq_transformers.attention import kvq_attention, register
 from kvq_transformers.forward import CacheStateError
 from kvq_transformers.layers import HANDLE, KVQLayer
@@ -30,15 +26,11 @@ from kvq_transformers.naming import GENERATE
 from kvq_transformers.storage import LayerPages
 from transformers_families import eager_twin, make_model
 
-CAPACITY = 64
+pytestmark = pytest.mark.usefixtures("torch_path")
+CAPACITY = 80
 FAMILIES = ["Llama", "Gemma2"]
 STAGES = ["before", "update", "between", "before write", "after write", "before attend", "after attend", "after"]
 ERRORS: list[Any] = [RuntimeError("injected"), torch.OutOfMemoryError("injected"), KeyboardInterrupt()]
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.enter("eager", monkeypatch)
 
 
 STORIES: dict[str, dict[str, Any]] = {
@@ -99,16 +91,13 @@ def failing(model: Any, cache: KVQCache, layer: int, stage: str, error: BaseExce
                 hook.remove()
 
 
-class Story(RuleBasedStateMachine):
+class Story:
     """One cache and the text it should hold: ids and mask [rows, columns]."""
 
-    family: str
-    capacity: dict[str, Any]
-
-    @initialize(rows=st.integers(1, 3))
-    def begin(self, rows: int) -> None:
-        self.model, self.twin = models(self.family)
-        self.cache = KVQCache(self.model.config, **{"mode": "none", **self.capacity})
+    def __init__(self, family: str, capacity: dict[str, Any], rows: int) -> None:
+        self.family, self.capacity = family, capacity
+        self.model, self.twin = models(family)
+        self.cache = KVQCache(self.model.config, **{"mode": "none", **capacity})
         self.ids = torch.zeros(rows, 0, dtype=torch.long)
         self.mask = torch.zeros(rows, 0, dtype=torch.long)
 
@@ -141,10 +130,7 @@ class Story(RuleBasedStateMachine):
         passed = torch.nn.functional.pad(mask, (0, spare), value=data.draw(st.integers(0, 1)))
         return ids, mask, {"attention_mask": passed}
 
-    @rule(data=st.data())
     def forward(self, data: Any) -> None:
-        if not self.room:
-            return
         ids, mask, options = self.new(data)
         part = ids[:, self.ids.shape[1] :]
         switch = data.draw(st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]))
@@ -162,10 +148,8 @@ class Story(RuleBasedStateMachine):
         self.ids, self.mask = ids, mask
         self.check()
 
-    @rule(data=st.data(), layer=st.integers(0, 1), stage=st.sampled_from(STAGES), error=st.sampled_from(ERRORS))
-    def fail(self, data: Any, layer: int, stage: str, error: BaseException) -> None:
-        if not self.room:
-            return
+    def fail(self, data: Any) -> None:
+        layer, stage, error = data.draw(st.tuples(st.integers(0, 1), st.sampled_from(STAGES), st.sampled_from(ERRORS)))
         ids, mask, options = self.new(data)
         if self.is_parted(mask):
             return
@@ -176,20 +160,18 @@ class Story(RuleBasedStateMachine):
             self.ids, self.mask = ids, mask
         self.check()
 
-    @rule(square=st.booleans())
-    def refused(self, square: bool) -> None:
-        if not self.room:
-            return
-        options = {"attention_mask": torch.zeros(len(self.ids), 1, 1, 1)} if square else {"output_attentions": True}
+    def refused(self, data: Any) -> None:
+        square = torch.zeros(len(self.ids), 1, 1, 1)
+        options = data.draw(st.sampled_from([{"attention_mask": square}, {"output_attentions": True}]))
         with torch.no_grad(), pytest.raises(KVQError, match="attention"):
             self.model(self.ids.new_full((len(self.ids), 1), 5), **options, **{GENERATE: self.cache})
         assert not any(layer.is_pending for layer in self.cache.layers)
         self.check()
 
-    @rule(count=st.integers(0, 12))
-    def crop(self, count: int) -> None:
+    def crop(self, data: Any) -> None:
+        count, on_device = data.draw(st.sampled_from([*range(13), 1000])), data.draw(st.booleans())
         try:
-            self.cache.crop(-count)
+            self.cache.crop(torch.tensor(-count) if on_device else -count)  # generate's assisted decoding counts on the device
         except CacheStateError:
             assert self.family == "Gemma2" and "max_cache_len" not in self.capacity  # dropped behind the window
         else:
@@ -197,28 +179,37 @@ class Story(RuleBasedStateMachine):
             self.ids, self.mask = self.ids[:, :kept], self.mask[:, :kept]
         self.check()
 
-    @rule()
-    def record_past(self) -> None:
+    def record_past(self, data: Any) -> None:
         self.cache.activate_past_recording()
 
-    @rule()
-    def reset(self) -> None:
+    def reset(self, data: Any) -> None:
         self.cache.reset()
         self.ids, self.mask = self.ids[:, :0], self.mask[:, :0]
         self.check()
 
-    @rule(data=st.data())
-    def reorder(self, data: Any) -> None:
-        if self.cache.batch_size > 0:
-            rows = data.draw(st.lists(st.integers(0, len(self.ids) - 1), min_size=len(self.ids), max_size=len(self.ids)))
+    def rearrange(self, data: Any) -> None:
+        count, way = len(self.ids), data.draw(st.sampled_from(["reorder"] if "max_cache_len" in self.capacity else ["reorder", "repeat", "select"]))
+        if self.cache.batch_size <= 0:
+            return
+        rows = data.draw(st.lists(st.integers(0, count - 1), min_size=1 if way == "select" else count, max_size=count))
+        if way == "reorder":
             self.cache.reorder_cache(torch.tensor(rows))
-            self.ids, self.mask = self.ids[rows], self.mask[rows]
+        elif way == "select":
+            self.cache.batch_select_indices(torch.tensor(rows))
+        else:
+            repeats = data.draw(st.integers(1, 2 if count < 4 else 1))
+            rows = [row for row in range(count) for _ in range(repeats)]
+            self.cache.batch_repeat_interleave(repeats)
+        self.ids, self.mask = self.ids[rows], self.mask[rows]
+        assert self.cache.batch_size == len(rows)
 
-    @rule(way=st.sampled_from([copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
-    def copy(self, way: Callable[[KVQCache], KVQCache]) -> None:
+    def copy(self, data: Any) -> None:
         """Go on in the copy, after spoiling the original."""
+        way = data.draw(st.sampled_from([copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
         old, self.cache = self.cache, way(self.cache)
-        if self.room and self.ids.numel():
+        assert self.cache.layers[0].backend is old.layers[0].backend
+        seen = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        if self.room and self.ids.numel() and not self.is_parted(seen):
             with torch.no_grad():
                 self.model(self.ids.new_full((len(self.ids), 1), 7), **{GENERATE: old})
             old.reset()
@@ -241,34 +232,28 @@ class Story(RuleBasedStateMachine):
         assert not self.cache._forward.is_torn
 
 
+KINDS = ["forward"] * 6 + ["fail", "crop", "rearrange"] * 2 + ["refused", "copy", "reset", "record_past"]
+
+
 @pytest.mark.parametrize("capacity", STORIES.values(), ids=STORIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_story_gives_what_the_whole_text_gives(family: str, capacity: dict[str, Any]) -> None:
-    machine = type("Told", (Story,), {"family": family, "capacity": capacity})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=10,
-            stateful_step_count=10,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.explicit, Phase.reuse, Phase.generate],
-        ),
-    )
-
-
-@pytest.fixture(params=[{}, {"max_cache_len": CAPACITY}], ids=["growing", "fixed"])
-def pages(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return request.param
+@given(data=st.data())
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_any_story_gives_what_the_whole_text_gives(family: str, capacity: dict[str, Any], data: Any) -> None:
+    story = Story(family, capacity, data.draw(st.integers(1, 3)))
+    for _ in range(10):
+        kind = data.draw(st.sampled_from(KINDS))
+        if story.room or kind not in ("forward", "fail", "refused"):
+            getattr(story, kind)(data)
 
 
 IDS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-def begun(family: str, pages: dict[str, Any], mode: str = "none", count: int = 20) -> tuple[Any, KVQCache]:
+def begun(family: str, capacity: dict[str, Any], mode: str = "none", count: int = 20) -> tuple[Any, KVQCache]:
     """A model and a cache that has seen ``count`` columns of :data:`IDS`."""
     model = models(family)[0]
-    cache = KVQCache(model.config, mode, **pages)
+    cache = KVQCache(model.config, mode, **capacity)
     with torch.no_grad():
         model(IDS[:, :count], **{GENERATE: cache})
     return model, cache
@@ -279,10 +264,10 @@ def eager_logits(family: str, ids: torch.Tensor) -> torch.Tensor:
     return models(family)[1](ids).logits[:, -1]
 
 
-def test_a_static_caches_mask(pages: dict[str, Any]) -> None:
+def test_a_static_caches_mask(capacity: dict[str, Any]) -> None:
     """As wide as the cache, with the new token's column in the middle; and for a prompt."""
     model = models("Llama")[0]
-    cache = KVQCache(model.config, "none", **pages)
+    cache = KVQCache(model.config, "none", **capacity)
     with torch.no_grad():
         for part in (slice(0, 20), slice(20, 21)):
             mask = torch.zeros(2, CAPACITY, dtype=torch.long)
@@ -312,8 +297,8 @@ def test_compiled_code_gives_no_number_where_a_window_would_reach_too_far() -> N
 
 
 @pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
-def test_a_recurrent_state_cannot_be_rolled_back(family: str, pages: dict[str, Any]) -> None:
-    model, cache = begun(family, pages)
+def test_a_recurrent_state_cannot_be_rolled_back(family: str, capacity: dict[str, Any]) -> None:
+    model, cache = begun(family, capacity)
     with failing(model, cache, 1, "before", RuntimeError("injected")), torch.no_grad(), pytest.raises(RuntimeError, match="injected"):
         model(IDS[:, 20:21], **{GENERATE: cache})
     for ask in (lambda: model(IDS[:, 20:21], **{GENERATE: cache}), lambda: cache.crop(0), lambda: copy.copy(cache)):
@@ -335,14 +320,18 @@ CHANGES: dict[str, tuple[Callable[[Any, KVQCache], object], torch.Tensor]] = {
 
 @pytest.mark.parametrize("operation", CHANGES)
 @torch.no_grad()
-def test_interrupted_at_any_line(operation: str, pages: dict[str, Any]) -> None:
+def test_interrupted_at_any_line(operation: str, capacity: dict[str, Any]) -> None:
     """The cache is what it was before or after, or says that it is broken. At a dozen lines, spread over the operation."""
-    model, cache = begun("Llama", pages)
+    model, cache = begun("Llama", capacity)
     change, after = CHANGES[operation]
-    total = interrupted(lambda one: change(model, one), copy.deepcopy(cache), None)
+
+    def broken(one: KVQCache, line: int | None) -> int:
+        return interrupted(lambda: change(model, one), line, lambda name: "/kvq_" in name)
+
+    total = broken(copy.deepcopy(cache), None)
     for line in range(0, total, -(-total // 12)):
         one = copy.deepcopy(cache)
-        assert interrupted(lambda one: change(model, one), one, line) == line + 1
+        assert broken(one, line) == line + 1
         try:
             length = int(one.get_seq_length())
             found = model(IDS.new_full((2, 1), 5), **{GENERATE: one}).logits[:, -1]
@@ -353,39 +342,12 @@ def test_interrupted_at_any_line(operation: str, pages: dict[str, Any]) -> None:
         assert any(torch.allclose(found, eager_logits("Llama", text), rtol=1e-3, atol=1e-3) for text in texts)
 
 
-def interrupted(run: Callable[[KVQCache], object], cache: KVQCache, line: int | None) -> int:
-    """Raise KeyboardInterrupt at the line of that number that ``run`` executes in kvq's packages. Returns how many were begun."""
-    seen = 0
-    lines: dict[FrameType, int] = {}
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal seen
-        if "/kvq_" not in frame.f_code.co_filename:
-            return None
-        last_line, lines[frame] = lines.get(frame, 0), frame.f_lineno
-        if event == "line" and not is_leaving_with(frame, last_line):
-            seen += 1
-            if line is not None and seen > line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run(cache)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return seen
-
-
 @pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj", "embed", "o_proj"])
-def test_training_any_part_is_refused(trained: str, pages: dict[str, Any]) -> None:
+def test_training_any_part_is_refused(trained: str, capacity: dict[str, Any]) -> None:
     model = make_model("Llama").requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
-    cache = KVQCache(model.config, "int4", **pages)
+    cache = KVQCache(model.config, "int4", **capacity)
     model(IDS[:, :9], **{GENERATE: cache})
     logits = model(IDS[:, 9:10], **{GENERATE: cache}).logits
     with pytest.raises(KVQError, match="no backward pass"):
@@ -415,9 +377,9 @@ ASKED: dict[str, Callable[[KVQCache], object]] = {
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3Next"])
-def test_a_cache_that_is_never_read_says_so(family: str, pages: dict[str, Any]) -> None:
+def test_a_cache_that_is_never_read_says_so(family: str, capacity: dict[str, Any]) -> None:
     model = make_model(family)
-    cache = KVQCache(copy.deepcopy(model.config), "int2", **pages)
+    cache = KVQCache(copy.deepcopy(model.config), "int2", **capacity)
     with torch.no_grad():
         model(IDS[:, :9], **{GENERATE: cache})
     for ask in [*ASKED.values(), lambda cache: model(IDS[:, 9:10], **{GENERATE: cache})]:
@@ -439,8 +401,8 @@ CALLS: dict[str, tuple[str, list[Any]]] = {
 
 
 @pytest.mark.parametrize("argument", CALLS)
-def test_wrong_arguments_of_methods(argument: str, pages: dict[str, Any]) -> None:
-    model, cache = begun("Llama", pages, "int4")
+def test_wrong_arguments_of_methods(argument: str, capacity: dict[str, Any]) -> None:
+    model, cache = begun("Llama", capacity, "int4")
     method, wrongs = CALLS[argument]
     for wrong in wrongs:
         with pytest.raises(KVQError, match=f"{argument}: got"):
@@ -452,27 +414,38 @@ def test_wrong_arguments_of_methods(argument: str, pages: dict[str, Any]) -> Non
                 with pytest.raises(KVQError, match=f"{name}: got"):
                     cache.update(*call)
     assert int(cache.get_seq_length()) == 20 and cache.batch_size == 2
-    fresh = begun("Llama", pages, "int4")[1]
+    fresh = begun("Llama", capacity, "int4")[1]
     with torch.no_grad():
         found, expected = (model(IDS[:, 20:22], **{GENERATE: one}).logits for one in (cache, fresh))
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("argument", ["config", "mode", "max_cache_len", "block_size", "smoothing", "k_scale", "v_scale"])
+BAD: dict[str, list[Any]] = {
+    "config": ["llama", None],
+    "mode": [None, 3, "", "int5", ("int4",), ("int4", 3), {0: None}, {"x": "int4"}, {True: "int4"}, {0: []}, b"int4"],
+    "max_cache_len": [0, -1, 2.5, "8"],
+    "block_size": [None, 0, 7, 8.0, "16"],
+    "smoothing": [3, "mean", torch.ones(2)],
+    "k_scale": ["x", 0, -1.0, float("nan"), {9: 1.0}, {0: None, 1: 1.0}, torch.ones(3)],
+    "v_scale": [0.0, {0: 1.0}],
+}
+"""Beyond :data:`WRONG`."""
+
+
+def fits(argument: str, value: Any) -> bool:
+    if value is None or argument not in ("k_scale", "v_scale"):
+        return value is None and argument not in ("config", "mode", "block_size")
+    return (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.shape == (1,))) and bool(value > 0)
+
+
+@pytest.mark.parametrize("argument", BAD)
 def test_wrong_arguments_of_the_constructor(argument: str) -> None:
-    config = models("Llama")[0].config
-    valid = {"mode": [None], "max_cache_len": [None, 1], "smoothing": [None], "k_scale": [None, 1, 1.5], "v_scale": [None, 1, 1.5]}
-    for wrong in [*WRONG, -8, 0, 12, float("nan"), np.float64(8), b"int4", ("int4",), torch.nn.Linear]:
-        if any(wrong is good or (type(wrong) is type(good) and wrong == good) for good in valid.get(argument, []) if good is not None):
-            continue
-        if wrong is None and argument not in ("config", "mode", "block_size"):
-            continue
-        arguments = {"config": config, "mode": "fp8_per_tensor"} | {argument: wrong}
-        if argument == "max_cache_len" and type(wrong) is int and wrong == 12:
-            continue
-        try:
-            KVQCache(**arguments)
-        except KVQError as error:
-            assert argument in str(error) or argument == "mode"
-        else:
-            assert argument in ("k_scale", "v_scale"), (argument, wrong)
+    model = make_model("Llama")
+    before = model.config._attn_implementation
+    calls = [lambda config, **given: KVQCache(config, **given), lambda config, **given: enable(model, **given)]
+    for wrong in (value for value in WRONG + BAD[argument] if not fits(argument, value)):
+        for call in calls[: 1 if argument == "config" else 2]:
+            with pytest.raises(KVQError) as caught:
+                call(**{"config": model.config, "mode": "fp8_per_tensor"} | {argument: wrong})
+            assert argument in str(caught.value), (argument, wrong)
+    assert model.config._attn_implementation == before and "generate" not in model.__dict__

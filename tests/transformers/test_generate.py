@@ -8,21 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
-from kvq_core.testing import places
 from kvq_transformers import KVQCache, disable, enable
 from kvq_transformers.naming import GENERATE
 from transformers_families import eager_twin, fake_quantized_cache, make_model, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+pytestmark = pytest.mark.usefixtures("torch_path")
 # Gemma 2: a sliding window of 11, much shorter than the texts, and a full layer.
 FAMILIES = ["Llama", "Gemma2"]
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.enter("eager", monkeypatch)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -126,28 +121,6 @@ def test_enable_makes_plain_generate_use_the_cache() -> None:
     assert disable(model) is model
     assert torch.equal(model.generate(**inputs, **GREEDY), plain)
     assert model.config._attn_implementation == before and "generate" not in model.__dict__
-
-
-def test_enabled_models_leave_a_callers_own_choice_alone() -> None:
-    model = enable(make_model("Llama"), mode="int2")
-    twin = eager_twin(model)
-    disable(twin)
-    inputs = prompts(2, 23, (0, 9))
-    expected = twin.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY, **{GENERATE: DynamicCache(config=model.config)}), expected)
-    assert torch.equal(model.generate(**inputs, **GREEDY, use_cache=False), expected)
-    assert torch.equal(model.generate(**inputs, generation_config=GenerationConfig(**GREEDY, use_cache=False)), expected)
-    own = KVQCache(model.config, "none")
-    assert torch.equal(model.generate(**inputs, **GREEDY, **{GENERATE: own}), expected)
-    assert own.get_seq_length() == expected.shape[1] - 1
-
-
-def test_a_models_default_cache_gives_way() -> None:
-    model = make_model("Llama")
-    model.generation_config.cache_implementation = "static"
-    enable(model, mode="int8")
-    out = model.generate(**prompts(1, 9), **GREEDY, return_dict_in_generate=True)
-    assert isinstance(out[GENERATE], KVQCache)
 
 
 def test_a_copy_of_an_enabled_model_is_a_model_of_its_own() -> None:

@@ -12,19 +12,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import model_table
 import tiny_models
-from kvq_core.errors import ArgumentError, KVQError
-from kvq_core.testing import places
+from kvq_core.errors import ArgumentError
 from kvq_transformers import KVQCache, calibrate, disable, enable
 from kvq_transformers.naming import GENERATE
 from transformers_families import eager_twin, make_model, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-CAPACITIES = [{}, {"max_cache_len": 64}]
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.enter("eager", monkeypatch)
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def say(model: Any, place: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -39,7 +33,6 @@ def say(model: Any, place: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES, ids=["growing", "fixed"])
 @pytest.mark.parametrize("place", ["positional", "keyword", "call", "model", "config"])
 def test_no_cache_is_no_cache_wherever_it_is_said(place: str, capacity: dict[str, Any]) -> None:
     model = make_model("Llama")
@@ -131,7 +124,6 @@ def test_attention_may_be_called_by_position_as_kvpress_does() -> None:
         del ALL_ATTENTION_FUNCTIONS["kvq"]  # it lies over what is registered
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES, ids=["growing", "fixed"])
 @pytest.mark.parametrize("family", ["Llama", "GptOss", "Qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
@@ -169,27 +161,3 @@ def test_the_page_lists_every_type() -> None:
     if f"transformers {transformers.__version__} " in page:
         assert all(f"`{name}`" in page for name in tiny_models.causal_types())
     assert "## Different" not in page
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"mode": x} for x in (None, 3, "", "int5", [], ("int4",), ("int4", 3), {}, {0: None}, {"x": "int4"}, {True: "int4"}, {0: []}, b"int4")]
-    + [{"smoothing": x} for x in (3, "mean", [], torch.ones(2), {})]
-    + [{"k_scale": x, "mode": "fp8_per_tensor"} for x in ("x", 0, -1.0, float("nan"), [], {}, {9: 1.0}, {0: None, 1: 1.0}, torch.ones(3))]
-    + [{"max_cache_len": x} for x in (0, -1, True, 2.5, "8")]
-    + [{"block_size": x} for x in (None, 0, 7, 8.0, "16")],
-    ids=str,
-)
-def test_wrong_arguments_leave_the_model_as_it_was(arguments: dict[str, Any]) -> None:
-    model = make_model("Llama")
-    before = model.config._attn_implementation
-    for call in (lambda: enable(model, **arguments), lambda: KVQCache(model.config, **arguments)):
-        with pytest.raises(KVQError) as caught:
-            call()
-        assert any(name in str(caught.value) for name in arguments)
-    assert model.config._attn_implementation == before and "generate" not in model.__dict__
-
-
-def test_a_mode_that_is_nearly_there_is_named() -> None:
-    with pytest.raises(KVQError, match=r"int5.*did you mean 'int"):
-        enable(make_model("Llama"), "int5")

@@ -12,17 +12,16 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_checks import assert_consistent
+from cache_checks import MODES, assert_consistent
 from kvq_core import ArgumentError, KVQError, OutOfBlocksError, PagedKVCache, get_backend
 from kvq_core.cache.layout import LAYOUTS
 from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention
 from kvq_core.testing import places
 from nano_engine import Engine, Request
 
-MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 BLOCK, LAYERS, HEADS, SIZE, SIZE_V = 8, 2, 2, 16, 32
 GENERATED = (Phase.explicit, Phase.generate)
-"""Not key_prescale: that takes minutes, and thirty steps can be read."""
+"""Not shrinking: that takes minutes, and thirty steps can be read."""
 BAD = (-1, 0, 2**40, True + 1.5, "3", None)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cache_checks import MODES
 from kvq_core import PagedKVCache, QuantKVBackend, get_backend
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.scene import Scene
 
-MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 
 

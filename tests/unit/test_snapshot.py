@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from cache_checks import MODES, assert_consistent
+from cache_checks import MODES, assert_consistent, assert_goes_on_alike, shared_cache
 from kvq_core import ArgumentError, PagedKVCache, SnapshotError, get_backend
 from kvq_core.cache import snapshot
 from kvq_core.cache.layout import LAYOUTS
@@ -21,46 +21,12 @@ from kvq_core.smoothing.calibration import ModelSmoothing
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("torch_path")]
 
 
-def filled(mode="int4", layout="head_major", *, device="cpu", dtype=torch.bfloat16):
-    """A cache with a forked, a truncated and a freed sequence, and q rows with their step."""
-    scales = {"k_scale": [0.02, 0.07], "v_scale": 0.03} if mode == "fp8_per_tensor" else {}
-    cache = PagedKVCache(
-        mode,
-        num_blocks=9,
-        block_size=8,
-        num_kv_heads=2,
-        head_size=32,
-        head_size_v=16,
-        num_layers=2,
-        dtype=dtype,
-        layout=layout,
-        device=device,
-        **scales,
-    )
-    torch.manual_seed(3)
-    gone, a = cache.allocate_sequence(), cache.allocate_sequence()
-    step = write(cache, {gone: 9, a: 13})
-    b = cache.fork(a)
-    cache.free(gone)
-    write(cache, {b: 4})
-    cache.truncate(b, 15)
-    return cache, a, b, step
-
-
-def write(cache, counts):
-    step, g = cache.append(counts), cache.geometry
-    for layer in range(g.num_layers):
-        key, value = (torch.randn(step.num_tokens, g.num_kv_heads, size) for size in (g.head_size, g.head_size_v))
-        cache.write(layer, key.to(cache.device, g.dtype), value.to(cache.device, g.dtype), step)
-    return step
-
-
-def decode(cache, seqs, seed):
-    """One more token each: everything that a caller would see next."""
-    torch.manual_seed(seed)
-    step = write(cache, dict.fromkeys(seqs, 1))
-    q = torch.randn(len(seqs), 4, 32).to(cache.device, cache.geometry.dtype)
-    return [cache.attend(layer, q, step) for layer in range(2)]
+def filled(mode="int4", layout="head_major", **options):
+    """A cache with a forked, a truncated and a freed sequence: 0 and 1 are left."""
+    cache = shared_cache(mode, layout, num_blocks=9, **options)
+    cache.free(2)
+    cache.truncate(1, 9)
+    return cache
 
 
 @pytest.mark.parametrize(
@@ -71,22 +37,22 @@ def decode(cache, seqs, seed):
     ],
 )
 def test_loaded_caches_go_on_bit_for_bit(mode, layout, dtype, device, tmp_path):
-    cache, a, b, step = filled(mode, layout, device=device, dtype=dtype)
+    cache = filled(mode, layout, device=device, dtype=dtype)
     cache.save(tmp_path / "kv")
     loaded = PagedKVCache.load(tmp_path / "kv", mode, device=device)
     assert (loaded.mode, loaded.geometry) == (cache.mode, cache.geometry)
     assert (loaded.sequences, loaded.num_free_blocks) == (cache.sequences, cache.num_free_blocks)
-    assert torch.equal(loaded.block_table([a, b]), cache.block_table([a, b]))
+    assert torch.equal(loaded.block_table([0, 1]), cache.block_table([0, 1]))
     for layer in range(2):
         for mine, theirs in zip(vars(cache.layer(layer)).values(), vars(loaded.layer(layer)).values(), strict=True):
             assert (mine is None) == (theirs is None)
             if mine is not None:
                 assert mine.stride() == theirs.stride()
                 assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (mine, theirs)))
+    assert_goes_on_alike(cache, loaded)
     with pytest.raises(ValueError, match="step: got one of another cache"):
-        loaded.attend(0, torch.zeros(step.num_tokens, 4, 32, dtype=dtype, device=device), step)
+        loaded.attend(0, torch.zeros(1, 4, 32, dtype=dtype, device=device), cache.append({0: 1}))
     assert loaded.allocate_sequence() == cache.allocate_sequence()
-    assert all(torch.equal(x, y) for x, y in zip(decode(cache, (b, a), 5), decode(loaded, (b, a), 5), strict=True))
 
 
 def test_without_sequences(tmp_path):
@@ -97,7 +63,7 @@ def test_without_sequences(tmp_path):
 
 
 def test_mode_may_be_an_alias_or_a_backend_but_no_other(tmp_path):
-    filled()[0].save(tmp_path / "kv")
+    filled().save(tmp_path / "kv")
     for mode in (None, "int4", "int4_per_token_head", get_backend("int4")):
         assert PagedKVCache.load(tmp_path / "kv", mode).mode == "int4_per_token_head"
     for asked in ("int8", "none", "int8_per_token_head"):
@@ -106,7 +72,7 @@ def test_mode_may_be_an_alias_or_a_backend_but_no_other(tmp_path):
 
 
 def test_a_save_replaces_the_file_or_leaves_it(tmp_path, monkeypatch):
-    cache, path = filled()[0], tmp_path / "kv"
+    cache, path = filled(), tmp_path / "kv"
     path.write_bytes(b"old")
     cache.save(str(path))
     cache.save(path)
@@ -131,7 +97,7 @@ def test_a_save_replaces_the_file_or_leaves_it(tmp_path, monkeypatch):
 
 def rewritten(path, change):
     """Save a cache at ``path``, let ``change(tensors, header)`` meddle with it, and write it back."""
-    filled("fp8_per_tensor")[0].save(path)
+    filled("fp8_per_tensor").save(path)
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["kvq"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -196,7 +162,7 @@ def test_other_safetensors_files(metadata, tmp_path):
 def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
     """Bytes flipped and swapped, cuts, and pieces left out or put in, half of them in the headers; and files that end early."""
     path, drawn = tmp_path / "kv", random.Random(5)
-    caches = [filled(mode)[0] for mode in ("int4", "fp8_per_tensor")]
+    caches = [filled(mode) for mode in ("int4", "fp8_per_tensor")]
     refused = 0
     for number in range(252):
         cache = caches[number % 2]
@@ -259,7 +225,7 @@ WRONG = ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "
 )
 def test_hostile_headers(change, tmp_path):
     path = tmp_path / "kv"
-    filled("none")[0].save(path)
+    filled("none").save(path)
     with safe_open(path, "pt") as file:
         text = file.metadata()["kvq"]
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -300,7 +266,7 @@ def test_hostile_files(header, size, tmp_path):
 @pytest.mark.parametrize("kept", [0, 100, 0.5, 0.999])
 def test_a_file_that_is_cut_while_it_is_read(kept, tmp_path, monkeypatch):
     path = tmp_path / "kv"
-    filled()[0].save(path)
+    filled().save(path)
     expect, size = snapshot.Snapshot.expect, path.stat().st_size
 
     def cut(self, name, dtype, shape=None):
@@ -321,7 +287,7 @@ def test_other_packages_versions_and_headers_without_a_checksum_load(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes and links")
 def test_modes_links_and_what_is_no_file(tmp_path):
-    cache, path = filled()[0], tmp_path / "kv"
+    cache, path = filled(), tmp_path / "kv"
     for umask in (0o022, 0o077, 0o002):
         old = os.umask(umask)
         try:
@@ -351,7 +317,7 @@ def test_modes_links_and_what_is_no_file(tmp_path):
 
 
 def test_saves_at_once(tmp_path):
-    caches = [filled(mode)[0] for mode in ("none", "int4")]
+    caches = [filled(mode) for mode in ("none", "int4")]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: caches[number % 2].save(tmp_path / "kv"), range(16)))
     assert os.listdir(tmp_path) == ["kv"]

@@ -1,5 +1,7 @@
 """KVQCache as a container: rows, lengths, blocks and bytes; and everything it refuses."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,66 @@ from kvq_transformers import KVQCache, enable
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.naming import GENERATE, cache_argument
 from kvq_transformers.rows import RowTable, piece_length
-from transformers_families import COMMON, eager_twin, make_config, make_model, prompts
+from transformers_families import COMMON, eager_twin, exact_twin, make_config, make_model, prompts, worst
 
+Logits = list[torch.Tensor]
 pytestmark = pytest.mark.usefixtures("torch_path")
 
 
+def held_to_eager(story: Callable[[Any, Any], Logits], family: str = "Llama", **capacity: Any) -> KVQCache:
+    """Tell ``story(forward, cache)`` to a KVQCache in mode ``none`` and to transformers' cache, and compare the logits it returns."""
+    model = make_model(family)
+    cache = KVQCache(model.config, "none", **capacity)
+
+    def told(model: Any, cache: Any) -> torch.Tensor:
+        @torch.no_grad()
+        def forward(ids: torch.Tensor, mask: torch.Tensor | None = None, cache: Any = cache) -> torch.Tensor:
+            return model(ids, attention_mask=mask, **{GENERATE: cache}).logits
+
+        return torch.cat([logits.flatten(0, -2) for logits in story(forward, cache)])
+
+    exact = told(exact_twin(model), DynamicCache(config=model.config))
+    eager = told(eager_twin(model), DynamicCache(config=model.config))
+    found = told(model, cache)
+    ones = torch.ones(len(exact))
+    assert worst(found, exact, ones) <= 2 * worst(eager, exact, ones)
+    return cache
+
+
 IDS = prompts(3, 60)["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_crop(family: str, capacity: dict[str, Any]) -> None:
+    def story(forward: Any, cache: Any) -> Logits:
+        cache.activate_past_recording()
+        found = [forward(IDS[:, :30])]
+        cache.crop(-4)
+        found += [forward(IDS[:, 30:37])]
+        cache.crop(0)
+        found += [forward(IDS[:, 37:38])]
+        cache.crop(0)
+        found += [forward(IDS[:, 38:40])]
+        cache.crop(torch.tensor(-2))  # generate's assisted decoding counts on the device
+        return [*found, forward(IDS[:, 40:44])]
+
+    cache = held_to_eager(story, family, **capacity)
+    assert int(cache.get_seq_length()) == 30 - 4 + 8 + 4
+    cache.crop(-1000)
+    assert int(cache.get_seq_length()) == 0
+    if not capacity:
+        assert cache.layers[0].table.lengths == [0, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_copies_are_independent(family: str, capacity: dict[str, Any]) -> None:
+    def story(forward: Any, cache: Any) -> Logits:
+        forward(IDS[:, :21])
+        twin = copy.deepcopy(cache)
+        first = forward(IDS[:, 21:24])
+        return [first, forward(IDS[:, 30:33], cache=twin), forward(IDS[:, 24:25]), forward(IDS[:, 33:34], cache=twin)]
+
+    held_to_eager(story, family, **capacity)
 
 
 @pytest.mark.parametrize(("columns", "capacity"), [(40, {}), (40, {"max_cache_len": 80}), (1100, {"max_cache_len": 1200})])
@@ -200,26 +256,34 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(model_type: st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"mode": "int5"}, UnknownModeError, "mode 'int5'; installed: .*did you mean 'int"),
-        ({"mode": ("int8", "none")}, ArgumentError, "mode: got mode none, need a mode that stores a scale"),
-        ({"mode": ("int8", "int8", "int8")}, ArgumentError, "3 modes"),
-        ({"mode": {0: "int4"}}, ArgumentError, r"no mode for layers \[1\]"),
-        ({"mode": {"default": "int4", 2: "none"}}, ArgumentError, "layer 2, need .* from -2 to 1"),
-        ({"mode": {"default": "int4", "first": "none"}}, ArgumentError, "layer 'first'"),
-        ({"mode": {"default": "int4", True: "none"}}, ArgumentError, "layer True"),
-        ({"mode": {"default": "int4", 1: "none", -1: "int8"}}, ArgumentError, "two modes for layer 1"),
-        ({"max_cache_len": 0}, ArgumentError, "max_cache_len: got 0"),
-        ({"block_size": 12}, ArgumentError, "block_size: got 12, need a positive multiple of 8"),
+        ({"mode": "int5"}, "mode 'int5'; installed: .*did you mean 'int"),
+        ({"mode": ("int8", "none")}, "mode: got mode none, need a mode that stores a scale"),
+        ({"mode": ("int8", "int8", "int8")}, "3 modes"),
+        ({"mode": {0: "int4"}}, r"no mode for layers \[1\]"),
+        ({"mode": {"default": "int4", 2: "none"}}, "layer 2, need .* from -2 to 1"),
+        ({"mode": {"default": "int4", "first": "none"}}, "layer 'first'"),
+        ({"mode": {"default": "int4", True: "none"}}, "layer True"),
+        ({"mode": {"default": "int4", 1: "none", -1: "int8"}}, "two modes for layer 1"),
+        ({"max_cache_len": 0}, "max_cache_len: got 0"),
+        ({"block_size": 12}, "block_size: got 12, need a positive multiple of 8"),
+        ({"config": "llama"}, "config: got str, need a transformers config"),
+        ({"config": "Lfm2", "mode": {"default": "int4", 0: "none"}}, r"layer 0, need a layer that keeps K and V: one of \[1\]"),
+        ({"config": "telepathy"}, "llama with layers of type 'telepathy'"),
+        ({"config": "head_dim", "mode": "int4"}, r"mode \(layer 0\): got head size 66, need a multiple of 4"),
     ],
 )
-def test_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
     config = make_config("Llama")
-    with pytest.raises(error, match=message):
-        KVQCache(config, **arguments)
     assert KVQCache(config, ("int4", "int4_per_token_head")).modes == dict.fromkeys(range(2), "int4_per_token_head")
     assert KVQCache(config, {np.int64(-1): "none", "default": "int4"}).modes == {0: "int4_per_token_head", 1: "none"}
+    configs = {"Lfm2": make_config("Lfm2"), "telepathy": make_config("Llama"), "head_dim": make_config("Llama", head_dim=66)}
+    configs["telepathy"].layer_types = ["full_attention", "telepathy"]
+    KVQCache(configs["head_dim"], "int8")
+    given = arguments.get("config")
+    with pytest.raises(UnknownModeError if arguments.get("mode") == "int5" else ArgumentError, match=message):
+        KVQCache(**{"config": config} | arguments | ({"config": configs.get(given, given)} if given else {}))
 
 
 def test_what_a_hybrids_other_layers_cannot_do_is_refused_before_anything_changes() -> None:
@@ -230,13 +294,6 @@ def test_what_a_hybrids_other_layers_cannot_do_is_refused_before_anything_change
     with pytest.raises(KVQError, match="batch_repeat_interleave: layers of type LinearAttentionLayer"):
         cache.batch_repeat_interleave(2)
     assert cache.batch_size == 3
-
-
-def test_layers_of_an_unknown_type() -> None:
-    config = make_config("Llama")
-    config.layer_types = ["full_attention", "telepathy"]
-    with pytest.raises(ArgumentError, match="llama with layers of type 'telepathy'"):
-        KVQCache(config)
 
 
 def test_a_composite_models_text_decoder_is_switched_alone() -> None:
@@ -264,13 +321,6 @@ def test_a_composite_models_text_decoder_is_switched_alone() -> None:
     image = {"pixel_values": torch.zeros(2, 3, 28, 28), "token_type_ids": (ids == 5).long()}
     with pytest.raises(ArgumentError, match="tokens that see later ones"):
         model.generate(ids, **image, **options)
-
-
-def test_no_config() -> None:
-    with pytest.raises(ArgumentError, match="config: got str, need a transformers config"):
-        KVQCache("llama")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="model: got LlamaConfig, need a transformers model with generate"):
-        enable(make_config("Llama"))
 
 
 def test_what_a_forward_cannot_do() -> None:
@@ -332,16 +382,6 @@ def test_another_number_of_rows() -> None:
         cache.crop(2)
 
 
-def test_a_model_that_keeps_its_own_attention_is_found_out() -> None:
-    model = make_model("Llama")
-    cache = KVQCache(model.config)
-    model.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        model(IDS[:, :9], **{GENERATE: cache})
-        with pytest.raises(KVQError, match='must run with attn_implementation="kvq"'):
-            model(IDS[:, 9:10], **{GENERATE: cache})
-
-
 def test_bloom_does_not_use_the_interface() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
@@ -350,3 +390,5 @@ def test_bloom_does_not_use_the_interface() -> None:
     with pytest.raises(ArgumentError, match="need one that goes through transformers' AttentionInterface"):
         enable(model)
     assert model.config._attn_implementation == before
+    with pytest.raises(ArgumentError, match="model: got LlamaConfig, need a transformers model with generate"):
+        enable(make_config("Llama"))

@@ -98,8 +98,10 @@ class Story:
         self.family, self.capacity = family, capacity
         self.model, self.twin = models(family)
         self.cache = KVQCache(self.model.config, **{"mode": "none", **capacity})
-        self.ids = torch.zeros(rows, 0, dtype=torch.long)
-        self.mask = torch.zeros(rows, 0, dtype=torch.long)
+        self.ids = torch.randint(3, 97, (rows, 7), generator=torch.Generator().manual_seed(rows))
+        self.mask = (torch.arange(7) >= 2 * torch.arange(rows)[:, None]).long()  # rows of different lengths
+        with torch.no_grad():
+            self.model(self.ids, attention_mask=self.mask, **{GENERATE: self.cache})
 
     @property
     def room(self) -> int:
@@ -188,10 +190,12 @@ class Story:
         self.check()
 
     def rearrange(self, data: Any) -> None:
-        count, way = len(self.ids), data.draw(st.sampled_from(["reorder"] if "max_cache_len" in self.capacity else ["reorder", "repeat", "select"]))
+        ways = ["reorder"] if "max_cache_len" in self.capacity else ["reorder", "repeat", "select"]
+        count, way = len(self.ids), data.draw(st.sampled_from(ways))
         if self.cache.batch_size <= 0:
             return
-        rows = data.draw(st.lists(st.integers(0, count - 1), min_size=1 if way == "select" else count, max_size=count))
+        size = data.draw(st.integers(1, count)) if way == "select" else count
+        rows = torch.randint(count, (size,), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))).tolist()
         if way == "reorder":
             self.cache.reorder_cache(torch.tensor(rows))
         elif way == "select":
@@ -248,15 +252,15 @@ class Story:
             torch.testing.assert_close(found, self.twin(ids, attention_mask=mask).logits[:, -1], rtol=1e-3, atol=1e-3)
 
 
-KINDS = ["forward"] * 6 + ["fail", "crop", "rearrange"] * 2 + ["refused", "copy", "reset", "record_past"]
+KINDS = ["forward", "rearrange"] * 4 + ["fail", "crop"] * 2 + ["refused", "copy", "reset", "record_past"]
 
 
 @pytest.mark.parametrize("capacity", STORIES.values(), ids=STORIES)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=15, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=5, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_any_story_gives_what_the_whole_text_gives(family: str, capacity: dict[str, Any], data: Any) -> None:
-    story = Story(family, capacity, data.draw(st.integers(1, 3)))
+    story = Story(family, capacity, data.draw(st.integers(2, 3)))
     for _ in range(10):
         kind = data.draw(st.sampled_from(KINDS))
         if story.room or kind not in ("forward", "fail", "refused"):
@@ -399,7 +403,7 @@ def test_a_cache_that_is_never_read_says_so(family: str, capacity: dict[str, Any
     with torch.no_grad():
         model(IDS[:, :9], **{GENERATE: cache})
     for ask in [*ASKED.values(), lambda cache: model(IDS[:, 9:10], **{GENERATE: cache})]:
-        with pytest.raises(KVQError, match=r"model's own config object \(model.config\)"):
+        with pytest.raises(KVQError, match=r'must run with attn_implementation="kvq".*own config object \(model.config\)'):
             ask(cache)
 
 

@@ -115,9 +115,10 @@ def test_enable_makes_plain_generate_use_the_cache() -> None:
         expected = twin.generate(**inputs, **GREEDY, **{GENERATE: fake_quantized_cache(twin.config, out[GENERATE].modes)})
         assert torch.equal(out.sequences, expected)
     assert not torch.equal(out.sequences, plain)
-    enable(model, mode={"default": "int8", 0: "none"}, max_cache_len=64)
+    enable(model, mode={"default": "int8", 0: "none"}, max_cache_len=64, smoothing="first_prefill")
     out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
     assert out[GENERATE].modes == {0: "none", 1: "int8_per_token_head"} and out[GENERATE].get_max_length() == 64
+    assert list(out[GENERATE].smoothing) == [0, 1]
     assert disable(model) is model
     assert torch.equal(model.generate(**inputs, **GREEDY), plain)
     assert model.config._attn_implementation == before and "generate" not in model.__dict__

@@ -35,7 +35,7 @@ def test_facts_are_all_but_the_address() -> None:
     facts, addresses = facts_of((x, None, 3))
     assert addresses == [x.data_ptr()]
     assert facts_of((x.clone(), None, 3))[0] == facts
-    others = (x[:3], x.t(), x[:, 1:], x.int(), x[:, ::2], x.to("meta"), None)
+    others = (x[:3], x.t(), x[:, 1:], x.int(), x[:, ::2], torch.zeros(64, 4).t(), x.to("meta"), None)
     assert all(facts_of((other, None, 3))[0] != facts for other in others)
     flat = torch.zeros(260)
     places = [facts_of((flat[start : start + 256],))[0] for start in range(4)]

@@ -65,6 +65,22 @@ def test_crop(family: str, capacity: dict[str, Any]) -> None:
         assert cache.layers[0].table.lengths == [0, 0, 0]
 
 
+def test_rows_are_repeated_selected_and_reordered() -> None:
+    def story(forward: Any, cache: Any) -> Logits:
+        found = [forward(IDS[:2, :19])]
+        cache.batch_repeat_interleave(3)
+        found += [forward(IDS[:, 19:21].repeat(2, 1))]
+        cache.reorder_cache(torch.tensor([5, 0, 1, 1, 2, 5]))
+        found += [forward(IDS[:, 21:22].repeat(2, 1))]
+        cache.batch_select_indices(torch.tensor([4, 1, 0]))
+        found += [forward(IDS[:, 22:40])]
+        cache.batch_select_indices(torch.tensor([1]))
+        return [*found, forward(IDS[:1, 40:41])]
+
+    cache = held_to_eager(story)
+    assert cache.batch_size == 1
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_copies_are_independent(family: str, capacity: dict[str, Any]) -> None:
     def story(forward: Any, cache: Any) -> Logits:

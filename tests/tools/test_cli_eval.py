@@ -43,8 +43,9 @@ def kl(ran: Ran) -> dict[str, float]:
 
 def test_the_table_has_a_line_for_every_mode(given: tuple[str, ...]) -> None:
     ran = evaluate(*given)
-    assert (ran.status, ran.err) == (0, "") and all(row(ran.out, mode) for mode in MODES)
-    assert row(ran.out, "none")[1:3] == ["512", "1.00"] and row(ran.out, "int4_per_token_head")[1:3] == ["144", "3.56"]
+    assert ran.status == 0 and all(row(ran.out, mode) for mode in MODES)
+    assert [line.split(",")[0] for line in ran.err.splitlines()] == [f"{n}/4 text.txt" for n in (1, 2, 3, 4)]
+    assert row(ran.out, "none")[1:4] == ["512", "16.00", "1.00"] and row(ran.out, "int4_per_token_head")[1:4] == ["144", "4.50", "3.56"]
     assert "4 passages, 240 tokens" in ran.out
 
 
@@ -79,6 +80,25 @@ def test_smoothing_is_used_and_said(given: tuple[str, ...], kind: str) -> None:
     assert kl(plain)["int2_per_token_head"] != kl(smoothed)["int2_per_token_head"]
 
 
+def test_texts_and_modes_with_options_in_a_run_that_goes_on(given: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "more" / "text.txt").parent.mkdir()
+    (tmp_path / "more" / "text.txt").write_text("import os, sys\n" * 20)
+    given = (*given, "--text", str(tmp_path / "more" / "text.txt"), "--resume", str(tmp_path / "run.jsonl"))
+    ran = evaluate(*given, "--mode", "int2,int2:smoothing=first_prefill", "--json")
+    results = {line["mode"]: line for line in ran.json["results"]}
+    assert next(iter(results)) == "none" and set(results) == {
+        "none",
+        "int2_per_token_head",
+        "int2_per_token_head:smoothing=first_prefill",
+    }
+    plain, smoothed = results["int2_per_token_head"], results["int2_per_token_head:smoothing=first_prefill"]
+    assert 0 < smoothed["kl"] < plain["kl"]
+    assert results["none"]["sample"] == 2 and "text.txt: text.txt, 60 tokens" in ran.err, "two documents of one name"
+    again = evaluate(*given, "--mode", "int2", "--json")
+    assert again.json["results"][1] == plain, "down to the seconds: nothing was measured again"
+    assert "of another run: chunk 128, now 64" in refused(*given, "--mode", "int2", "--chunk", "64")
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +112,7 @@ def test_smoothing_is_used_and_said(given: tuple[str, ...], kind: str) -> None:
         (["--text", b"\xff\xfe\x00"], "no UTF-8"),
         (["--text", b"\n"], "nothing but white space"),
         (["--modes", "int9"], "installed: "),
+        (["--modes", "int4:window=3,int2"], "need name=value, the name one of"),
         (["--device", "abacus"], "--device: got 'abacus', need a device of this machine"),
         (["--out", "/dev/null/below"], "/dev/null"),
         (["--smoothing", "median"], "--smoothing: got 'median', need"),

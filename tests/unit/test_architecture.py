@@ -85,7 +85,7 @@ def test_packages_import_what_they_declare() -> None:
         if own == "kvq_core":
             declared |= {"safetensors", "fast_hadamard_transform"}  # the latter only if installed
         if within(module, "kvq_core.evaluation.huggingface"):
-            declared |= {"transformers", "kvq_transformers"}  # only if installed
+            declared |= {"transformers", "tokenizers", "kvq_transformers"} | required("models")  # only if installed
         if within(module, "kvq_core.cli"):
             declared |= {"click", "tabulate", "tqdm", "huggingface_hub"} | required("plots")  # the last two only if installed
         if within(module, "kvq_core.testing"):

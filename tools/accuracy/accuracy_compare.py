@@ -170,12 +170,12 @@ class Formats(TinySubject):
     smoothings: dict[str, Smoothings]
 
     def open(  # type: ignore[override]  # a session of any kind
-        self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage
+        self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any
     ) -> Session:
         if isinstance(backend, HuggingFace):
             return LayersSession(self.model, backend.make, len(passages))
         self.smoothing = self.smoothings.get(backend.mode)
-        return super().open(backend, passages, calibration)
+        return super().open(backend, passages, calibration, **options)
 
 
 def kvq(bits: int, *smoothings: str) -> list[Format]:

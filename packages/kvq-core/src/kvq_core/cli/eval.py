@@ -2,70 +2,112 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvq_core.cli import output
-from kvq_core.cli.modes import backends_of, mode_option
+from kvq_core.cli import eval_report, output
+from kvq_core.cli.modes import backends_of
 from kvq_core.errors import ArgumentError, told
 
 if TYPE_CHECKING:
     import torch
 
-    from kvq_core.evaluation import Estimate, Evaluation, ModeResult, Passage, Subject
-    from kvq_core.smoothing.calibration import Smoothings
+    from kvq_core.evaluation import CacheConfig, Document, Passage, Subject
+    from kvq_core.evaluation.results import Tally
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES: Final = (".safetensors", ".bin", ".gguf", ".json", ".pt")
-_WRITTEN: Final = ("eval.json", "eval.csv", "eval.png")
+_LONG: Final = 2048
+"""Tokens of a passage above which larger chunks are the default: on a CPU each chunk dequantizes all that comes before it."""
 _EXAMPLES = """Examples:
 
 \b
 kvq eval                                              the bundled tiny model, from a checkout
-kvq eval --modes int4,int2 --length 2000 --documents 8
-kvq eval --model Qwen/Qwen3-0.6B --text book.txt --modes int8,int4 --device cuda --out results
-kvq eval --text notes.md --json > eval.json
-kvq eval --modes int4,int2 --smoothing mean
+kvq eval --mode int4,int2 --length 2000 --documents 8
+kvq eval --model smollm2 --text book.txt --text code.py --mode int4,int4:smoothing=first_prefill
+kvq eval --model gemma3-270m --text book.txt --mode k8v4,int8/int4 --length 8192 --resume run.jsonl
+kvq eval --model Qwen/Qwen3-0.6B --text book.txt --mode int8,int4 --device cuda --out results
+
+A mode's options follow it: MODE:name=value,name=value. smoothing=KIND is as --smoothing; residual_length=N and sink_tokens=N leave the
+newest and the first N tokens unquantized.
 
 TEXT is UTF-8. A line "#### name" opens a document; a text without such lines is one. Documents are cut into passages of --length
-tokens, which are the sample that standard errors are taken over.
+tokens. Standard errors are over documents, or over the passages of a single one.
 """
 
 
+def _split(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> tuple[str, ...]:
+    from kvq_core.evaluation.options import split_modes
+
+    return tuple(mode for part in given for mode in split_modes(part))
+
+
 @click.command("eval", epilog=_EXAMPLES)
-@click.option("--model", metavar="PATH_OR_ID", help="Weights of a tiny model, or a Hugging Face model.  [default: the bundled tiny model]")
-@click.option("--text", type=click.Path(path_type=Path), metavar="FILE", help="What to score.  [default: the tiny model's held-out text]")
-@mode_option
+@click.option(
+    "--model",
+    metavar="MODEL",
+    help="smollm2, gemma3-270m, a GGUF file, a Hugging Face model's folder or id, or a tiny model's weights."
+    "  [default: the bundled tiny model]",
+)
+@click.option(
+    "--text",
+    "texts",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="What to score; may be given several times.  [default: the tiny model's held-out text]",
+)
+@click.option(
+    "--mode",
+    "--modes",
+    "modes",
+    multiple=True,
+    metavar="MODE[:OPTIONS][,...]",
+    callback=_split,
+    help="Only these modes, each with options of its own.",
+)
 @click.option("--length", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens a passage.")
 @click.option("--documents", "most", type=click.IntRange(min=1), default=16, show_default=True, help="Passages, at most.")
-@click.option("--chunk", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a passage that are fed at once.")
+@click.option(
+    "--chunk",
+    type=click.IntRange(min=1),
+    help=f"Tokens of a passage that are fed at once.  [default: 128; 512 for a --length above {_LONG:,}]",
+)
 @click.option("--batch", type=click.IntRange(min=1), help="Passages side by side.  [default: 16; 1 for a Hugging Face model]")
 @click.option(
     "--smoothing",
     metavar="KIND",
-    help="Smooth the keys: first_prefill, mean or balanced (from a passage that is not scored), or the FILE of a ModelSmoothing.",
+    help="Smooth the keys of all modes but none: first_prefill, mean or balanced (from a passage that is not scored), or the FILE of a"
+    " ModelSmoothing.",
 )
 @click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
+@click.option(
+    "--resume",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Keep what is done in FILE (JSON lines), and go on from it if the run was interrupted.",
+)
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write eval.json, eval.csv and eval.png there."
 )
 @output.output_options
 def evaluate(
     model: str | None,
-    text: Path | None,
+    texts: tuple[Path, ...],
     modes: tuple[str, ...],
     length: int,
     most: int,
-    chunk: int,
+    chunk: int | None,
     batch: int | None,
     smoothing: str | None,
     device: str | None,
+    resume: Path | None,
     out: Path | None,
     form: str,
 ) -> None:
@@ -74,53 +116,114 @@ def evaluate(
     Text is fed in chunks; each chunk's keys and values go into the pages, and every prediction attends over what the pages hold. The
     mode none always runs; differences, KL divergence and agreement of the likeliest token are against it, position by position.
     """
-    from kvq_core.contract import blamed
     from kvq_core.environment import default_device
+    from kvq_core.evaluation import Journal
     from kvq_core.evaluation import evaluate as measure
     from kvq_core.evaluation.tiny_model import usable_device
 
-    backends, faults = backends_of(("none", *modes) if modes else ())
+    configs, faults = _configs(modes, smoothing)
     if out:
-        _writable(out)
+        eval_report.writable(out)
     subject = load_subject(model, usable_device(device) if device else default_device())
-    if modes:  # asked for by name: one that does not fit is bad input, and found before any work
-        for backend in backends:
-            with blamed(backend.mode):
-                subject.bytes_per_token(backend)
-    passages, calibration = _passages(subject, text_of(text, model), length, most)
-    if smoothing:
-        subject.smoothing = _smoothing(smoothing, subject, calibration)
+    _check(configs, subject, named=bool(modes))
+    passages, calibration = _passages(subject, documents_of(texts, model), length, most)
+    chunk = chunk or (128 if length <= _LONG else 512)
     batch = batch or (1 if is_huggingface(subject) else 16)
-    total = sum(p.num_predicted for p in passages) * len(backends)
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="token", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
-
-        def tick(mode: str, tokens: int) -> None:
-            bar.set_description(mode, refresh=False)
-            bar.update(tokens)
-
-        found = measure(subject, backends, passages, calibration=calibration, chunk=chunk, batch=batch, tick=tick)
+    journal = Journal(resume, _identity(subject, calibration, chunk))
+    with _Progress(passages, len(configs)) as progress:
+        found = measure(
+            subject,
+            configs,
+            passages,
+            calibration=calibration,
+            chunk=chunk,
+            batch=batch,
+            tick=progress.tick,
+            report=progress.report,
+            journal=journal,
+        )
     facts = _facts(subject, passages, length, chunk) | ({"smoothing": smoothing} if smoothing else {})
     failures = [*faults, *(f"{mode}: {told(problem)}" for mode, problem in found.failures.items())]
-    _tell(found, facts, failures, form, out)
+    eval_report.tell(found, facts, failures, form, out)
     if failures:
         raise SystemExit(1)
 
 
-def _writable(folder: Path) -> None:
-    """Find out that figures can be drawn, and written to ``folder``, before minutes of work.
+def _configs(modes: Sequence[str], smoothing: str | None) -> tuple[list[CacheConfig], list[str]]:
+    """The mode none, then those asked for, each once; by default all installed ones, with what is wrong with those that do not load.
 
     Raises:
-        KVQError, OSError: they cannot.
+        KVQError: a mode asked for, or an option, does not exist.
     """
-    from kvq_core.cli.plots import need_matplotlib
+    from kvq_core.evaluation.options import SMOOTHING, CacheConfig, parse_mode
 
-    need_matplotlib()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in _WRITTEN:
-        with (folder / name).open("ab"):
-            pass
+    if smoothing:
+        try:
+            SMOOTHING.parse(smoothing)
+        except ValueError:
+            raise ArgumentError("--smoothing", repr(smoothing), SMOOTHING.takes) from None
+    (exact, *backends), faults = backends_of(() if not modes else ("none",))
+    given = [parse_mode(mode) for mode in modes] if modes else [CacheConfig(backend) for backend in backends]
+    others = [config for config in given if config.backend is not exact or config.options]
+    if smoothing:
+        others = [config.with_default(SMOOTHING.name, smoothing) for config in others]
+    return list({config.label: config for config in [CacheConfig(exact), *others]}.values()), faults
+
+
+def _check(configs: Sequence[CacheConfig], subject: Subject, *, named: bool) -> None:
+    """Find bad input before any work: options that the cache does not have, and modes ``named`` by the user that do not fit its heads.
+
+    Raises:
+        KVQError: there is one.
+    """
+    from kvq_core.contract import blamed
+    from kvq_core.evaluation.options import check_supported
+
+    for config in configs:
+        check_supported(config, subject)
+        if named:
+            with blamed(config.backend.mode):
+                subject.bytes_per_token(config.backend)
+
+
+def _identity(subject: Subject, calibration: Passage, chunk: int) -> dict[str, Any]:
+    """What finished work depends on, beside a mode and a passage."""
+    from kvq_core import __version__
+
+    weights = subject.fingerprint()
+    found = {"kvq": __version__, "model": subject.name, "weights": weights, "device": subject.device.type, "chunk": chunk}
+    return found | {"calibration": calibration.digest}
+
+
+class _Progress:
+    """A bar on a terminal; elsewhere a line a document, on standard error."""
+
+    def __init__(self, passages: Sequence[Passage], modes: int) -> None:
+        self.count, self.done, self.start = len(passages), 0, time.monotonic()
+        self.total = sum(p.num_predicted for p in passages) * modes
+        self.terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=self.total, unit="token", unit_scale=True, disable=not self.terminal, leave=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def tick(self, mode: str, tokens: int) -> None:
+        self.bar.set_description(mode, refresh=False)
+        self.bar.update(tokens)
+
+    def report(self, passage: Passage, tallies: Mapping[str, Tally]) -> None:
+        self.done += 1
+        if self.terminal:
+            return
+        figures = [f"{mode} KL {t.kl / t.predicted:.5f}" for mode, t in list(tallies.items())[1:]]
+        took = f"{time.monotonic() - self.start:,.0f} s"
+        name = passage.document or f"passage {self.done}"
+        click.echo(f"{self.done}/{self.count} {name}, {passage.num_predicted:,} tokens, {took}: {', '.join(figures)}", err=True)
 
 
 def load_subject(model: str | None, device: torch.device) -> Subject:
@@ -132,16 +235,29 @@ def load_subject(model: str | None, device: torch.device) -> Subject:
     import torch
 
     from kvq_core.evaluation import TinySubject
+    from kvq_core.evaluation.pretrained import PRETRAINED
     from kvq_core.evaluation.tiny_model import load_model
     from kvq_core.evaluation.tiny_subject import bundled
 
     path = bundled("model.safetensors") if model is None else Path(model)
+    if model is not None and model in PRETRAINED and not path.exists():
+        from kvq_core.evaluation.huggingface import load_gguf
+
+        return load_gguf(PRETRAINED[model].file(), device, PRETRAINED[model].licence)
+    if path.suffix == ".gguf" and path.is_file():
+        from kvq_core.evaluation.huggingface import load_gguf
+
+        return load_gguf(path, device)
     if path.is_dir() and not (path / "config.json").exists():
         path = path / "model.safetensors"
     if path.is_file():
         return TinySubject(load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32))
     if not path.is_dir() and (not _HUB_ID.fullmatch(str(model)) or path.suffix in _FILES):
-        raise ArgumentError("model", f"{model}: no such file or folder", "a tiny model's weights, a Hugging Face model's folder, or its id")
+        raise ArgumentError(
+            "model",
+            f"{model}: no such file or folder",
+            f"{', '.join(PRETRAINED)}, a GGUF file, a Hugging Face model's folder or id, or a tiny model's weights",
+        )
     from kvq_core.evaluation.huggingface import load
 
     return load(str(model), device)
@@ -153,45 +269,31 @@ def is_huggingface(subject: Subject) -> bool:
     return not isinstance(subject, TinySubject)
 
 
-def text_of(text: Path | None, model: str | None) -> Path:
-    """The file that ``--text`` names, or the bundled held-out text, which the tiny model has not seen."""
+def documents_of(texts: Sequence[Path], model: str | None) -> list[Document]:
+    """The documents of the files that ``--text`` names, or of the bundled held-out text, which the tiny model has not seen."""
+    from kvq_core.evaluation import Document, read_documents
     from kvq_core.evaluation.tiny_subject import bundled
 
-    if text is None and model is not None:
+    if not texts:
         try:
-            return bundled("heldout.txt")
+            texts = (bundled("heldout.txt"),)
         except ArgumentError:
+            if model is None:
+                raise
             raise ArgumentError("--text", "none", "a UTF-8 text file to score") from None
-    return text or bundled("heldout.txt")
+    found = [(text, document) for text in dict.fromkeys(texts) for document in read_documents(text)]
+    names = [document.name for _, document in found]
+    return [Document(f"{text}: {d.name}", d.text) if names.count(d.name) > 1 else d for text, d in found]
 
 
-def _passages(subject: Subject, text: Path, length: int, most: int) -> tuple[list[Passage], Passage]:
+def _passages(subject: Subject, documents: Sequence[Document], length: int, most: int) -> tuple[list[Passage], Passage]:
     """What is scored, and what calibrates and warms up: the last passage, kept out of the score if there are others."""
-    from kvq_core.evaluation import read_documents
-
-    every = [p for p in subject.passages(read_documents(text), length) if p.num_predicted]
+    every = [p for p in subject.passages(documents, length) if p.num_predicted]
     if not every:
-        raise ArgumentError("text", f"{text}: no two tokens", "more text")
+        raise ArgumentError("text", f"{', '.join(d.name for d in documents)}: no two tokens", "more text")
     spread = len(every) - 1 if len(every) > 1 else 1
-    step = max(spread // most, 1)
-    return every[:spread:step][:most], every[-1]
-
-
-def _smoothing(kind: str, subject: Subject, calibration: Passage) -> Smoothings:
-    """What ``--smoothing`` asks for.
-
-    Raises:
-        ArgumentError: it is none of the kinds, and no file.
-    """
-    from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing
-
-    if kind == FIRST_PREFILL:
-        return kind
-    if kind in ("mean", "balanced"):
-        return subject.calibrate(calibration, balanced=kind == "balanced")
-    if not Path(kind).is_file():
-        raise ArgumentError("--smoothing", repr(kind), "first_prefill, mean, balanced, or a file that ModelSmoothing.save wrote")
-    return ModelSmoothing.load(kind, device=subject.device)
+    count = min(spread, most)
+    return [every[n * spread // count] for n in range(count)], every[-1]
 
 
 def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: int) -> dict[str, Any]:
@@ -202,6 +304,8 @@ def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: in
     cuda = subject.device.type == "cuda"
     return {
         "model": subject.name,
+        "licence": subject.licence,
+        "baseline": f"none with {str(subject.rows_dtype).removeprefix('torch.')} rows",
         "device": torch.cuda.get_device_name(subject.device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triton": installed("triton"),
@@ -212,85 +316,3 @@ def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: in
         "times_smaller_than": "none in bfloat16",
         "process_peak_bytes": process_peak_bytes(),
     }
-
-
-def _tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], form: str, out: Path | None) -> None:
-    """Print the figures; write the three files, if asked to."""
-    # none, then the largest first; of equals, the most faithful
-    results = [found.results[0], *sorted(found.results[1:], key=lambda result: (-result.bytes_per_token, result.kl.mean))]
-    records = [_record(result) for result in results]
-    content = output.as_json({**facts, "results": records, "failures": list(failures)})
-    if form == "table":
-        amount = f"{facts['passages']} passage{'s' * (facts['passages'] != 1)}, {facts['tokens']:,} tokens, fed {facts['chunk']} at a time"
-        amount += f", keys smoothed ({facts['smoothing']})" if "smoothing" in facts else ""
-        peak = facts["process_peak_bytes"]
-        took = f"; this process took {peak / 2**20:,.0f} MiB at its peak" if peak else ""
-        output.say(f"{facts['model']} on {facts['device']}: {amount}; torch {facts['torch']}{took}\n")
-        output.say(_table(results))
-        for failure in failures:
-            output.say(f"broken: {failure}")
-    else:
-        output.say(content if form == "json" else output.as_csv(records))
-    if out:
-        (out / "eval.json").write_text(content + "\n")
-        (out / "eval.csv").write_text(output.as_csv(records) + "\n")
-        _plot(results, f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens", out / "eval.png")
-        click.echo(f"\nwritten: {', '.join(str(out / name) for name in _WRITTEN)}", err=True)
-
-
-def _record(result: ModeResult) -> dict[str, Any]:
-    """A result as one flat line: each estimate as its mean, and under ``..._se`` its standard error."""
-    from kvq_core.evaluation import Estimate
-
-    record: dict[str, Any] = {}
-    for name, value in vars(result).items():
-        record |= {name: value.mean, f"{name}_se": value.error} if isinstance(value, Estimate) else {name: value}
-    return record
-
-
-def _table(results: Sequence[ModeResult]) -> str:
-    header = [
-        "mode",
-        "bytes/\ntoken",
-        "times smaller\nthan bf16",
-        "bits/byte",
-        "difference to none\n(± s.e.)",
-        "in %",
-        "perplexity",
-        "KL, nats",
-    ]
-    header += ["top-1\nagrees", "tokens/s", "peak\nMiB"]
-    base = results[0]
-    lines = []
-    for r in results:
-        line = [r.mode, f"{r.bytes_per_token:,}", f"{r.times_smaller:.2f}", f"{r.bits_per_byte:.4f}"]
-        if r is base:
-            line += ["", "", f"{r.perplexity.mean:.3f}", "", ""]
-        else:
-            change = 100 * r.difference.mean / base.bits_per_byte.mean
-            line += [f"{r.difference:+.4f}", f"{change:+.2f}", f"{r.perplexity.mean:.3f}", f"{r.kl:.5f}", f"{100 * r.top1.mean:.1f} %"]
-        peak = "-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:,.0f}"
-        lines.append([*line, f"{r.tokens_per_second:,.0f}", peak])
-    return output.table(header, lines)
-
-
-def _plot(results: Sequence[ModeResult], title: str, path: Path) -> None:
-    """Three panels: what a token takes, what the text's loss gains, and, on a logarithmic axis, how far predictions have moved."""
-    from kvq_core.cli.plots import canvas
-
-    with canvas(path, title, len(results), 3) as (size, loss, moved):
-        where = range(len(results))
-        bars = size.barh(where, [r.bytes_per_token for r in results], color="tab:gray")
-        size.bar_label(bars, [f"{r.times_smaller:.2f}x smaller" if i else "" for i, r in enumerate(results)], padding=3)
-        size.set(xlabel="bytes of cache a token", yticks=where, yticklabels=[r.mode for r in results])
-        _points(loss, [r.difference for r in results], where)
-        loss.axvline(0, color="black", linewidth=0.8)
-        loss.set(xlabel="bits per byte above none (± s.e.)")
-        _points(moved, [r.kl for r in results[1:]], where[1:])
-        moved.set(xscale="log", xlabel="KL divergence from none, nats (± s.e.)")
-        size.invert_yaxis()
-
-
-def _points(axis: Any, estimates: Sequence[Estimate], where: Sequence[int]) -> None:
-    errors = [0 if math.isnan(estimate.error) else estimate.error for estimate in estimates]
-    axis.errorbar([estimate.mean for estimate in estimates], where, xerr=errors, fmt="o", color="tab:red", capsize=3)

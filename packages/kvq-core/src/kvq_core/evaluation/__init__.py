@@ -9,21 +9,26 @@ prediction attends over what the pages hold. ``none`` goes first, the other mode
         print(result.mode, result.bits_per_byte, result.kl)
 """
 
+from kvq_core.evaluation.journal import Journal
 from kvq_core.evaluation.lockstep import Evaluation, evaluate
+from kvq_core.evaluation.options import CacheConfig, parse_mode
 from kvq_core.evaluation.results import Estimate, ModeResult
 from kvq_core.evaluation.subject import Passage, Session, Subject
 from kvq_core.evaluation.texts import Document, read_documents
 from kvq_core.evaluation.tiny_subject import TinySubject
 
 __all__ = [
+    "CacheConfig",
     "Document",
     "Estimate",
     "Evaluation",
+    "Journal",
     "ModeResult",
     "Passage",
     "Session",
     "Subject",
     "TinySubject",
     "evaluate",
+    "parse_mode",
     "read_documents",
 ]

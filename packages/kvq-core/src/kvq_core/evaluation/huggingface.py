@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvq_core.capacity import model_shape
 from kvq_core.capacity.plan import layer_bytes
-from kvq_core.errors import ArgumentError, KVQError
-from kvq_core.evaluation.subject import Passage, cut
+from kvq_core.errors import ArgumentError
+from kvq_core.evaluation.pretrained import MissingPackageError
+from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
 from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
 
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 
-class MissingPackageError(KVQError):
-    """What a Hugging Face model needs is not installed."""
+_EXTRA: Final = 'pip install "kvq-core[models]"'
 
 
 def load(name: str, device: torch.device) -> HuggingFaceSubject:
@@ -30,19 +31,63 @@ def load(name: str, device: torch.device) -> HuggingFaceSubject:
         MissingPackageError: transformers or kvq-transformers is not installed.
         ArgumentError: neither a folder here nor an id on the hub holds such a model.
     """
+    return _load(name, name, {}, "auto" if device.type == "cuda" else torch.float32, device)
+
+
+def load_gguf(path: Path, device: torch.device, licence: str = "") -> HuggingFaceSubject:
+    """The model and tokenizer in a GGUF file, dequantized: in bf16 on a GPU and in float32 on a CPU.
+
+    Raises:
+        MissingPackageError: as :func:`load`; or gguf or accelerate, which transformers reads such files with, is not installed.
+        ArgumentError: transformers cannot read the file.
+    """
+    try:
+        import accelerate  # noqa: F401
+        from gguf import GGUFReader
+    except ImportError as missing:
+        raise MissingPackageError(f"a GGUF file ({path.name}) needs gguf and accelerate: {missing}; {_EXTRA}") from None
+    try:
+        reader = GGUFReader(path)
+    except (OSError, ValueError) as problem:
+        raise ArgumentError("model", f"{path}: {problem}", "a GGUF file") from problem
+    told = {name: field.contents() for name in ("general.license", "tokenizer.ggml.pre") if (field := reader.get_field(name))}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    subject = _load(path.name, str(path.parent), {"gguf_file": path.name}, dtype, device)
+    subject.licence = licence or str(told.get("general.license", ""))
+    if told.get("tokenizer.ggml.pre") == "smollm":
+        _split_digits(subject.tokenizer)
+    return subject
+
+
+def _split_digits(tokenizer: Any) -> None:
+    """SmolLM's pre-tokenizer, of which transformers' reader of GGUF files keeps the second part alone."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
+
+
+def _load(name: str, source: str, options: dict[str, str], dtype: torch.dtype | str, device: torch.device) -> HuggingFaceSubject:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
         import kvq_transformers
     except ImportError as missing:
         need = "pip install kvq-transformers (which brings transformers)"
         raise MissingPackageError(f"a Hugging Face model ({name}) needs kvq-transformers: {missing}; {need}") from None
+    showed = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if device.type == "cuda" else torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except (OSError, ValueError, KeyError) as problem:
         why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        raise ArgumentError("model", f"{name!r}: {why}", "a folder with a model and its tokenizer, or an id on the hub") from problem
+        need = "a folder with a model and its tokenizer, a GGUF file of a kind that transformers reads, or an id on the hub"
+        raise ArgumentError("model", f"{name!r}: {why}", need) from problem
+    finally:
+        if showed:
+            logging.enable_progress_bar()
     return HuggingFaceSubject(name, model.to(device).eval().requires_grad_(False), tokenizer, kvq_transformers)
 
 
@@ -58,33 +103,60 @@ class HuggingFaceSession:
         ids = torch.tensor([row], device=self.model.device)
         return [self.model(input_ids=ids, use_cache=True, **{self.name: self.cache}).logits[0]]
 
+    def prefill(self, row: Sequence[int]) -> None:
+        """See :class:`~kvq_core.evaluation.subject.Prefilling`: the head, a third of a small model's work, sees one position."""
+        ids = torch.tensor([row], device=self.model.device)
+        self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.name: self.cache})
+
 
 class HuggingFaceSubject:
-    """See :class:`~kvq_core.evaluation.subject.Subject`. One passage at a time; it opens with the tokenizer's first token, if any."""
+    """See :class:`~kvq_core.evaluation.subject.Subject`. One passage at a time.
+
+    Passages open with what the tokenizer puts before a text: a beginning-of-text token, if its settings say so, else the text's first.
+    """
+
+    cache_name = "this kvq-transformers"
+    licence = ""
 
     def __init__(self, name: str, model: Any, tokenizer: Any, kvq_transformers: Any) -> None:
         self.name, self.model, self.tokenizer, self.kvq = Path(name).name, model, tokenizer, kvq_transformers
+        self.cache_keywords: Collection[str] = frozenset(inspect.signature(kvq_transformers.KVQCache).parameters)
         self.smoothing: Smoothings = None
         self._scales: tuple[Passage, Smoothings, dict[str, Any]] | None = None
         self.device: torch.device = model.device
+        self.rows_dtype: torch.dtype = model.dtype
 
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
-        first = self.tokenizer.bos_token_id
+        first = self.opening("")
         found = []
         for document in documents:
-            ids = self.tokenizer(document.text.decode(), add_special_tokens=False)["input_ids"]
-            for piece in cut(ids, length):
-                opening, predicted = ([first], piece) if first is not None else (piece[:1], piece[1:])
+            for piece in cut(self.encode(document.text.decode()), length):
+                opening, predicted = (first, piece) if first else (piece[:1], piece[1:])
                 if predicted:
                     nbytes = len(self.tokenizer.decode(predicted, clean_up_tokenization_spaces=False).encode())
-                    found.append(Passage((*opening, *predicted), nbytes))
+                    found.append(Passage((*opening, *predicted), nbytes, document.name))
         return found
 
-    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> HuggingFaceSession:
+    def opening(self, text: str) -> list[int]:
+        plain, special = (self.tokenizer("a", add_special_tokens=given)["input_ids"] for given in (False, True))
+        before = next((n for n in range(len(special)) if special[n : n + len(plain)] == plain), 0)
+        return [*special[:before], *self.encode(text)]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.model.parameters())
+
+    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> HuggingFaceSession:
         if len(passages) != 1:
             raise ArgumentError("batch", len(passages), "1: Hugging Face models read one passage at a time here")
-        scales = self._scales_from(calibration) if backend.takes_scales else {}
-        cache = self.kvq.KVQCache(self.model.config, mode=backend, smoothing=self.smoothing, **scales)
+        smoothing = options.pop("smoothing", self.smoothing)
+        scales = self._scales_from(calibration, smoothing) if backend.takes_scales else {}
+        cache = self.kvq.KVQCache(self.model.config, mode=backend, smoothing=smoothing, **scales, **options)
         return HuggingFaceSession(self.model, cache, self.kvq.naming.cache_argument(self.model.forward))
 
     def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
@@ -92,12 +164,11 @@ class HuggingFaceSubject:
         found: ModelSmoothing = self._calibrated(passage, "balanced" if balanced else "mean").smoothing
         return found
 
-    def _scales_from(self, passage: Passage) -> dict[str, Any]:
+    def _scales_from(self, passage: Passage, smoothing: Smoothings) -> dict[str, Any]:
         """For modes that take scales, of keys smoothed as they will be; the text is read once."""
-        if self._scales is None or self._scales[:2] != (passage, self.smoothing):
-            known = self.smoothing if isinstance(self.smoothing, ModelSmoothing) else None
-            found = self._calibrated(passage, known)
-            self._scales = passage, self.smoothing, {"k_scale": found.k_scale, "v_scale": found.v_scale}
+        if self._scales is None or self._scales[:2] != (passage, smoothing):
+            found = self._calibrated(passage, smoothing if isinstance(smoothing, ModelSmoothing) else None)
+            self._scales = passage, smoothing, {"k_scale": found.k_scale, "v_scale": found.v_scale}
         return self._scales[2]
 
     def _calibrated(self, passage: Passage, smoothing: Smoothings) -> Any:
@@ -105,4 +176,4 @@ class HuggingFaceSubject:
 
     def bytes_per_token(self, backend: QuantKVBackend, dtype: torch.dtype | None = None) -> int:
         shape = model_shape(self.model.config.to_dict())
-        return sum(layer_bytes(backend, layer, dtype or self.model.dtype) for layer in shape.layers)
+        return sum(layer_bytes(backend, layer, dtype or torch.bfloat16) for layer in shape.layers)

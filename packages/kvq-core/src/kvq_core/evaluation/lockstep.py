@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvq_core.errors import ArgumentError
-from kvq_core.evaluation.results import ModeResult, Tally
+from kvq_core.evaluation.journal import Journal
+from kvq_core.evaluation.options import CacheConfig, cache_arguments
+from kvq_core.evaluation.results import ModeResult, Sizes, Tally
 from kvq_core.evaluation.subject import Passage, Session, Subject
+from kvq_core.registry import get_backend
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
+
+TASK: Final = "kl"
+_MOST_SCORES: Final = 2**21
+"""Of the log-probabilities that are compared at once: few enough to stay in a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -29,35 +36,45 @@ class Evaluation:
 class _Run:
     """One mode's way through the text."""
 
-    backend: QuantKVBackend
+    config: CacheConfig
+    arguments: dict[str, Any]
     tallies: list[Tally] = field(default_factory=list)
-    seconds: float = 0.0
+    """Of the passages of the moment."""
     session: Session | None = None
     held: int = 0
     """Device bytes of its session."""
     peak: int = 0
     """The most it held, work of the moment included."""
+    warm: bool = False
     failure: BaseException | None = None
+
+    @property
+    def label(self) -> str:
+        return self.config.label
 
 
 @torch.inference_mode()
 def evaluate(
     subject: Subject,
-    backends: Sequence[QuantKVBackend],
+    modes: Sequence[QuantKVBackend | CacheConfig],
     passages: Sequence[Passage],
     *,
     calibration: Passage,
     chunk: int = 128,
     batch: int = 16,
     tick: Callable[[str, int], object] = lambda mode, tokens: None,
+    report: Callable[[Passage, Mapping[str, Tally]], object] = lambda passage, tallies: None,
+    journal: Journal | None = None,
 ) -> Evaluation:
-    """Read ``passages`` through the cache of every one of ``backends``, ``chunk`` tokens of each a step.
+    """Read ``passages`` through the cache of every one of ``modes``, ``chunk`` tokens of each a step.
 
     Args:
-        backends: the first is what the others are compared with.
+        modes: the first is what the others are compared with.
         calibration: for modes that need text beforehand, and to warm up with; should not be among ``passages``.
         batch: passages side by side.
         tick: called with a mode and the tokens that it has just read.
+        report: called with each passage that all modes have read, and what each did there.
+        journal: what it holds is not measured again; what is measured is added.
 
     Raises:
         ArgumentError: nothing to score, or a number is out of range. What stops a single mode but the first is kept as its failure.
@@ -67,35 +84,75 @@ def evaluate(
             raise ArgumentError(name, value, "a positive integer")
     if not passages or min(p.num_predicted for p in passages) < 1:
         raise ArgumentError("passages", f"{len(passages)} of them, some without a token to predict", "at least one of two tokens")
-    runs = [_Run(backend) for backend in backends]
+    journal = Journal() if journal is None else journal
+    configs = [mode if isinstance(mode, CacheConfig) else CacheConfig(mode) for mode in modes]
+    runs = [_Run(*both) for both in zip(configs, cache_arguments(configs, subject, calibration), strict=True)]
     memory = _Memory(subject.device)
-    for run in runs:
-        _attempt(run, runs[0], _warm_up, subject, calibration, chunk)
     for first in range(0, len(passages), batch):
         group = passages[first : first + batch]
-        for run in runs:
-            run.tallies += [Tally(predicted=p.num_predicted, nbytes=p.nbytes) for p in group]
-            _attempt(run, runs[0], memory.open, subject, group, calibration)
-        for begin in range(0, max(p.num_predicted for p in group), chunk):
-            _advance(runs, group, begin, chunk, memory, tick)
-        for run in runs:
-            run.session, run.held = None, 0
-    exact = runs[0]
-    sizes = {run.backend.mode: subject.bytes_per_token(run.backend) for run in runs if run.failure is None}
-    baseline = subject.bytes_per_token(exact.backend, torch.bfloat16)
-    results = tuple(
-        ModeResult.of(
-            run.backend.mode,
-            run.tallies,
-            exact.tallies,
-            (sizes[run.backend.mode], baseline),
-            run.seconds,
-            run.peak if memory.counted else None,
-        )
-        for run in runs
-        if run.failure is None
+        _read_group(subject, runs, group, calibration, chunk, memory, tick, journal)
+        for passage in group:
+            found = {run.label: journal.get(TASK, run.label, passage.digest) for run in runs}
+            report(passage, {label: _tally(record) for label, record in found.items() if record is not None})
+    results = [_result(run, runs[0], subject, passages, journal, memory) for run in runs if run.failure is None]
+    return Evaluation(tuple(results), {run.label: run.failure for run in runs if run.failure is not None})
+
+
+def _read_group(
+    subject: Subject,
+    runs: Sequence[_Run],
+    group: Sequence[Passage],
+    calibration: Passage,
+    chunk: int,
+    memory: _Memory,
+    tick: Callable[[str, int], object],
+    journal: Journal,
+) -> None:
+    """Read passages side by side in all runs that have not, the first run along with any other."""
+    exact, *others = runs
+    absent = [run for run in others if not all(journal.get(TASK, run.label, p.digest) for p in group)]
+    needed = absent or not all(journal.get(TASK, exact.label, p.digest) for p in group)
+    active = [exact, *absent] if needed else []
+    for run in runs:
+        if run not in active:
+            tick(run.label, sum(p.num_predicted for p in group))
+    for run in active:
+        if not run.warm:
+            _attempt(run, exact, _warm_up, subject, calibration, chunk)
+        run.tallies = [Tally(predicted=p.num_predicted, nbytes=p.nbytes) for p in group]
+        _attempt(run, exact, memory.open, subject, group, calibration)
+    for begin in range(0, max(p.num_predicted for p in group), chunk):
+        _advance(active, group, begin, chunk, memory, tick)
+    for run in active:
+        run.session, run.held = None, 0
+        if run.failure is None:
+            for passage, tally in zip(group, run.tallies, strict=True):
+                journal.add(TASK, run.label, passage.digest, {**asdict(tally), "peak_bytes": run.peak, "document": passage.document})
+
+
+def _tally(record: Mapping[str, Any]) -> Tally:
+    return Tally(**{f.name: record[f.name] for f in fields(Tally)})
+
+
+def _result(run: _Run, exact: _Run, subject: Subject, passages: Sequence[Passage], journal: Journal, memory: _Memory) -> ModeResult:
+    """The result of a run that did not fail, from the journal's records."""
+    records = [[journal.get(TASK, each.label, p.digest) or {} for p in passages] for each in (run, exact)]
+    mine, reference = ([_tally(record) for record in found] for found in records)
+    return ModeResult.of(
+        run.label,
+        mine,
+        reference,
+        [p.document for p in passages],
+        sizes_of(run.config, subject, max(p.num_predicted for p in passages)),
+        max(int(record["peak_bytes"]) for record in records[0]) if memory.counted else None,
     )
-    return Evaluation(results, {run.backend.mode: run.failure for run in runs if run.failure is not None})
+
+
+def sizes_of(config: CacheConfig, subject: Subject, context: int) -> Sizes:
+    """What a cache of ``context`` tokens takes, those that stay unquantized in bf16."""
+    bf16 = subject.bytes_per_token(get_backend("none"), torch.bfloat16)
+    exact = config.exact_tokens(context)
+    return Sizes(context, (context - exact) * subject.bytes_per_token(config.backend) + exact * bf16, context * bf16)
 
 
 def _advance(
@@ -107,30 +164,36 @@ def _advance(
     exact: list[torch.Tensor] = []
     for run in runs:
         _attempt(run, runs[0], _step, memory, rows, following, exact)
-        tick(run.backend.mode, sum(map(len, rows)))
+        tick(run.label, sum(map(len, rows)))
 
 
 def _warm_up(run: _Run, subject: Subject, calibration: Passage, chunk: int) -> None:
     """Once through everything, so that what is compiled or planned at first use is not timed."""
-    subject.open(run.backend, [calibration], calibration).feed([calibration.tokens[:chunk]])
+    run.warm = True
+    subject.open(run.config.backend, [calibration], calibration, **run.arguments).feed([calibration.tokens[:chunk]])
 
 
 def _step(run: _Run, memory: _Memory, rows: Sequence[Sequence[int]], following: Sequence[torch.Tensor], exact: list[torch.Tensor]) -> None:
     """Feed ``rows`` to one run and count; the first run of a step leaves its log-probabilities in ``exact``."""
-    found = [logits.float().log_softmax(-1) for logits in memory.feed(run, rows)]
+    found = memory.feed(run, rows)
     if not exact:
+        found = [logits.float().log_softmax(-1) for logits in found]
         exact.extend(found)
-    for tally, p, q, targets in zip(run.tallies[-len(rows) :], exact, found, following, strict=True):
+    for tally, p, q, targets in zip(run.tallies, exact, found, following, strict=True):
         if len(targets):
             _count(tally, p, q, targets)
 
 
 def _count(tally: Tally, p: torch.Tensor, q: torch.Tensor, targets: torch.Tensor) -> None:
-    """Add up log-probabilities ``q`` [n, vocab] of one mode beside those, ``p``, of the first."""
-    tally.nats -= float(q.gather(1, targets[:, None]).double().sum())
-    # xlogy's rule, 0 log 0 = 0: a model may rule a token out altogether.
-    tally.kl += float((p.exp() * (p - q)).masked_fill(p == -torch.inf, 0).double().sum())
-    tally.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+    """Add up logits or log-probabilities ``q`` [n, vocab] of one mode beside log-probabilities ``p`` of the first, a few rows at a time."""
+    size = max(_MOST_SCORES // p.shape[-1], 1)
+    for exact, logits, target in zip(p.split(size), q.split(size), targets.split(size), strict=True):
+        log_q = logits if q is p else logits.float().log_softmax(-1)
+        tally.nats -= float(log_q.gather(1, target[:, None]).double().sum())
+        if q is not p:
+            # xlogy's rule, 0 log 0 = 0: a model may rule a token out altogether.
+            tally.kl += float((exact.exp() * (exact - log_q)).masked_fill(exact == -torch.inf, 0).sum(-1).double().sum())
+        tally.agreed += len(target) if q is p else int((exact.argmax(-1) == log_q.argmax(-1)).sum())
 
 
 def _attempt(run: _Run, exact: _Run, work: Callable[..., None], *arguments: object) -> None:
@@ -160,7 +223,7 @@ class _Memory:
     def open(self, run: _Run, subject: Subject, group: Sequence[Passage], calibration: Passage) -> None:
         """Give ``run`` an empty session for ``group``."""
         before = self._allocated()
-        run.session = subject.open(run.backend, group, calibration)
+        run.session = subject.open(run.config.backend, group, calibration, **run.arguments)
         run.held = self._allocated() - before
 
     def feed(self, run: _Run, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -179,5 +242,7 @@ class _Memory:
             # A cache that grows as it is fed holds more now; the logits are nobody's for long.
             storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in logits}
             run.held += self._allocated() - before - sum(storages.values())
-        run.seconds += time.perf_counter() - start
+        share = (time.perf_counter() - start) / max(sum(map(len, rows)), 1)
+        for tally, row in zip(run.tallies, rows, strict=True):
+            tally.seconds += share * len(row)
         return logits

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -17,14 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens to score: the first is given, each later one predicted. ``nbytes``: of UTF-8, that the predicted ones stand for."""
+    """Tokens to score: the first is given, each later one predicted. ``nbytes``: of UTF-8, that the predicted ones stand for.
+
+    ``document``: the name of the text that they are of.
+    """
 
     tokens: tuple[int, ...]
     nbytes: int
+    document: str = field(default="", compare=False)
 
     @property
     def num_predicted(self) -> int:
         return len(self.tokens) - 1
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the tokens: tells passages apart over runs."""
+        return sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
 
 class Session(Protocol):
@@ -35,20 +46,65 @@ class Session(Protocol):
         ...
 
 
+@runtime_checkable
+class Prefilling(Protocol):
+    """A session that can leave out logits."""
+
+    def prefill(self, row: Sequence[int]) -> None:
+        """:meth:`Session.feed` of one passage, without the logits."""
+        ...
+
+
+def prefill(session: Session, row: Sequence[int], chunk: int) -> None:
+    """Append ``row`` to the one passage of ``session`` in chunks, where nobody needs the logits."""
+    for first in range(0, len(row), chunk):
+        part = row[first : first + chunk]
+        if isinstance(session, Prefilling):
+            session.prefill(part)
+        else:
+            session.feed([part])
+
+
 class Subject(Protocol):
     """A model, loaded."""
 
     name: str
     device: torch.device
+    rows_dtype: torch.dtype
+    """Of the keys and values that reach the cache."""
     smoothing: Smoothings
-    """Of the caches that are opened."""
+    """Of the caches that are opened without one of their own."""
+    licence: str
+    """Of the weights, as far as they tell."""
+    cache_name: str
+    cache_keywords: Collection[str]
+    """Of the class behind the caches."""
 
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
         """``documents`` as passages of ``length`` predicted tokens; remainders shorter than half of that are left out."""
         ...
 
-    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> Session:
-        """An empty cache in the mode of ``backend``, with room for ``passages``. ``calibration`` is text for modes that need some."""
+    def opening(self, text: str) -> list[int]:
+        """The tokens of ``text`` at the beginning of a passage: after a beginning-of-text token, if the tokenizer's settings say so."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text`` within a passage."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Tells models apart over runs."""
+        ...
+
+    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> Session:
+        """An empty cache in the mode of ``backend``, with room for ``passages``. ``calibration`` is text for modes that need some.
+
+        ``options``: keyword arguments of the cache, of :data:`kvq_core.evaluation.options.OPTIONS`.
+        """
         ...
 
     def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
@@ -56,7 +112,7 @@ class Subject(Protocol):
         ...
 
     def bytes_per_token(self, backend: QuantKVBackend, dtype: torch.dtype | None = None) -> int:
-        """Bytes that a token takes over all layers, scales included; ``dtype``: of its rows, by default of those that reach the cache."""
+        """Bytes that a token takes over all layers, scales included; ``dtype``: of its rows (default: bf16)."""
         ...
 
 
@@ -64,3 +120,12 @@ def cut(tokens: Sequence[int], length: int) -> list[Sequence[int]]:
     """``tokens`` in pieces of ``length``; a last piece shorter than half of that is left out, unless it is the only one."""
     pieces = [tokens[first : first + length] for first in range(0, len(tokens), length)]
     return pieces[:-1] if len(pieces) > 1 and 2 * len(pieces[-1]) < length else pieces
+
+
+def fingerprint_of(parameters: Iterable[torch.Tensor]) -> str:
+    """A digest of the shapes and some values of a model's parameters."""
+    digest = sha256()
+    for parameter in parameters:
+        digest.update(repr(tuple(parameter.shape)).encode())
+        digest.update(parameter.detach().flatten()[:: max(parameter.numel() // 64, 1)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

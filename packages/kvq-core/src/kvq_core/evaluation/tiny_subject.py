@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 import kvq_core
 from kvq_core.cache.paged import PagedKVCache
 from kvq_core.errors import ArgumentError
-from kvq_core.evaluation.subject import Passage, cut
+from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing, Smoothings
@@ -67,6 +68,11 @@ class TinySession:
 class TinySubject:
     """See :class:`~kvq_core.evaluation.subject.Subject`. Tokens are bytes; ``SEPARATOR`` opens every passage. Caches take ``smoothing``."""
 
+    rows_dtype = _ROWS_DTYPE
+    licence = "Apache-2.0, as kvq's"
+    cache_name = "kvq_core.PagedKVCache"
+    cache_keywords: Collection[str] = frozenset(inspect.signature(PagedKVCache).parameters)
+
     def __init__(self, model: TinyModel, name: str = "tiny model", smoothing: Smoothings = None) -> None:
         self.model, self.name, self.smoothing = model, name, smoothing
         self.device = model.embed.weight.device
@@ -74,8 +80,23 @@ class TinySubject:
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
         length = min(length, self.model.config.max_len - 1)
         return [
-            Passage((SEPARATOR, *piece), len(piece)) for document in documents for piece in cut(document.text, length) if len(piece) >= 1
+            Passage((SEPARATOR, *piece), len(piece), document.name)
+            for document in documents
+            for piece in cut(document.text, length)
+            if len(piece) >= 1
         ]
+
+    def opening(self, text: str) -> list[int]:
+        return [SEPARATOR, *text.encode()]
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.model.parameters())
 
     @torch.inference_mode()
     def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
@@ -90,12 +111,13 @@ class TinySubject:
         self.model.hidden(tokens, torch.arange(len(tokens), device=self.device), attend)
         return ModelSmoothing(found)
 
-    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage) -> TinySession:
+    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> TinySession:
         c = self.model.config
+        smoothing = options.pop("smoothing", self.smoothing)
         k_scales: list[torch.Tensor] | None = None
         v_scales: list[torch.Tensor] | None = None
         if backend.takes_scales:
-            k_scales, v_scales = map(list, zip(*given_scales(self.model, list(calibration.tokens), self.smoothing), strict=True))
+            k_scales, v_scales = map(list, zip(*given_scales(self.model, list(calibration.tokens), smoothing), strict=True))
         cache = PagedKVCache(
             backend,
             num_blocks=sum(-(-len(p.tokens) // _BLOCK_SIZE) for p in passages),
@@ -107,7 +129,8 @@ class TinySubject:
             device=self.device,
             k_scale=k_scales,
             v_scale=v_scales,
-            smoothing=self.smoothing,
+            smoothing=smoothing,
+            **options,
         )
         return TinySession(self.model, cache, len(passages))
 

@@ -1,0 +1,125 @@
+"""What ``kvq eval`` prints, writes and draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvq_core.cli import output
+
+if TYPE_CHECKING:
+    from kvq_core.evaluation import Estimate, Evaluation, ModeResult
+
+WRITTEN: Final = ("eval.json", "eval.csv", "eval.png")
+
+
+def writable(folder: Path) -> None:
+    """Find out that figures can be drawn, and written to ``folder``, before minutes of work.
+
+    Raises:
+        KVQError, OSError: they cannot.
+    """
+    from kvq_core.cli.plots import need_matplotlib
+
+    need_matplotlib()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in WRITTEN:
+        with (folder / name).open("ab"):
+            pass
+
+
+def tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], form: str, out: Path | None) -> None:
+    """Print the figures; write the three files, if asked to."""
+    # none, then the largest first; of equals, the most faithful
+    results = [found.results[0], *sorted(found.results[1:], key=lambda result: (-result.bytes_per_token, result.kl.mean))]
+    records = [_record(result) for result in results]
+    content = output.as_json({**facts, "results": records, "failures": list(failures)})
+    if form == "table":
+        output.say(f"{_headline(facts)}\n")
+        output.say(_table(results))
+        for failure in failures:
+            output.say(f"broken: {failure}")
+    else:
+        output.say(content if form == "json" else output.as_csv(records))
+    if out:
+        (out / "eval.json").write_text(content + "\n")
+        (out / "eval.csv").write_text(output.as_csv(records) + "\n")
+        _plot(results, f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens", out / "eval.png")
+        click.echo(f"\nwritten: {', '.join(str(out / name) for name in WRITTEN)}", err=True)
+
+
+def _headline(facts: dict[str, Any]) -> str:
+    """What was measured, on what."""
+    parts = [f"{facts['passages']} passage{'s' * (facts['passages'] != 1)}, {facts['tokens']:,} tokens, fed {facts['chunk']} at a time"]
+    parts[0] += f", keys smoothed ({facts['smoothing']})" if "smoothing" in facts else ""
+    parts.append(f"differences are to {facts['baseline']}")
+    if facts["licence"]:
+        parts.append(f"licence of the weights: {facts['licence']}")
+    parts.append(f"torch {facts['torch']}")
+    if facts["process_peak_bytes"]:
+        parts.append(f"this process took {facts['process_peak_bytes'] / 2**20:,.0f} MiB at its peak")
+    return f"{facts['model']} on {facts['device']}: {'; '.join(parts)}"
+
+
+def _record(result: ModeResult) -> dict[str, Any]:
+    """A result as one flat line: each estimate as its mean, and under ``..._se`` its standard error."""
+    from kvq_core.evaluation import Estimate
+
+    record: dict[str, Any] = {}
+    for name, value in vars(result).items():
+        record |= {name: value.mean, f"{name}_se": value.error} if isinstance(value, Estimate) else {name: value}
+    return record
+
+
+def _table(results: Sequence[ModeResult]) -> str:
+    unit = "passages" if results[0].sample == results[0].passages else "documents"
+    header = [
+        "mode",
+        "bytes/\ntoken",
+        f"bits/element\nat {results[0].context:,}",
+        "times smaller\nthan bf16",
+        "bits/byte",
+        f"difference to none\n(± s.e., {results[0].sample} {unit})",
+        "in %",
+        "perplexity",
+        "KL, nats",
+    ]
+    header += ["top-1\nagrees", "tokens/s", "peak\nMiB"]
+    base = results[0]
+    lines = []
+    for r in results:
+        line = [r.mode, f"{r.bytes_per_token:,}", f"{r.bits:.2f}", f"{r.times_smaller:.2f}", f"{r.bits_per_byte:.4f}"]
+        if r is base:
+            line += ["", "", f"{r.perplexity.mean:.3f}", "", ""]
+        else:
+            change = 100 * r.difference.mean / base.bits_per_byte.mean
+            line += [f"{r.difference:+.4f}", f"{change:+.2f}", f"{r.perplexity.mean:.3f}", f"{r.kl:.5f}", f"{100 * r.top1.mean:.1f} %"]
+        peak = "-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:,.0f}"
+        lines.append([*line, f"{r.tokens_per_second:,.0f}", peak])
+    return output.table(header, lines)
+
+
+def _plot(results: Sequence[ModeResult], title: str, path: Path) -> None:
+    """Three panels: what a token takes, what the text's loss gains, and, on a logarithmic axis, how far predictions have moved."""
+    from kvq_core.cli.plots import canvas
+
+    with canvas(path, title, len(results), 3) as (size, loss, moved):
+        where = range(len(results))
+        bars = size.barh(where, [r.bytes_per_token for r in results], color="tab:gray")
+        size.bar_label(bars, [f"{r.times_smaller:.2f}x smaller" if i else "" for i, r in enumerate(results)], padding=3)
+        size.set(xlabel="bytes of cache a token", yticks=where, yticklabels=[r.mode for r in results])
+        _points(loss, [r.difference for r in results], where)
+        loss.axvline(0, color="black", linewidth=0.8)
+        loss.set(xlabel="bits per byte above none (± s.e.)")
+        _points(moved, [r.kl for r in results[1:]], where[1:])
+        moved.set(xscale="log", xlabel="KL divergence from none, nats (± s.e.)")
+        size.invert_yaxis()
+
+
+def _points(axis: Any, estimates: Sequence[Estimate], where: Sequence[int]) -> None:
+    errors = [0 if math.isnan(estimate.error) else estimate.error for estimate in estimates]
+    axis.errorbar([estimate.mean for estimate in estimates], where, xerr=errors, fmt="o", color="tab:red", capsize=3)

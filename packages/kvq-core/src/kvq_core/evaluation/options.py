@@ -1,0 +1,132 @@
+"""A mode and the options of its cache in one spelling: ``int2:residual_length=64,sink_tokens=4``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvq_core.errors import ArgumentError
+from kvq_core.registry import get_backend
+from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
+    from kvq_core.evaluation.subject import Passage, Subject
+
+
+@dataclass(frozen=True)
+class Option:
+    """A keyword of the cache: how its value is spelled. ``parse`` raises ``ValueError`` for what it does not take."""
+
+    name: str
+    parse: Callable[[str], Any]
+    takes: str
+
+
+def _smoothing(text: str) -> str:
+    if text not in (FIRST_PREFILL, "mean", "balanced") and not Path(text).is_file():
+        raise ValueError(text)
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(text)
+    return int(text)
+
+
+SMOOTHING: Final = Option("smoothing", _smoothing, "first_prefill, mean, balanced, or a file that ModelSmoothing.save wrote")
+RESIDUAL_LENGTH: Final = Option("residual_length", _count, "a number of tokens: the newest, which stay unquantized")
+SINK_TOKENS: Final = Option("sink_tokens", _count, "a number of tokens: the first, which stay unquantized")
+OPTIONS: Final = {option.name: option for option in (SMOOTHING, RESIDUAL_LENGTH, SINK_TOKENS)}
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """A mode with the options of its cache, as they were spelled. :meth:`arguments` are the cache's keyword arguments."""
+
+    backend: QuantKVBackend
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The mode's full name, with the options: what results are named by."""
+        spelled = ",".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.backend.mode}:{spelled}" if spelled else self.backend.mode
+
+    def with_default(self, name: str, value: Any) -> CacheConfig:
+        """This one, with an option that it does not set itself."""
+        return replace(self, options={name: value, **self.options})
+
+    def exact_tokens(self, context: int) -> int:
+        """How many of ``context`` tokens stay unquantized."""
+        return min(context, sum(self.options.get(option.name, 0) for option in (RESIDUAL_LENGTH, SINK_TOKENS)))
+
+
+def split_modes(text: str) -> list[str]:
+    """Modes in a list with commas; ``name=value`` belongs to the mode before it."""
+    found: list[str] = []
+    for part in map(str.strip, text.split(",")):
+        before, equals, _ = part.partition("=")
+        if equals and ":" not in before and found and "=" in found[-1]:
+            found[-1] += f",{part}"
+        elif part:
+            found.append(part)
+    return found
+
+
+def parse_mode(text: str) -> CacheConfig:
+    """``MODE[:name=value,...]`` as a mode and options in the order of :data:`OPTIONS`. MODE is what :func:`get_backend` takes.
+
+    Raises:
+        ArgumentError: an option that is not known or given twice, or a value that it does not take.
+        KVQError: as :func:`get_backend`.
+    """
+    before, equals, _ = text.partition("=")
+    mode, colon, first = before.rpartition(":")
+    if not equals:
+        if colon and first in OPTIONS:
+            raise ArgumentError("--mode", repr(text), f"a value: {mode}:{first}=..., {OPTIONS[first].takes}")
+        return CacheConfig(get_backend(text))
+    if not mode:
+        raise ArgumentError("--mode", repr(text), "MODE:name=value, such as int4:smoothing=first_prefill")
+    options: dict[str, Any] = {}
+    for part in text[len(mode) + 1 :].split(","):
+        name, equals, value = map(str.strip, part.partition("="))
+        if name not in OPTIONS or not equals:
+            raise ArgumentError("--mode", f"{text!r} with option {part!r}", f"name=value, the name one of {', '.join(OPTIONS)}")
+        if name in options:
+            raise ArgumentError("--mode", f"{text!r}, {name} twice", "each option once")
+        try:
+            options[name] = OPTIONS[name].parse(value)
+        except ValueError:
+            raise ArgumentError(f"--mode, {name}", repr(value), OPTIONS[name].takes) from None
+    return CacheConfig(get_backend(mode), {name: options[name] for name in OPTIONS if name in options})
+
+
+def check_supported(config: CacheConfig, subject: Subject) -> None:
+    """Refuse options that the cache of ``subject`` has no keyword for.
+
+    Raises:
+        ArgumentError: there is one.
+    """
+    for name in config.options:
+        if name not in subject.cache_keywords:
+            raise ArgumentError("--mode", f"{config.label}: {name} is not supported by {subject.cache_name}", "an option that it has")
+
+
+def cache_arguments(configs: Sequence[CacheConfig], subject: Subject, calibration: Passage) -> list[dict[str, Any]]:
+    """The cache's keyword arguments for each of ``configs``. A smoothing from ``calibration`` is estimated once."""
+    known: dict[str, Any] = {FIRST_PREFILL: FIRST_PREFILL}
+
+    def smoothing(kind: str) -> Any:
+        if kind not in known:
+            if kind in ("mean", "balanced"):
+                known[kind] = subject.calibrate(calibration, balanced=kind == "balanced")
+            else:
+                known[kind] = ModelSmoothing.load(kind, device=subject.device)
+        return known[kind]
+
+    return [{name: smoothing(value) if name == SMOOTHING.name else value for name, value in c.options.items()} for c in configs]

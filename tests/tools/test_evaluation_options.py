@@ -1,0 +1,101 @@
+"""``MODE:name=value``: which modes and cache arguments a spelling names, and what is said of others."""
+
+from pathlib import Path
+
+import pytest
+
+from kvq_core import ArgumentError, KVQError, get_backend
+from kvq_core.evaluation import CacheConfig, Document, TinySubject, parse_mode
+from kvq_core.evaluation.lockstep import sizes_of
+from kvq_core.evaluation.options import cache_arguments, check_supported, split_modes
+from kvq_core.evaluation.tiny_model import TinyModel
+from kvq_core.smoothing.calibration import ModelSmoothing
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def subject(small_model: TinyModel) -> TinySubject:
+    return TinySubject(small_model)
+
+
+@pytest.mark.parametrize(
+    ("text", "modes"),
+    [
+        ("int4, int2,", ["int4", "int2"]),
+        ("int2:residual_length=64,sink_tokens=4", ["int2:residual_length=64,sink_tokens=4"]),
+        ("none,int2:residual_length=64,sink_tokens=4,k8v4", ["none", "int2:residual_length=64,sink_tokens=4", "k8v4"]),
+        ("int4:smoothing=mean,int2:smoothing=mean", ["int4:smoothing=mean", "int2:smoothing=mean"]),
+        ("int4,sink_tokens=4", ["int4", "sink_tokens=4"]),
+    ],
+)
+def test_lists_of_modes(text: str, modes: list[str]) -> None:
+    assert split_modes(text) == modes
+
+
+def test_a_mode_and_its_options() -> None:
+    config = parse_mode("int2:sink_tokens=4, residual_length=64,smoothing=first_prefill")
+    assert config.backend is get_backend("int2")
+    assert config.label == "int2_per_token_head:smoothing=first_prefill,residual_length=64,sink_tokens=4", "in one order, however given"
+    assert parse_mode(config.label) == config
+    assert (config.exact_tokens(1024), config.exact_tokens(10)) == (68, 10)
+
+
+def test_sizes_count_what_stays_unquantized(subject: TinySubject) -> None:
+    plain, windowed = (sizes_of(parse_mode(text), subject, 1000) for text in ("int2", "int2:residual_length=64,sink_tokens=4"))
+    assert (plain.bits, windowed.bits) == (2.5, pytest.approx((932 * 2.5 + 68 * 16) / 1000))
+    assert sizes_of(parse_mode("int2:residual_length=64"), subject, 50).bits == 16
+
+
+@pytest.mark.parametrize("mode", ["int8/int4", "k4v2", "kvq-int4:int4", "kvq-int4:int4/int8"])
+def test_modes_of_every_spelling_take_options(mode: str) -> None:
+    backend = get_backend(mode)
+    assert parse_mode(mode) == CacheConfig(backend)
+    assert parse_mode(f"{mode}:sink_tokens=1") == CacheConfig(backend, {"sink_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "int4:window=3",
+            "--mode: got 'int4:window=3' with option 'window=3', need name=value, the name one of smoothing, residual_length",
+        ),
+        ("int4:sink_tokens=4,8", "with option '8'"),
+        ("int4:sink_tokens=4,sink_tokens=4", "sink_tokens twice"),
+        ("int4:sink_tokens=-1", "sink_tokens: got '-1', need a number of tokens"),
+        ("int4:sink_tokens", "need a value: int4:sink_tokens=..."),
+        ("int4:smoothing=median", "smoothing: got 'median', need first_prefill, mean, balanced, or a file"),
+        ("sink_tokens=4", "need MODE:name=value"),
+        ("int9:sink_tokens=4", "installed: "),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(KVQError) as refused:
+        parse_mode(text)
+    assert message in str(refused.value)
+
+
+def test_options_that_the_cache_does_not_have_are_refused(subject: TinySubject) -> None:
+    config = parse_mode("int4:residual_length=64")
+    subject.cache_keywords, subject.cache_name = frozenset({"smoothing"}), "this cache"
+    check_supported(parse_mode("int4:smoothing=mean"), subject)
+    with pytest.raises(ArgumentError, match="residual_length is not supported by this cache"):
+        check_supported(config, subject)
+
+
+def test_a_calibration_pass_is_shared_by_the_modes_that_ask_for_it(
+    subject: TinySubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (passage,) = subject.passages([Document("a", b"x = 1\n" * 20)], 200)
+    saved = subject.calibrate(passage, balanced=True)
+    saved.save(tmp_path / "saved")
+    asked: list[bool] = []
+    calibrate = subject.calibrate
+    monkeypatch.setattr(subject, "calibrate", lambda p, balanced: (asked.append(balanced), calibrate(p, balanced=balanced))[1])
+    spelled = ["none", "int4:smoothing=mean", "int2:smoothing=mean,sink_tokens=1", "int2:smoothing=first_prefill"]
+    configs = [parse_mode(text) for text in [*spelled, f"int2:smoothing={tmp_path / 'saved'}"]]
+    none, int4, int2, first, file = cache_arguments(configs, subject, passage)
+    assert (none, first) == ({}, {"smoothing": "first_prefill"}) and asked == [False]
+    assert int4["smoothing"] is int2["smoothing"] and int2["sink_tokens"] == 1
+    assert isinstance(file["smoothing"], ModelSmoothing) and file["smoothing"].fingerprint == saved.fingerprint

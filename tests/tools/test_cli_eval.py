@@ -99,6 +99,22 @@ def test_texts_and_modes_with_options_in_a_run_that_goes_on(given: tuple[str, ..
     assert "of another run: chunk 128, now 64" in refused(*given, "--mode", "int2", "--chunk", "64")
 
 
+def test_tasks_have_tables_and_files_of_their_own(weights: str, text: str, tmp_path: Path) -> None:
+    given = ("--model", weights, "--text", text, *QUICK, "--mode", "int2", "--items", "2", "--resume", str(tmp_path / "run.jsonl"))
+    status, out, err = evaluate(*given, "--task", "copy,generate", "--out", str(tmp_path / "out"))
+    assert status == 0 and "1/2 copy, " in err and "2/2 generate, " in err and "none 1/1" in err
+    assert "Copying random words, tokens right (± binomial s.e.)" in out and "bits/byte" not in out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"eval.json", "tasks.csv", "tasks.png"}
+    content = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert content["results"] == [] and {line["task"] for line in content["tasks"]} == {"copy", "generate"}
+    same = next(line for line in content["tasks"] if line["mode"] == "none" and line["measure"] == "same text")
+    assert (same["n"], same["value"], same["difference"]) == (2, 1, 0)
+    status, out, _ = evaluate(*given, "--task", "copy", "--csv")
+    assert status == 0 and next(line["measure"] for line in csv.DictReader(out.splitlines()) if line["mode"] == "none") == "all"
+    _, out, _ = evaluate(*given, "--task", "kl,copy", "--json")
+    assert len(json.loads(out)["results"]) == 2 and json.loads(out)["tasks"] == [r for r in content["tasks"] if r["task"] == "copy"]
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +177,11 @@ def test_a_mode_that_does_not_fit_the_heads(wide: str, given: tuple[str, ...]) -
     ran = evaluate(*given)  # nobody asked for it by name: the others have their lines
     assert ran.status == 1 and row(ran.out, "int4_per_token_head")
     assert f"broken: {wide}: ArgumentError: head_size: got head size 64" in ran.out
+
+
+def test_unknown_tasks_and_mixed_columns_are_refused(given: tuple[str, ...]) -> None:
+    assert "--task: got 'gsm8k', need some of kl, copy, passkey, arithmetic, generate" in refused("--task", "kl,gsm8k")
+    assert "--json prints both" in refused(*given, "--task", "kl,copy", "--csv")
 
 
 def test_too_little_memory_is_told(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

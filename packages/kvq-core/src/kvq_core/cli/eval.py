@@ -18,11 +18,13 @@ from kvq_core.errors import ArgumentError, told
 if TYPE_CHECKING:
     import torch
 
-    from kvq_core.evaluation import CacheConfig, Document, Passage, Subject
-    from kvq_core.evaluation.results import Tally
+    from kvq_core.evaluation import CacheConfig, Document, Evaluation, Journal, Passage, Subject
+    from kvq_core.evaluation.tasks import Task, TaskRun
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES: Final = (".safetensors", ".bin", ".gguf", ".json", ".pt")
+KL: Final = "kl"
+"""The task whose figures are of every prediction of a text."""
 _LONG: Final = 2048
 """Tokens of a passage above which larger chunks are the default: on a CPU each chunk dequantizes all that comes before it."""
 _EXAMPLES = """Examples:
@@ -32,6 +34,7 @@ kvq eval                                              the bundled tiny model, fr
 kvq eval --mode int4,int2 --length 2000 --documents 8
 kvq eval --model smollm2 --text book.txt --text code.py --mode int4,int4:smoothing=first_prefill
 kvq eval --model gemma3-270m --text book.txt --mode k8v4,int8/int4 --length 8192 --resume run.jsonl
+kvq eval --model smollm2 --text book.txt --mode int4,k4v2 --task copy,passkey,arithmetic,generate --items 40
 kvq eval --model Qwen/Qwen3-0.6B --text book.txt --mode int8,int4 --device cuda --out results
 
 A mode's options follow it: MODE:name=value,name=value. smoothing=KIND is as --smoothing; residual_length=N and sink_tokens=N leave the
@@ -39,6 +42,10 @@ newest and the first N tokens unquantized.
 
 TEXT is UTF-8. A line "#### name" opens a document; a text without such lines is one. Documents are cut into passages of --length
 tokens. Standard errors are over documents, or over the passages of a single one.
+
+Tasks: kl is what the description above says. copy: a list of random words, twice. passkey: a number in a haystack, by depth. Both have
+--length tokens. arithmetic: word problems with examples, right where the examples have the answer (strict) or in the last number
+(flexible). generate: greedy text after a passage, beside none's.
 """
 
 
@@ -46,6 +53,17 @@ def _split(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
     from kvq_core.evaluation.options import split_modes
 
     return tuple(mode for part in given for mode in split_modes(part))
+
+
+def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> tuple[str, ...]:
+    from kvq_core.evaluation.tasks import TASKS
+
+    known = (KL, *TASKS)
+    names = tuple(dict.fromkeys(name.strip() for part in given for name in part.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            raise ArgumentError("--task", repr(name), f"some of {', '.join(known)}")
+    return names or (KL,)
 
 
 @click.command("eval", epilog=_EXAMPLES)
@@ -72,6 +90,16 @@ def _split(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
     callback=_split,
     help="Only these modes, each with options of its own.",
 )
+@click.option(
+    "--task",
+    "--tasks",
+    "tasks",
+    multiple=True,
+    metavar="TASK[,...]",
+    callback=_tasks,
+    help="kl, copy, passkey, arithmetic, generate.  [default: kl]",
+)
+@click.option("--items", type=click.IntRange(min=1), default=20, show_default=True, help="Items of each task but kl.")
 @click.option("--length", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens a passage.")
 @click.option("--documents", "most", type=click.IntRange(min=1), default=16, show_default=True, help="Passages, at most.")
 @click.option(
@@ -94,13 +122,18 @@ def _split(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
     help="Keep what is done in FILE (JSON lines), and go on from it if the run was interrupted.",
 )
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write eval.json, eval.csv and eval.png there."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write eval.json, eval.csv and eval.png there; tasks but kl into tasks.csv and tasks.png.",
 )
 @output.output_options
 def evaluate(
     model: str | None,
     texts: tuple[Path, ...],
     modes: tuple[str, ...],
+    tasks: tuple[str, ...],
+    items: int,
     length: int,
     most: int,
     chunk: int | None,
@@ -119,32 +152,46 @@ def evaluate(
     from kvq_core.environment import default_device
     from kvq_core.evaluation import Journal
     from kvq_core.evaluation import evaluate as measure
+    from kvq_core.evaluation.tasks import TASKS
     from kvq_core.evaluation.tiny_model import usable_device
 
+    others = [TASKS[name] for name in tasks if name != KL]
+    if form == "csv" and others and KL in tasks:
+        raise ArgumentError("--csv", f"tasks {', '.join(tasks)}", "kl alone or without kl: its columns are others; --json prints both")
     configs, faults = _configs(modes, smoothing)
     if out:
-        eval_report.writable(out)
+        eval_report.writable(out, kl=KL in tasks, tasks=bool(others))
     subject = load_subject(model, usable_device(device) if device else default_device())
     _check(configs, subject, named=bool(modes))
     passages, calibration = _passages(subject, documents_of(texts, model), length, most)
     chunk = chunk or (128 if length <= _LONG else 512)
     batch = batch or (1 if is_huggingface(subject) else 16)
     journal = Journal(resume, _identity(subject, calibration, chunk))
-    with _Progress(passages, len(configs)) as progress:
-        found = measure(
-            subject,
-            configs,
-            passages,
-            calibration=calibration,
-            chunk=chunk,
-            batch=batch,
-            tick=progress.tick,
-            report=progress.report,
-            journal=journal,
-        )
+    found: Evaluation | None = None
+    runs: list[TaskRun] = []
+    failures = list(faults)
+    if KL in tasks:
+        with _Progress(len(passages), sum(p.num_predicted for p in passages) * len(configs), "token") as progress:
+            found = measure(
+                subject,
+                configs,
+                passages,
+                calibration=calibration,
+                chunk=chunk,
+                batch=batch,
+                tick=progress.tick,
+                report=lambda passage, tallies: progress.line(
+                    f"{passage.document or 'passage'}, {passage.num_predicted:,} tokens",
+                    [f"{mode} KL {t.kl / t.predicted:.5f}" for mode, t in list(tallies.items())[1:]],
+                ),
+                journal=journal,
+            )
+        failures += [f"{mode}: {told(problem)}" for mode, problem in found.failures.items()]
+    for task in others:
+        runs.append(_run(task, subject, configs, passages, calibration, length, items, chunk, journal))
+        failures += [f"{task.name}, {mode}: {told(problem)}" for mode, problem in runs[-1].failures.items()]
     facts = _facts(subject, passages, length, chunk) | ({"smoothing": smoothing} if smoothing else {})
-    failures = [*faults, *(f"{mode}: {told(problem)}" for mode, problem in found.failures.items())]
-    eval_report.tell(found, facts, failures, form, out)
+    eval_report.tell(found, runs, facts, failures, form, out)
     if failures:
         raise SystemExit(1)
 
@@ -195,35 +242,66 @@ def _identity(subject: Subject, calibration: Passage, chunk: int) -> dict[str, A
     return found | {"calibration": calibration.digest}
 
 
+def _run(
+    task: Task,
+    subject: Subject,
+    configs: Sequence[CacheConfig],
+    passages: Sequence[Passage],
+    calibration: Passage,
+    length: int,
+    count: int,
+    chunk: int,
+    journal: Journal,
+) -> TaskRun:
+    """One task, with its progress."""
+    from kvq_core.evaluation.tasks import run_task
+
+    with _Progress(count, count, "item") as progress:
+
+        def report(found: int, scores: Mapping[str, Mapping[str, tuple[float, int]]]) -> None:
+            progress.count = found
+            progress.tick(task.name, 1)
+            figures = [(mode, next(iter(score.values()))) for mode, score in scores.items()]
+            progress.line(task.name, [f"{mode} {right:g}/{of}" for mode, (right, of) in figures])
+
+        return run_task(
+            task,
+            subject,
+            configs,
+            passages,
+            calibration=calibration,
+            length=length,
+            count=count,
+            chunk=chunk,
+            report=report,
+            journal=journal,
+        )
+
+
 class _Progress:
-    """A bar on a terminal; elsewhere a line a document, on standard error."""
+    """A bar on a terminal; elsewhere a line a document or item, on standard error."""
 
-    def __init__(self, passages: Sequence[Passage], modes: int) -> None:
-        self.count, self.done, self.start = len(passages), 0, time.monotonic()
-        self.total = sum(p.num_predicted for p in passages) * modes
-        self.terminal = sys.stderr.isatty()
-
-    def __enter__(self) -> _Progress:
+    def __init__(self, count: int, total: int, unit: str) -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(total=self.total, unit="token", unit_scale=True, disable=not self.terminal, leave=False)
+        self.count, self.done, self.start = count, 0, time.monotonic()
+        self.terminal = sys.stderr.isatty()
+        self.bar = tqdm(total=total, unit=unit, unit_scale=True, disable=not self.terminal, leave=False)
+
+    def __enter__(self) -> _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
 
-    def tick(self, mode: str, tokens: int) -> None:
-        self.bar.set_description(mode, refresh=False)
-        self.bar.update(tokens)
+    def tick(self, name: str, amount: int) -> None:
+        self.bar.set_description(name, refresh=False)
+        self.bar.update(amount)
 
-    def report(self, passage: Passage, tallies: Mapping[str, Tally]) -> None:
+    def line(self, name: str, figures: Sequence[str]) -> None:
         self.done += 1
-        if self.terminal:
-            return
-        figures = [f"{mode} KL {t.kl / t.predicted:.5f}" for mode, t in list(tallies.items())[1:]]
-        took = f"{time.monotonic() - self.start:,.0f} s"
-        name = passage.document or f"passage {self.done}"
-        click.echo(f"{self.done}/{self.count} {name}, {passage.num_predicted:,} tokens, {took}: {', '.join(figures)}", err=True)
+        if not self.terminal:
+            click.echo(f"{self.done}/{self.count} {name}, {time.monotonic() - self.start:,.0f} s: {', '.join(figures)}", err=True)
 
 
 def load_subject(model: str | None, device: torch.device) -> Subject:

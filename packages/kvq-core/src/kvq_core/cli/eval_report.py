@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvq_core.cli import output
+from kvq_core.cli import eval_tasks, output
 
 if TYPE_CHECKING:
     from kvq_core.evaluation import Estimate, Evaluation, ModeResult
+    from kvq_core.evaluation.tasks import TaskRun
 
-WRITTEN: Final = ("eval.json", "eval.csv", "eval.png")
+_OF_KL: Final = ("eval.csv", "eval.png")
+_OF_TASKS: Final = ("tasks.csv", "tasks.png")
 
 
-def writable(folder: Path) -> None:
+def writable(folder: Path, *, kl: bool, tasks: bool) -> None:
     """Find out that figures can be drawn, and written to ``folder``, before minutes of work.
 
     Raises:
@@ -27,29 +29,40 @@ def writable(folder: Path) -> None:
 
     need_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in WRITTEN:
+    for name in ("eval.json", *(_OF_KL if kl else ()), *(_OF_TASKS if tasks else ())):
         with (folder / name).open("ab"):
             pass
 
 
-def tell(found: Evaluation, facts: dict[str, Any], failures: Sequence[str], form: str, out: Path | None) -> None:
-    """Print the figures; write the three files, if asked to."""
+def tell(
+    found: Evaluation | None, runs: Sequence[TaskRun], facts: dict[str, Any], failures: Sequence[str], form: str, out: Path | None
+) -> None:
+    """Print the figures of the text and of tasks; write the files, if asked to."""
     # none, then the largest first; of equals, the most faithful
-    results = [found.results[0], *sorted(found.results[1:], key=lambda result: (-result.bytes_per_token, result.kl.mean))]
-    records = [_record(result) for result in results]
-    content = output.as_json({**facts, "results": records, "failures": list(failures)})
+    results = [found.results[0], *sorted(found.results[1:], key=lambda r: (-r.bytes_per_token, r.kl.mean))] if found else []
+    records, answers = [_record(result) for result in results], eval_tasks.records(runs)
+    content = output.as_json({**facts, "results": records, "tasks": answers, "failures": list(failures)})
     if form == "table":
-        output.say(f"{_headline(facts)}\n")
-        output.say(_table(results))
+        output.say(_headline(facts))
+        for part in [*([_table(results)] if results else []), *eval_tasks.tables(runs)]:
+            output.say(f"\n{part}")
         for failure in failures:
             output.say(f"broken: {failure}")
     else:
-        output.say(content if form == "json" else output.as_csv(records))
+        output.say(content if form == "json" else output.as_csv(records or answers))
     if out:
+        title = f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens"
         (out / "eval.json").write_text(content + "\n")
-        (out / "eval.csv").write_text(output.as_csv(records) + "\n")
-        _plot(results, f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens", out / "eval.png")
-        click.echo(f"\nwritten: {', '.join(str(out / name) for name in WRITTEN)}", err=True)
+        written = ["eval.json"]
+        if results:
+            (out / "eval.csv").write_text(output.as_csv(records) + "\n")
+            _plot(results, title, out / "eval.png")
+            written += _OF_KL
+        if runs:
+            (out / "tasks.csv").write_text(output.as_csv(answers) + "\n")
+            eval_tasks.plot(runs, f"{facts['model']}, {facts['length']:,} tokens", out / "tasks.png")
+            written += _OF_TASKS
+        click.echo(f"\nwritten: {', '.join(str(out / name) for name in written)}", err=True)
 
 
 def _headline(facts: dict[str, Any]) -> str:

@@ -121,6 +121,9 @@ class HuggingFaceSubject:
     def __init__(self, name: str, model: Any, tokenizer: Any, kvq_transformers: Any) -> None:
         self.name, self.model, self.tokenizer, self.kvq = Path(name).name, model, tokenizer, kvq_transformers
         self.cache_keywords: Collection[str] = frozenset(inspect.signature(kvq_transformers.KVQCache).parameters)
+        generation = getattr(model, "generation_config", None)
+        ends = None if generation is None else generation.eos_token_id
+        self.stop_tokens: Collection[int] = frozenset([ends] if isinstance(ends, int) else ends or ())
         self.smoothing: Smoothings = None
         self._scales: tuple[Passage, Smoothings, dict[str, Any]] | None = None
         self.device: torch.device = model.device

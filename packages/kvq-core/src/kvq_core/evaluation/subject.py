@@ -76,6 +76,8 @@ class Subject(Protocol):
     """Of the caches that are opened without one of their own."""
     licence: str
     """Of the weights, as far as they tell."""
+    stop_tokens: Collection[int]
+    """Which end a text."""
     cache_name: str
     cache_keywords: Collection[str]
     """Of the class behind the caches."""

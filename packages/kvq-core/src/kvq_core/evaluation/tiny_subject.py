@@ -70,6 +70,7 @@ class TinySubject:
 
     rows_dtype = _ROWS_DTYPE
     licence = "Apache-2.0, as kvq's"
+    stop_tokens: Collection[int] = frozenset({SEPARATOR})
     cache_name = "kvq_core.PagedKVCache"
     cache_keywords: Collection[str] = frozenset(inspect.signature(PagedKVCache).parameters)
 

@@ -1,0 +1,115 @@
+"""Tasks in every mode, item by item."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvq_core.evaluation.journal import Journal
+from kvq_core.evaluation.options import CacheConfig, cache_arguments
+from kvq_core.evaluation.results import Estimate
+from kvq_core.evaluation.subject import Passage, Subject
+
+if TYPE_CHECKING:
+    from kvq_core.evaluation.tasks.task import Record, Scores, Task
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One figure of one mode in a task: of ``n`` trials, the share that is right, or a mean.
+
+    The standard error of a share is the binomial one. ``difference`` is to the first mode; its error is over items, which are paired.
+    """
+
+    task: str
+    mode: str
+    label: str
+    n: int
+    value: Estimate
+    difference: Estimate
+    is_share: bool
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """Results in the order of the modes, and by mode what stopped those that have none."""
+
+    task: Task
+    results: tuple[TaskResult, ...]
+    failures: dict[str, BaseException]
+
+
+@torch.inference_mode()
+def run_task(
+    task: Task,
+    subject: Subject,
+    configs: Sequence[CacheConfig],
+    passages: Sequence[Passage],
+    *,
+    calibration: Passage,
+    length: int,
+    count: int,
+    chunk: int = 128,
+    report: Callable[[int, Mapping[str, Scores]], object] = lambda count, scores: None,
+    journal: Journal | None = None,
+) -> TaskRun:
+    """Put ``task`` to every one of ``configs``, the first of which the others are compared with.
+
+    Args:
+        passages: text for tasks that want some. ``calibration``: as of :func:`kvq_core.evaluation.evaluate`.
+        length, count: of the items, as of :meth:`Task.items`.
+        report: called after each item, with how many there are and what each mode did.
+        journal: what it holds is not done again; what is done is added.
+
+    Raises:
+        Exception: what stopped the first mode. What stops another is kept as its failure.
+    """
+    journal = Journal() if journal is None else journal
+    arguments = cache_arguments(configs, subject, calibration)
+    items = task.items(subject, passages, length, count)
+    failures: dict[str, BaseException] = {}
+    scores: dict[str, list[Scores]] = {config.label: [] for config in configs}
+    for item in items:
+        exact: Record | None = None
+        for config, given in zip(configs, arguments, strict=True):
+            if config.label in failures:
+                continue
+            record = journal.get(task.name, config.label, item.digest)
+            if record is None:
+                try:
+                    session = subject.open(config.backend, [item.space], calibration, **given)
+                    record = dict(task.read(subject, session, item, chunk))
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as problem:  # SystemExit, too: a mode's own code runs here
+                    if config is configs[0]:
+                        raise
+                    failures[config.label] = problem
+                    continue
+                journal.add(task.name, config.label, item.digest, record)
+            exact = record if exact is None else exact
+            scores[config.label].append(task.scores(record, exact))
+        report(len(items), {label: found[-1] for label, found in scores.items() if label not in failures})
+    reference = scores[configs[0].label]
+    results = [
+        _result(task, label, each, found, reference)
+        for label, found in scores.items()
+        if label not in failures
+        for each in dict.fromkeys(name for score in found for name in score)
+    ]
+    return TaskRun(task, tuple(results), failures)
+
+
+def _result(task: Task, mode: str, label: str, found: Sequence[Scores], reference: Sequence[Scores]) -> TaskResult:
+    pairs = [(mine[label], its[label]) for mine, its in zip(found, reference, strict=True) if label in mine]
+    right, counts = [float(mine[0]) for mine, _ in pairs], [float(mine[1]) for mine, _ in pairs]
+    value, n = Estimate.ratio(right, counts), int(sum(counts))
+    is_share = label not in task.means
+    if is_share:
+        value = Estimate(value.mean, math.sqrt(value.mean * (1 - value.mean) / n))
+    difference = Estimate.ratio([mine[0] - its[0] for mine, its in pairs], counts)
+    return TaskResult(task.name, mode, label, n, value, difference, is_share)

@@ -40,7 +40,10 @@ nitpick_ignore = [
     ("py:class", "Scales"),
     ("py:class", "Smoothings"),
     ("py:class", "Staged"),
-    # The sums inside a ModeResult; its properties are what is public.
+    # The sums and sizes inside a ModeResult; its properties are what is public.
+    ("py:class", "Mapping[str"),
+    ("py:class", "Tally"),
+    ("py:class", "kvq_core.evaluation.results.Sizes"),
     ("py:class", "kvq_core.evaluation.results.Tally"),
     # Imported for annotations only, where autodoc cannot tell its module.
     ("py:class", "ResidualStep"),

@@ -45,14 +45,14 @@ OPTIONS: Final = {option.name: option for option in (SMOOTHING, RESIDUAL_LENGTH,
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """A mode with the options of its cache, as they were spelled. :meth:`arguments` are the cache's keyword arguments."""
+    """A mode with the options of its cache, as they were spelled. ``cache_arguments`` makes them the cache's keyword arguments."""
 
     backend: QuantKVBackend
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """The mode's full name, with the options: what results are named by."""
+        """The mode's full name with the options, by which results are named."""
         spelled = ",".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.backend.mode}:{spelled}" if spelled else self.backend.mode
 
@@ -78,11 +78,11 @@ def split_modes(text: str) -> list[str]:
 
 
 def parse_mode(text: str) -> CacheConfig:
-    """``MODE[:name=value,...]`` as a mode and options in the order of :data:`OPTIONS`. MODE is what :func:`get_backend` takes.
+    """``MODE[:name=value,...]`` as a mode and options in the order of ``OPTIONS``. MODE is what :func:`~kvq_core.get_backend` takes.
 
     Raises:
         ArgumentError: an option that is not known or given twice, or a value that it does not take.
-        KVQError: as :func:`get_backend`.
+        KVQError: as :func:`~kvq_core.get_backend`.
     """
     before, equals, _ = text.partition("=")
     mode, colon, first = before.rpartition(":")

@@ -34,7 +34,7 @@ class Passage:
 
     @cached_property
     def digest(self) -> str:
-        """Of the tokens: tells passages apart over runs."""
+        """A digest of the tokens, which tells passages apart over runs."""
         return sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
 
@@ -105,7 +105,7 @@ class Subject(Protocol):
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> Session:
         """An empty cache in the mode of ``backend``, with room for ``passages``. ``calibration`` is text for modes that need some.
 
-        ``options``: keyword arguments of the cache, of :data:`kvq_core.evaluation.options.OPTIONS`.
+        ``options``: keyword arguments of the cache, those of ``kvq_core.evaluation.options.OPTIONS``.
         """
         ...
 

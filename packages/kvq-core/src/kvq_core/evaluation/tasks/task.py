@@ -34,7 +34,7 @@ class Item:
 
     @cached_property
     def digest(self) -> str:
-        """Tells items apart over runs."""
+        """A digest, which tells items apart over runs."""
         return sha256(repr((self.prompt, self.answer, self.expected, self.room, self.group)).encode()).hexdigest()[:16]
 
     @property

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvq_core import ArgumentError, KVQError, get_backend
-from kvq_core.evaluation import CacheConfig, Document, TinySubject, parse_mode
+from kvq_core.evaluation import CacheConfig, Document, TinySubject, evaluate, parse_mode
 from kvq_core.evaluation.lockstep import sizes_of
 from kvq_core.evaluation.options import cache_arguments, check_supported, split_modes
 from kvq_core.evaluation.tiny_model import TinyModel
@@ -38,13 +38,22 @@ def test_a_mode_and_its_options() -> None:
     assert config.backend is get_backend("int2")
     assert config.label == "int2_per_token_head:smoothing=first_prefill,residual_length=64,sink_tokens=4", "in one order, however given"
     assert parse_mode(config.label) == config
-    assert (config.exact_tokens(1024), config.exact_tokens(10)) == (68, 10)
+    assert (config.exact_tokens(1024), config.exact_tokens(20)) == (112, 32), "whole blocks, no more than the sequence has"
 
 
-def test_sizes_count_what_stays_unquantized(subject: TinySubject) -> None:
-    plain, windowed = (sizes_of(parse_mode(text), subject, 1000) for text in ("int2", "int2:residual_length=64,sink_tokens=4"))
-    assert (plain.bits, windowed.bits) == (2.5, pytest.approx((932 * 2.5 + 68 * 16) / 1000))
-    assert sizes_of(parse_mode("int2:residual_length=64"), subject, 50).bits == 16
+def test_sizes_count_exact_rows(subject: TinySubject) -> None:
+    """As ``kvq calc`` does."""
+    bits = {text: sizes_of(parse_mode(text), subject, 1000).bits for text in ("int2", "int2:residual_length=64,sink_tokens=4")}
+    assert list(bits.values()) == [2.5, pytest.approx((1000 * 2.5 + 112 * 16) / 1000)]
+    assert sizes_of(parse_mode("none:residual_length=64"), subject, 1000).bits == 16
+
+
+def test_exact_rows_lose_less(subject: TinySubject) -> None:
+    passages = subject.passages([Document("a", bytes(range(32, 120)) * 2)], 120)
+    spelled = ["none", "int2", "int2:residual_length=64,sink_tokens=4", "int2:residual_length=500"]
+    found = evaluate(subject, [parse_mode(text) for text in spelled], passages, calibration=passages[0], chunk=16)
+    _, plain, windowed, all_exact = (result.kl.mean for result in found.results)
+    assert all_exact < 1e-4 < windowed < plain
 
 
 @pytest.mark.parametrize("mode", ["int8/int4", "k4v2", "kvq-int4:int4", "kvq-int4:int4/int8"])

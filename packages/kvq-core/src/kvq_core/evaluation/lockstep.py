@@ -149,10 +149,10 @@ def _result(run: _Run, exact: _Run, subject: Subject, passages: Sequence[Passage
 
 
 def sizes_of(config: CacheConfig, subject: Subject, context: int) -> Sizes:
-    """What a cache of ``context`` tokens takes, those that stay unquantized in bf16."""
+    """What a cache of ``context`` tokens takes, with exact rows in bf16."""
     bf16 = subject.bytes_per_token(get_backend("none"), torch.bfloat16)
-    exact = config.exact_tokens(context)
-    return Sizes(context, (context - exact) * subject.bytes_per_token(config.backend) + exact * bf16, context * bf16)
+    packed = context * subject.bytes_per_token(config.backend)
+    return Sizes(context, packed + config.exact_tokens(context) * bf16, context * bf16)
 
 
 def _advance(

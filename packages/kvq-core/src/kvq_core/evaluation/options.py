@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
+from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ def _count(text: str) -> int:
 
 
 SMOOTHING: Final = Option("smoothing", _smoothing, "first_prefill, mean, balanced, or a file that ModelSmoothing.save wrote")
-RESIDUAL_LENGTH: Final = Option("residual_length", _count, "a number of tokens: the newest, which stay unquantized")
-SINK_TOKENS: Final = Option("sink_tokens", _count, "a number of tokens: the first, which stay unquantized")
+RESIDUAL_LENGTH: Final = Option("residual_length", _count, "a number of tokens: the newest, which are kept exact")
+SINK_TOKENS: Final = Option("sink_tokens", _count, "a number of tokens: the first, which are kept exact")
+_BLOCK_SIZE: Final = 16
+"""Of the caches that subjects make."""
 OPTIONS: Final = {option.name: option for option in (SMOOTHING, RESIDUAL_LENGTH, SINK_TOKENS)}
 
 
@@ -61,8 +64,12 @@ class CacheConfig:
         return replace(self, options={name: value, **self.options})
 
     def exact_tokens(self, context: int) -> int:
-        """How many of ``context`` tokens stay unquantized."""
-        return min(context, sum(self.options.get(option.name, 0) for option in (RESIDUAL_LENGTH, SINK_TOKENS)))
+        """Slots of exact rows that a sequence of ``context`` tokens has beside its packed pages."""
+        length, sinks = (self.options.get(option.name, 0) for option in (RESIDUAL_LENGTH, SINK_TOKENS))
+        window = ResidualWindow.of(length, sinks, _BLOCK_SIZE)
+        if window is None or self.backend.mode == "none":
+            return 0
+        return min(window.blocks_per_sequence, -(-context // window.block_size)) * window.block_size
 
 
 def split_modes(text: str) -> list[str]:

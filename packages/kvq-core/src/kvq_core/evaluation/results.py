@@ -24,7 +24,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a cache of ``context`` tokens, codes, scales and unquantized tokens together, and of the same in bf16."""
+    """Bytes of a cache of ``context`` tokens, codes, scales and exact rows together, and of the same in bf16."""
 
     context: int
     nbytes: int
@@ -63,7 +63,7 @@ class ModeResult:
     """One mode on one model and text. ``kl`` is that from ``none``'s distribution to this mode's, in nats a token.
 
     ``bytes_per_token``, ``times_smaller`` (than bf16 rows) and ``bits`` (an element) are those of a cache of ``context`` tokens, scales and
-    unquantized tokens included.
+    exact rows included.
     ``difference`` is the bits a byte more than ``none`` needs in the same run; its error is that of paired documents.
     ``peak_bytes``: of device memory, as if this mode had been alone on it with the model; ``None`` on a CPU, where torch does not count.
     ``sample``: how many documents, or passages of a single one, the standard errors are over.

@@ -119,6 +119,8 @@ class TinySubject:
         v_scales: list[torch.Tensor] | None = None
         if backend.takes_scales:
             k_scales, v_scales = map(list, zip(*given_scales(self.model, list(calibration.tokens), smoothing), strict=True))
+        if options.get("residual_length") or options.get("sink_tokens"):
+            options["max_sequences"] = len(passages)
         cache = PagedKVCache(
             backend,
             num_blocks=sum(-(-len(p.tokens) // _BLOCK_SIZE) for p in passages),

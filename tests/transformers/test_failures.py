@@ -36,9 +36,10 @@ ERRORS: list[Any] = [RuntimeError("injected"), torch.OutOfMemoryError("injected"
 STORIES: dict[str, dict[str, Any]] = {
     "growing": {},
     "fixed": {"max_cache_len": CAPACITY},
-    "in a residual window": {"mode": "int2", "residual_length": CAPACITY},
+    "growing, in a window": {"mode": "int2", "residual_length": CAPACITY},
+    "fixed, in a window": {"mode": "int2", "residual_length": CAPACITY, "max_cache_len": CAPACITY},
 }
-"""Caches that give what eager attention gives: in the last one, every token is in the window, and so exact."""
+"""Caches that give what eager attention gives: in the last two, every token is in the window, and so exact."""
 
 
 @cached

@@ -17,7 +17,8 @@ from kvq_core import QuantKVBackend
 from kvq_core.hadamard import block_of
 from kvq_core.testing import budgets, oracle
 from kvq_transformers.attention import kvq_attention
-from kvq_transformers.layers import HANDLE, GrowingLayer
+from kvq_transformers.fixed import FixedLayer
+from kvq_transformers.layers import HANDLE
 from kvq_transformers.masks import padding_of
 
 Encode = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -127,15 +128,22 @@ def _share(
 
 
 def read_exact(layer: Any, row: int, length: int) -> torch.Tensor:
-    """[length] bool: which real tokens of a row the layer's last forward read from exact rows, as its only piece says."""
-    (piece,) = layer.forward._planned.get(layer.window, layer.table).pieces if isinstance(layer, GrowingLayer) else (None,)
+    """[length] bool: which real tokens of a row the layer's last call read from exact rows, as its plan says."""
     positions = torch.arange(length)
-    if piece is None or piece.residual is None or not layer.pages.keeps_exact:
+    if not layer.pages.keeps_exact:
         return positions < 0
-    step = piece.step(layer.table.block_size, layer.device)
-    at = [grown.sequence for grown in piece.growth.rows].index(layer.forward._planned.get(layer.window, layer.table)._rows[row])
-    before, dropped = piece.exact[at].before, length - int(step.seqused_k[at])
-    return (positions - dropped >= before.first) | (positions < before.sinks)
+    if isinstance(layer, FixedLayer):
+        residual, at, dropped = layer.exact.last, row, 0
+    else:
+        table = layer.forward._planned.get(layer.window, layer.table)
+        (piece,) = table.pieces
+        step = piece.step(layer.table.block_size, layer.device)
+        at = [grown.sequence for grown in piece.growth.rows].index(table._rows[row])
+        residual, dropped = step.residual, length - int(step.seqused_k[at])
+    if residual.packed is None:
+        return positions >= 0
+    sinks = length - dropped - int(residual.packed.seqused_k[at])
+    return (positions - dropped >= sinks + int(residual.key_stops[at])) | (positions < sinks)
 
 
 def decoding_error(*head_sizes: int) -> float:

@@ -48,7 +48,7 @@ class KVQCache(Cache):
             and stay where they are, so that ``generate`` can compile its decode step.
         block_size: tokens a block, a multiple of 8.
         residual_length, sink_tokens: read the newest and the first so many tokens of a row from exact rows, at least
-            (:mod:`kvq_core.residual`); not with ``max_cache_len``, and sinks not in a model with sliding windows.
+            (:mod:`kvq_core.residual`). Sinks are refused in a model with sliding windows.
         smoothing: a :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers, or ``"first_prefill"``:
             each layer takes the mean of the first prompt's keys off all that it stores. Scores stay what they are.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
@@ -93,7 +93,7 @@ class KVQCache(Cache):
         check_head_sizes(text, backends)
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size)
         if residual is not None:
-            _check_residual(residual_length, sink_tokens, windows.values(), max_cache_len)
+            _check_sinks(sink_tokens, windows.values())
         given = layers_given(smoothing, k_scale, v_scale, backends)
         # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
         stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
@@ -106,7 +106,7 @@ class KVQCache(Cache):
         else:
             self._forward = fixed = FixedForward(list(windows), recurrent, max_cache_len)
             for index, window in windows.items():
-                layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index])
+                layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index], residual)
         super().__init__(layers=layers)
         switch_on(text)
 
@@ -365,13 +365,8 @@ def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int
     _refuse_layer(layer, index, config)
 
 
-def _check_residual(length: int, sinks: int, windows: Collection[int | None], max_cache_len: int | None) -> None:
-    """Raise :class:`ArgumentError` where layers cannot be read through a residual window."""
-    if max_cache_len is not None:
-        argument, count = ("residual_length", length) if length else ("sink_tokens", sinks)
-        raise ArgumentError(
-            argument, f"{count} with max_cache_len={max_cache_len}", "max_cache_len=None: exact rows lie beside pages that grow"
-        )
+def _check_sinks(sinks: int, windows: Collection[int | None]) -> None:
+    """Raise :class:`ArgumentError` for sinks in a model with sliding windows."""
     sliding = [window for window in windows if window is not None]
     if sinks and sliding:
         got = f"{sinks} in a model with sliding windows of {min(sliding)} tokens"

@@ -16,6 +16,8 @@ import torch
 from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import Geometry
 from kvq_core.errors import ArgumentError
+from kvq_core.residual.window import ResidualWindow
+from kvq_transformers.fixed_window import FixedWindow
 from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.layers import KVQLayer
@@ -181,8 +183,11 @@ class FixedLayer(KVQLayer):
         forward: FixedForward,
         block_size: int,
         given: LayerGiven = NOTHING,
+        residual: ResidualWindow | None = None,
     ) -> None:
         super().__init__(backend, index, window, given)
+        self.residual = None if backend.mode == "none" else residual
+        self.exact: FixedWindow | None = None
         self.forward, self.max_cache_len, self.block_size = forward, forward.max_cache_len, block_size
         self.num_logical = -(-self.max_cache_len // block_size)
         self.ring = self.num_logical
@@ -214,18 +219,22 @@ class FixedLayer(KVQLayer):
         geometry = Geometry(
             num_blocks=batch_size * self.ring, block_size=size, num_layers=1, dtype=self.dtype, layout="head_major", **sizes
         )
-        self.pages = LayerPages(self.backend, geometry, self.device, self.given)
+        self.pages = LayerPages(self.backend, geometry, self.device, self.given, residual=self.residual)
         with torch.inference_mode(False):
             self.account = self.forward.start(batch_size, self.device)
             rows = torch.arange(batch_size, device=self.device)[:, None] * self.ring
             ring = torch.arange(self.num_logical, device=self.device) % self.ring
             self.block_table = (rows + ring).to(torch.int32)
+            if self.residual is not None:
+                self.exact = FixedWindow(self.residual, batch_size, self.block_table, self.block_size)
+                self.pages.grow(geometry.num_blocks, self.exact.num_blocks)
         self.pin()
 
     def pin(self) -> None:
         """Tell torch.compile that addresses stay: it would copy the pages into and out of a CUDA graph at every replay."""
         smoothing = () if self.pages.smoothing is None else vars(self.pages.smoothing).values()
-        for tensor in (*vars(self.pages.caches).values(), *vars(self.account).values(), self.block_table, *smoothing):
+        exact = () if self.exact is None else (*self.exact.tensors, *self.pages.exact_tensors)
+        for tensor in (*vars(self.pages.caches).values(), *vars(self.account).values(), self.block_table, *smoothing, *exact):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
 
@@ -292,11 +301,12 @@ class FixedLayer(KVQLayer):
             slots = torch.where(mask, slots, -1)
         if self.comes_round:
             self.account.highest.copy_(torch.maximum(self.account.highest, end))
-        self.pages.write(token_rows(key), token_rows(value), slots.flatten(), is_first=is_first)
+        residual = None if self.exact is None else self.exact.plan(position, mask, start, end, is_first=is_first)
+        self.pages.write(token_rows(key), token_rows(value), slots.flatten(), is_first=is_first, residual=residual)
         out = query.new_empty(batch_size * num_queries, num_heads, value.shape[-1])
         if num_queries:
             starts = torch.arange(0, batch_size * num_queries + 1, num_queries, dtype=torch.int32, device=self.device)
-            batch = Batch(starts, end, self.block_table, num_queries, self.max_cache_len)
+            batch = Batch(starts, end, self.block_table, num_queries, self.max_cache_len, residual)
             self.pages.attend(token_rows(query), out, batch, scoring)
         return out.view(batch_size, num_queries, num_heads, value.shape[-1])
 
@@ -304,7 +314,7 @@ class FixedLayer(KVQLayer):
         """Row i becomes a copy of row ``rows[i]``, at the same addresses."""
         index = torch.tensor(rows, device=self.device)
         blocks = index[:, None] * self.ring + torch.arange(self.ring, device=self.device)
-        self.pages.gather_blocks(blocks.flatten())
+        self.pages.gather_blocks(blocks.flatten(), None if self.exact is None else self.exact.select(index))
 
 
 def _real_last(mask: torch.Tensor) -> torch.Tensor | None:

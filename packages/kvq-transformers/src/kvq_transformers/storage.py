@@ -15,7 +15,7 @@ from kvq_core.cache.pages import Pages
 from kvq_core.call import ops
 from kvq_core.errors import KVQError
 from kvq_core.registry import get_backend
-from kvq_core.residual.rows import ExactPages, attend
+from kvq_core.residual.rows import ExactPages
 from kvq_core.residual.step import ResidualStep
 from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics
@@ -99,8 +99,9 @@ class LayerPages:
         if self.smoothing is not None:
             self.smoothing.check(geometry.num_kv_heads, geometry.head_size)
         # Ops are defined at first use, which torch.compile could not trace.
-        ops.write_op(backend)
-        ops.read_op(backend)
+        for used in (backend, get_backend("none")):
+            ops.write_op(used)
+            ops.read_op(used)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
         twin = copy(self)
@@ -147,6 +148,11 @@ class LayerPages:
         return self._pages.bytes_per_slot
 
     @property
+    def exact_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The exact rows of a residual window."""
+        return () if self._exact is None else tuple(self._exact.tensors.values())
+
+    @property
     def keeps_exact(self) -> bool:
         return self._exact is not None
 
@@ -162,10 +168,15 @@ class LayerPages:
         if copies:
             self._pages.copy_blocks(copies)
 
-    def gather_blocks(self, blocks: torch.Tensor) -> None:
-        """Block i becomes what block ``blocks[i]`` was, at the same addresses; ``blocks`` [n] int64, n at most ``num_blocks``."""
+    def gather_blocks(self, blocks: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+        """Block i becomes what block ``blocks[i]`` was, at the same addresses; ``blocks`` [n] int64, n at most ``num_blocks``.
+
+        ``exact``: the same of blocks of exact rows.
+        """
         for buffer in self._buffers(self._pages).values():
             buffer[:, : len(blocks)] = buffer.index_select(1, blocks)
+        if self._exact is not None and exact is not None:
+            self._exact.gather_blocks(exact)
 
     def write(
         self,
@@ -214,7 +225,7 @@ class LayerPages:
             "smoothing": self.smoothing,
         }
         if self._exact is not None and batch.residual is not None:
-            attend(self.backend, q, caches, self._exact.read_from(0, batch.residual), out, batch.residual, **options)
+            self._exact.attend(self.backend, 0, q, caches, out, batch.residual, **options)
             self._exact.release()
             return
         self.backend.unified_attention(

@@ -42,7 +42,7 @@ def combine(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != out.device:
             got = f"shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             raise ArgumentError(name, got, f"shape {tuple(shape)} of {dtype} on {out.device}")
-    if kernels_run_on(out.device):
+    if kernels_run_on(out.device) and not torch.compiler.is_compiling():
         from kvq_core.launch.reads import combine_reads
 
         return combine_reads(out, lse, other, other_lse)

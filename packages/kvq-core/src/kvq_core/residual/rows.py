@@ -111,7 +111,7 @@ class ResidualRows:
             ArgumentError: an option that this window cannot serve, or the layer's rows were not the last ones written.
         """
         self.window.check(**options)
-        attend(backend, q, packed, self.pages.read_from(layer, step), out, step, **options)
+        self.pages.attend(backend, layer, q, packed, out, step, **options)
 
 
 class ExactPages:
@@ -119,10 +119,14 @@ class ExactPages:
 
     def __init__(self, window: ResidualWindow, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
         self._pages = _pages(replace(geometry, num_blocks=num_blocks, block_size=window.block_size, layout="head_major"), device)
+        self._none = get_backend("none")
         self._staged: tuple[ResidualStep, int, LayerCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_staged": None}
+        return {"_pages": self._pages}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._pages, self._none, self._staged = state["_pages"], get_backend("none"), None
 
     @property
     def device(self) -> torch.device:
@@ -160,9 +164,9 @@ class ExactPages:
             staged = _pages(replace(self._pages.geometry, num_blocks=step.staging.num_blocks, num_layers=1), self.device).layers[0]
             for source, target in zip(_planes(caches), _planes(staged), strict=True):
                 target[step.staging.targets] = source[step.staging.sources]
-            _store(key, value, staged, step.staging.slot_mapping)
+            self._store(key, value, staged, step.staging.slot_mapping)
             self._staged = (step, layer, staged)
-        _store(key, value, caches, step.slot_mapping)
+        self._store(key, value, caches, step.slot_mapping)
 
     def read_from(self, layer: int, step: ResidualStep) -> LayerCaches:
         """Where a call's exact rows are read in a layer.
@@ -177,34 +181,43 @@ class ExactPages:
             raise ArgumentError("layer", layer, need)
         return self._staged[2]
 
+    def attend(
+        self,
+        backend: QuantKVBackend,
+        layer: int,
+        q: torch.Tensor,
+        packed: LayerCaches,
+        out: torch.Tensor,
+        step: ResidualStep,
+        *,
+        smoothing: KeySmoothing | None = None,
+        output_scale: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        qq_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """Attention of ``q`` [T, Hq, D] over a layer's exact rows and its ``packed`` ones of ``backend``, into ``out`` [T, Hq, Dv].
+
+        ``options``: those of ``unified_attention`` that both reads have. The sinks' logits and the bias of new tokens are the exact read's.
+        """
+        exact = self.read_from(layer, step)
+        result, lse = _read(self._none, q, out.shape, exact, step.exact, sinks=sinks, qq_bias=qq_bias, **options)
+        if step.packed is not None:
+            options |= {"k_scale_cache": packed.k_scale_cache, "v_scale_cache": packed.v_scale_cache, "smoothing": smoothing}
+            result, _ = combine(result, lse, *_read(backend, q, out.shape, packed, step.packed, key_stops=step.key_stops, **options))
+        out.copy_(to_output_dtype(result, out.dtype, output_scale))
+
     def release(self) -> None:
         """Give back what the last call was read from."""
         self._staged = None
 
+    def gather_blocks(self, blocks: torch.Tensor) -> None:
+        """Block i becomes what block ``blocks[i]`` was, in every layer; ``blocks`` [n] int64."""
+        for tensor in self._pages.tensors.values():
+            tensor[:, : len(blocks)] = tensor.index_select(1, blocks)
 
-def attend(
-    backend: QuantKVBackend,
-    q: torch.Tensor,
-    packed: LayerCaches,
-    exact: LayerCaches,
-    out: torch.Tensor,
-    step: ResidualStep,
-    *,
-    smoothing: KeySmoothing | None = None,
-    output_scale: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    qq_bias: torch.Tensor | None = None,
-    **options: Any,
-) -> None:
-    """Attention of ``q`` [T, Hq, D] over exact and packed rows, into ``out`` [T, Hq, Dv].
-
-    ``options``: those of ``unified_attention`` that both reads have. The sinks' logits and the bias of new tokens are the exact read's.
-    """
-    result, lse = _read(get_backend("none"), q, out.shape, exact, step.exact, sinks=sinks, qq_bias=qq_bias, **options)
-    if step.packed is not None:
-        options |= {"k_scale_cache": packed.k_scale_cache, "v_scale_cache": packed.v_scale_cache, "smoothing": smoothing}
-        result, _ = combine(result, lse, *_read(backend, q, out.shape, packed, step.packed, key_stops=step.key_stops, **options))
-    out.copy_(to_output_dtype(result, out.dtype, output_scale))
+    def _store(self, key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor) -> None:
+        self._none.reshape_and_cache(key, value, caches.key_cache, caches.value_cache, slot_mapping)
 
 
 def _read(
@@ -229,10 +242,6 @@ def _read(
 
 def _pages(geometry: Geometry, device: torch.device) -> Pages:
     return Pages(get_backend("none"), geometry, device, None, None)
-
-
-def _store(key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor) -> None:
-    get_backend("none").reshape_and_cache(key, value, caches.key_cache, caches.value_cache, slot_mapping)
 
 
 def _planes(caches: LayerCaches) -> tuple[torch.Tensor, torch.Tensor]:

@@ -226,7 +226,7 @@ def mean_of_halves(self: QuantKVBackend, attention: Attention) -> None:
 
 mutant("HeadsInterleaved", "test_attention layout=token_major", read=interleaved_heads)
 mutant("SpreadsOverflow", "test_fuzz interpret", read=and_then(overflow_everywhere))
-mutant("ForgetsSharedBlocks", "test_fuzz interpret", read=call(blocks_once))
+mutant("ForgetsSharedBlocks", "test_attention shared=True", read=call(blocks_once))
 mutant("SubnormalQueriesOverflow", "test_tiny_queries", read=call(divided_by_peak))
 mutant("IgnoresScratchSegments", "test_engine_splits", read=mean_of_halves)
 

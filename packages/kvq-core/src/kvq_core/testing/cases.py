@@ -103,6 +103,7 @@ OPTIONS = (
     Case(**_LONG, alibi=True, alibi_sqrt=True),
     Case(query_lens=(6, 1), seq_lens=(45, 70), qq_bias=6),
     Case(query_lens=(12, 3), seq_lens=(40, 3), qq_bias=8),
+    Case(**_MIXED, shared=True),
     Case(**_MIXED, key_stops=(32, 7, 0, 20, 64)),
     Case(**_LONG, key_stops=(40, 16), window=23, sinks=True),
     Case(query_lens=(20, 1), seq_lens=(30, 40), mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35)))),

@@ -1,6 +1,6 @@
 """kvq's own kernels, codecs and host code with one mistake each, and which of them the conformance suite catches::
 
-    python tests/kernels/source_mutants.py                    # every mutant, as the table of docs/testing.md
+    python tests/kernels/source_mutants.py                    # every mutant, as the table of docs/dev/mutants.md
     python tests/kernels/source_mutants.py --only "last block"
 
 A mutant is an edit of one source file. The suite of a mode (``tests/kernels/test_backends.py``, as a third party would run it:

@@ -116,6 +116,6 @@ def test_mutants_of_the_sources_are_caught() -> None:
 
 
 def test_the_page_lists_the_mutants() -> None:
-    page = (source_mutants.ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    page = (source_mutants.ROOT / "docs" / "dev" / "mutants.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| (.+?) \| `.+?` \| \w+ \| (\w+) \|", page, re.MULTILINE)
     assert listed == [(mutant.name, mutant.catcher) for mutant in source_mutants.MUTANTS]

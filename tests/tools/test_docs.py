@@ -113,7 +113,7 @@ def test_relative_links_resolve(page: Path) -> None:
 
 
 def test_index_leads_to_every_page() -> None:
-    """But for the log of experiments, which is no page of the site."""
+    """But for those in ``docs/dev``, which are no part of the site."""
     index = ROOT / "docs" / "index.md"
     trees = [block["code"] for block in FENCE.finditer(index.read_text(encoding="utf-8")) if block["language"] == "{toctree}"]
     listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]

@@ -154,6 +154,22 @@ def test_no_model_type_is_silently_different(model_type: str) -> None:
     assert finding.outcome in (model_table.SAME, model_table.REFUSED), finding
 
 
+def test_types_with_one_reason_share_a_line() -> None:
+    types = ["bloom", "falcon_h1", "gemma2", "gpt2", "jamba", "mamba", "mamba2", "mpt", "zamba"]
+    findings = [model_table.examine(name) for name in types] + [model_table.Finding(name, model_table.UNBUILT, "a | b") for name in "xy"]
+    lines = [line.split(" | ") for line in model_table.page(findings).splitlines() if "`" in line and line.startswith("|")]
+    either = "layers of full or sliding-window attention, or without K and V"
+    assert [[cell.strip("| ") for cell in line] for line in lines] == [
+        ["full attention, sliding windows", "`gemma2`"],
+        ["full attention", "`gpt2`"],
+        ["full attention, recurrence or convolution", "`jamba`"],
+        ["attention of its own", "one that goes through transformers' AttentionInterface", "`bloom`, `mpt`"],
+        ["a layer of class `LinearAttentionAndFullAttentionLayer`", either, "`falcon_h1`, `zamba`"],
+        ["layers that keep no K and V", "a model with attention layers", "`mamba`, `mamba2`"],
+        ["a / b", "`x`, `y`"],
+    ]
+
+
 def test_the_page_lists_every_type() -> None:
     import transformers
 

@@ -27,10 +27,12 @@ from typing import Any, Final, NamedTuple
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 import tiny_models
 from kvq_core.errors import KVQError
 from kvq_transformers import KVQCache, disable, enable
+from kvq_transformers.layers import KVQLayer
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "transformers-models.md"
 CAPACITIES: Final[dict[str, dict[str, Any]]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
@@ -44,14 +46,23 @@ CACHE: Final = "cache" if "cache" in inspect.signature(transformers.LlamaModel.f
 
 SAME, REFUSED, UNBUILT, DIFFERENT = "same", "refused", "not built", "DIFFERENT"
 
+REASONS: Final = (
+    (r"config: got \S+, whose layer \d+ needs an? (\w+)", r"a layer of class `\1`"),
+    (r"config: got \S+, whose layers keep", "layers that keep"),
+    (r"config: got \S+ with \w+'s own attention", "attention of its own"),
+    (r"config: got \S+ with ", ""),
+)
+"""From how a refusal begins to words that types share: without the type, its model's class and a layer's number."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one type. ``note``: the reason, or how far apart the logits are."""
+    """What came of one type. ``note``: the reason, or how far apart the logits are; ``layers``: if the same, what it caches."""
 
     model_type: str
     outcome: str
     note: str
+    layers: str = ""
 
 
 class Inputs(NamedTuple):
@@ -103,7 +114,15 @@ def examine(model_type: str) -> Finding:
             return Finding(model_type, DIFFERENT, f"{name} pages: {worst:.1e}")
     if not (expected[:, -1] - moved[:, -1]).abs().max() / spread > 10 * TOLERANCE:
         return Finding(model_type, UNBUILT, "its last token does not depend on the first ones")
-    return Finding(model_type, SAME, f"{worst:.0e}")
+    return Finding(model_type, SAME, f"{worst:.0e}", kinds_of_layers(cache))
+
+
+def kinds_of_layers(cache: KVQCache) -> str:
+    """Which layers the model of ``cache`` has."""
+    slides = [layer.is_sliding for layer in cache.layers if isinstance(layer, KVQLayer)]
+    recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    kinds = {"full attention": not all(slides), "sliding windows": any(slides), "recurrence or convolution": recurrent}
+    return ", ".join(kind for kind, present in kinds.items() if present)
 
 
 def refusal_of(model_type: str) -> Finding | None:
@@ -175,13 +194,30 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)[:200].replace("|", "/")
 
 
+def _reason(note: str) -> str:
+    """A refusal as cells that other types may share: what the type has, and what kvq needs."""
+    text = _one_line(note)
+    for start, words in REASONS:
+        text = re.sub(f"^{start}", words, text)
+    has, _, needs = text.partition(", need ")
+    return f"{has} | {needs}"
+
+
+def _grouped(findings: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Names of the types of each group, from (group, type): the largest group first."""
+    groups: dict[str, list[str]] = {}
+    for group, model_type in findings:
+        groups.setdefault(group, []).append(f"`{model_type}`")
+    return {group: ", ".join(types) for group, types in sorted(groups.items(), key=lambda item: -len(item[1]))}
+
+
 def page(findings: Iterable[Finding]) -> str:
     """docs/transformers-models.md."""
     by_outcome: dict[str, list[Finding]] = {}
     for finding in sorted(findings, key=lambda finding: finding.model_type):
         by_outcome.setdefault(finding.outcome, []).append(finding)
     total = sum(map(len, by_outcome.values()))
-    same = ", ".join(f"`{finding.model_type}`" for finding in by_outcome.pop(SAME, []))
+    same = by_outcome.pop(SAME, [])
     lines = [
         "# Model types",
         "",
@@ -192,23 +228,28 @@ def page(findings: Iterable[Finding]) -> str:
         "",
         "## Same as eager attention",
         "",
-        f"Logits differ by at most {TOLERANCE:g} of their standard deviation, as float32 sums in another order do.",
+        f"Logits differ by at most {TOLERANCE:g} of their standard deviation, as float32 sums in another order do. By the kinds of "
+        "layers of the configuration tested:",
         "",
-        same,
+        "| layers | types |",
+        "|---|---|",
     ]
+    lines += [f"| {layers} | {types} |" for layers, types in _grouped((finding.layers, finding.model_type) for finding in same).items()]
     titles = {
-        REFUSED: ("Refused", "By `KVQCache(model.config)` and `enable(model)`, before anything runs."),
+        REFUSED: ("Refused", "By `KVQCache(model.config)` and `enable(model)`, before anything runs.", "has | kvq needs"),
         UNBUILT: (
             "Not built in tiny",
             "Eager attention over transformers' own cache fails here: there is nothing to compare.",
+            "reason",
         ),
-        DIFFERENT: ("Different", "Do not use these."),
+        DIFFERENT: ("Different", "Do not use these.", "reason"),
     }
-    for outcome, (title, note) in titles.items():
+    for outcome, (title, note, columns) in titles.items():
         rows = by_outcome.get(outcome, [])
         if rows:
-            lines += ["", f"## {title}", "", note, "", "| type | reason |", "|---|---|"]
-            lines += [f"| `{row.model_type}` | {_one_line(row.note)} |" for row in rows]
+            lines += ["", f"## {title}", "", note, "", f"| {columns} | types |", "|---" * (columns.count("|") + 2) + "|"]
+            groups = _grouped((_reason(row.note) if outcome == REFUSED else _one_line(row.note), row.model_type) for row in rows)
+            lines += [f"| {reason} | {types} |" for reason, types in groups.items()]
     return "\n".join(lines) + "\n"
 
 

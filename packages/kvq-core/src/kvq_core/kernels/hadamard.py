@@ -108,34 +108,40 @@ def rotate(ways, HEADS: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr
 
 @triton.jit
 def rotated_pairs(x, HEADS: tl.constexpr, SIGNS: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr = 1.0):
+    """:func:`rotate_to_pairs` of new rows, in a write kernel."""
+    return rotate_to_pairs(x, HEADS, SIGNS, C.use_asm, C.upcast_dots, UNIT)
+
+
+@triton.jit
+def rotate_to_pairs(x, HEADS: tl.constexpr, SIGNS: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr = 1.0):
     """UNIT (a power of two) times what :func:`rotate` gives for rows [ROWS, WAYS * WIDTH] in channel order, a step early: pairs (a, b),
     one after the other, where ways 2 i and 2 i + 1 are a + b and a - b."""
     WAYS: tl.constexpr = HEADS.ways
     WIDTH: tl.constexpr = HEADS.width
-    ROWS: tl.constexpr = C.rows
+    ROWS: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = x.dtype == tl.float32 and UNIT != 1.0
     # float32 rows before they are taken apart, where the largest would be rounded up; others as they are multiplied.
     if WIDE:
         x = x * UNIT
     matrix = lane_matrix(WIDTH, HEADS.block_lanes, 0, 1.0 if WIDE else UNIT)
     if SIGNS is not None:
-        x = apply_signs(x, tl.arange(0, WAYS * WIDTH)[None, :], SIGNS, HEADS.block, C.use_asm)
+        x = apply_signs(x, tl.arange(0, WAYS * WIDTH)[None, :], SIGNS, HEADS.block, ASM)
     if 1 < ROWS and ROWS < 16:
         # Ways one above the other fill the tensor cores' operand, of 16 rows at least.
         stacked = tl.reshape(tl.permute(tl.reshape(x, [ROWS, WIDTH, WAYS]), (2, 0, 1)), [WAYS * ROWS, WIDTH])
-        pairs = unstacked_pairs(dot_signs(stacked, matrix, C.upcast_dots), WAYS, ROWS, WIDTH)
+        pairs = unstacked_pairs(dot_signs(stacked, matrix, UPCAST), WAYS, ROWS, WIDTH)
     else:
         ways = deinterleave(x, ROWS, WIDTH, WAYS)
         mixed = ()
         for s in tl.static_range(WAYS):
-            mixed = mixed + (dot_signs(ways[s], matrix, C.upcast_dots),)
+            mixed = mixed + (dot_signs(ways[s], matrix, UPCAST),)
         pairs = butterfly_pairs(mixed, WAYS)
     return pairs
 
 
 @triton.jit
 def way(pairs, s: tl.constexpr, APART: tl.constexpr = 1):
-    """Way s of :func:`rotated_pairs`, or of pairs whose sums and differences are ways that are so far APART."""
+    """Way s of :func:`rotate_to_pairs`, or of pairs whose sums and differences are ways that are so far APART."""
     FIRST: tl.constexpr = 2 * (s // (2 * APART) * APART + s % APART)
     if s // APART % 2 == 0:
         y = pairs[FIRST] + pairs[FIRST + 1]

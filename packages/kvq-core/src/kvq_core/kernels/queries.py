@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.compiler_hints import opaque_zero
-from kvq_core.kernels.hadamard import rotate, rotated_pairs, unrotate, way
+from kvq_core.kernels.hadamard import rotate, rotate_to_pairs, unrotate, way
 from kvq_core.kernels.pack_keys import of_own_lanes
 from kvq_core.kernels.packing import deinterleave, interleave
 from kvq_core.kernels.rounding import in_float16, to_fp8_bits
@@ -49,7 +49,7 @@ def query_ways(x, work, C: tl.constexpr):
     SIGNS: tl.constexpr = FORMAT.signs
     if FORMAT.rotated and C.alone and WAYS > 1:
         # The shorter code. It pays where a program has one work tile (docs/dev/experiments/2026-11.md).
-        pairs = rotated_pairs(x, HEADS, SIGNS, C)
+        pairs = rotate_to_pairs(x, HEADS, SIGNS, C.use_asm, C.upcast_dots)
         ways = ()
         for s in tl.static_range(WAYS):
             ways = ways + (way(pairs, s),)

@@ -70,12 +70,18 @@ MUTANTS = (
     Mutant(
         "last block lost in a table without spare columns",
         "kvq_core/kernels/scheduler.py",
-        "[-table_width-]{+(table_width - 1)+} * C.block_size)",
+        "[-table_width-]{+(table_width - 1)+} * C.shape.block_size)",
     ),
     Mutant("newest key lost", "kvq_core/kernels/scheduler.py", "tl.maximum(end_position, 0), seq_len{+ - 1+})"),
-    Mutant("last tile lost where it has one key", "kvq_core/kernels/paged_kv.py", "tl.cdiv(work.stop{+ - 1+}, C.keys) - (end - begin)"),
     Mutant(
-        "a split a tile too short", "kvq_core/kernels/scheduler.py", "(unit + count) * length{+ - tl.where(count > 1, C.keys, 0)+}, high)"
+        "last tile lost where it has one key",
+        "kvq_core/kernels/paged_kv.py",
+        "tl.cdiv(work.stop{+ - 1+}, C.tile.keys) - (end - begin)",
+    ),
+    Mutant(
+        "a split a tile too short",
+        "kvq_core/kernels/scheduler.py",
+        "(unit + count) * length{+ - tl.where(count > 1, C.tile.keys, 0)+}, high)",
     ),
     Mutant("causal mask hides the diagonal", "kvq_core/kernels/masks.py", "seen = j [-<=-]{+<+} p\n"),
     Mutant("window a key too narrow", "kvq_core/kernels/masks.py", "(p - j [-<=-]{+<+} scoring.window_left)"),
@@ -93,7 +99,7 @@ MUTANTS = (
     Mutant(
         "block table's row of the first sequence",
         "kvq_core/kernels/paged_kv.py",
-        "table = batch.block_table + {+0 * +}work.seq.to(tl.int64) * table_stride\n    if C.decode:",
+        "table = batch.block_table + {+0 * +}work.seq.to(tl.int64) * table_stride\n    if C.tile.decode:",
     ),
     Mutant(
         "entries wrong where blocks do not divide tiles",
@@ -112,7 +118,7 @@ MUTANTS = (
     Mutant(
         "query heads interleaved over kv heads",
         "kvq_core/kernels/scheduler.py",
-        "kv_head [-* C.group -]+ r % C.group{+ * tl.num_programs(1)+}",
+        "kv_head [-* C.shape.group -]+ r % C.shape.group{+ * tl.num_programs(1)+}",
     ),
     # What is computed.
     Mutant("accumulator not rescaled", "kvq_core/kernels/mma.py", "before = acc[i] * [-by_row(alpha, C)-]{+1.0+}"),
@@ -151,7 +157,7 @@ MUTANTS = (
     Mutant(
         "query heads interleaved in the combine kernel",
         "kvq_core/kernels/combine.py",
-        "head = kv_head [-* C.group -]+ r % C.group{+ * num_kv_heads+}",
+        "head = kv_head [-* C.shape.group -]+ r % C.shape.group{+ * num_kv_heads+}",
         SPLIT_HEADS,
     ),
     # Writes.

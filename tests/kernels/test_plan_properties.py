@@ -236,7 +236,10 @@ def test_plan(
 
 
 def values_of(launch: dict[str, Any], name: str) -> list[Any]:
-    """Property ``name`` of a launch: of the tile of a combine kernel, or of the config that all kernels of a read share."""
+    """Property ``name`` of a launch: of the tile of a combine kernel, or of the config that all kernels of a read share, or of its tile."""
     if name == "slices":
         return [launch["TILE"].slices] if "TILE" in launch else []
-    return [getattr(launch["C"], name)] if "C" in launch else []
+    config = launch.get("C")
+    if config is None:
+        return []
+    return [getattr(config.tile if hasattr(config.tile, name) else config, name)]

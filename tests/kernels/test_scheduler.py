@@ -20,18 +20,30 @@ pytestmark = pytest.mark.quick
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The compile-time facts that the scheduler reads: here one token of each sequence, tiles of KEYS keys."""
+class Tile:
+    """What the scheduler reads of the launch plan: here one token of each sequence, tiles of KEYS keys."""
 
     split: str = "equal"
     keys: int = KEYS
-    block_size: int = 16
-    tokens: int = 1
     min_query_len: int = 1
     max_query_len: int = 1
     max_row_blocks: int = 1
     alone: bool = False
     overlap: str = ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """The compile-time facts that the scheduler reads."""
+
+    tile: Tile
+    shape: Shape = Shape()
+    tokens: int = 1
 
 
 class WorkTile(NamedTuple):
@@ -49,11 +61,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 @triton.jit
-def record_work(tiles, batch, scoring, splits, num_seqs, table_width, shape: tl.constexpr):
-    assigned = assigned_range(num_seqs, batch, scoring, splits, shape)
+def record_work(tiles, batch, scoring, splits, num_seqs, table_width, C: tl.constexpr):  # noqa: N803
+    assigned = assigned_range(num_seqs, batch, scoring, splits, C)
     at = tiles + tl.program_id(0) * (MAX_TILES * FIELDS)
     while assigned.next < assigned.stop:
-        work, assigned = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, shape)
+        work, assigned = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C)
         tl.store(at, work.seq)
         tl.store(at + 1, work.start)
         tl.store(at + 2, work.stop)
@@ -63,7 +75,7 @@ def record_work(tiles, batch, scoring, splits, num_seqs, table_width, shape: tl.
         at += FIELDS
 
 
-def schedule(lengths: list[int], device: torch.device, programs: int = PROGRAMS, least: int = 1, **shape: Any) -> list[list[WorkTile]]:
+def schedule(lengths: list[int], device: torch.device, programs: int = PROGRAMS, least: int = 1, **tile: Any) -> list[list[WorkTile]]:
     """The work tiles of each program, checked: every key of a row is in one; they are numbered in the order of their keys; the first knows
     how many there are, and the others that they are several."""
     tiles = torch.full((programs, MOST, int(FIELDS.value)), -1, dtype=torch.int32, device=device)
@@ -73,7 +85,7 @@ def schedule(lengths: list[int], device: torch.device, programs: int = PROGRAMS,
         torch.zeros((1, 1), dtype=torch.int32, device=device),
     )
     scoring = Scoring(1.0, None, None, None, None, None, 0, 0, None, 0)
-    record_work[(programs,)](tiles, batch, scoring, Splits(least, 0, 0), len(lengths), 1 << 20, shape=Shape(**shape))
+    record_work[(programs,)](tiles, batch, scoring, Splits(least, 0, 0), len(lengths), 1 << 20, C=Config(Tile(**tile)))
     found = [[WorkTile(*tile) for tile in of_program if tile[0] >= 0] for of_program in tiles.tolist()]
     every = sorted((tile for of_program in found for tile in of_program), key=lambda tile: (tile.seq, tile.item))
     assert len({tile.item for tile in every}) == len(every)

@@ -24,3 +24,5 @@ def test_kernels_compile_with_every_hook_set() -> None:
     told = [constants[-1] for _, constants in told_by("dry_hooks", "--compile", "int2_per_token_head")]
     assert [kind for constant in told for kind in constant] == ["WriteConfig"] * 2 + ["ReadConfig"] * 4
     assert all(constant["ReadConfig"]["format"]["Format"]["key"]["PlaneFormat"]["ways"] == 8 for constant in told[2:])
+    assert {*told[-1]["ReadConfig"]} == {"format", "shape", "tile", "features"}
+    assert all(constant["ReadConfig"]["shape"]["Shape"]["head_size"] == 64 for constant in told[2:])

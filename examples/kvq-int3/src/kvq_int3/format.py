@@ -40,12 +40,12 @@ REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 3))
 def unpack(packed, C: tl.constexpr):
     """(lanes, the byte beside each) -> eight float16 ways of fields, each in its place; or, for many rows, all times 64."""
     lanes, side = packed
-    if C.use_asm:
-        ways = unpack_asm(lanes, side, IN_PLACE if C.decode else ALIGNED)
+    if C.features.use_asm:
+        ways = unpack_asm(lanes, side, IN_PLACE if C.tile.decode else ALIGNED)
     else:
         side = side.to(tl.uint16) | ((lanes >> 7) & 0x0100)
         high = lanes >> 9
-        if C.decode:
+        if C.tile.decode:
             ways = (
                 field(lanes, 0x0007), field(lanes, 0x0038), field(lanes, 0x01C0), field(high, 0x0007), field(high, 0x0038),
                 field(side, 0x0007), field(side, 0x0038), field(side, 0x01C0),

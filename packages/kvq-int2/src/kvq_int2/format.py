@@ -41,7 +41,7 @@ that the mask keeps."""
 @triton.jit
 def unpack(lanes, C: tl.constexpr):
     """16-bit lanes -> float16 operands of +-55 or +-183, in units of 2^-24."""
-    if C.use_asm:
+    if C.features.use_asm:
         ways = unpack_asm(lanes)
     else:
         ways = ()

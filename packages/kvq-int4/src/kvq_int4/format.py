@@ -27,22 +27,22 @@ def split_word(word):
 @triton.jit
 def weighted_zeros(weights, v_word, C: tl.constexpr):
     """sum_j w_j z_j, [ROWS] float32. Where 16 rows come first it is a product: 16 z_j is float16 as codes are (:func:`unpack_values`)."""
-    if C.keys_transposed:
+    if C.tile.keys_transposed:
         bits = (v_word.to(tl.int32, bitcast=True) & 0xF) << 4
         z = bits.to(tl.uint16).to(tl.float16, bitcast=True)
-        total = tl.reshape(dot(weights, z[:, None], None, C.upcast_dots), [C.rows]) * SIXTEENTH
+        total = tl.reshape(dot(weights, z[:, None], None, C.features.upcast_dots), [C.tile.rows]) * SIXTEENTH
     else:
         _, z = split_word(v_word)
-        total = tl.sum(weights.to(tl.float32) * by_key(z, C), 0 if C.keys_first else 1)
+        total = tl.sum(weights.to(tl.float32) * by_key(z, C), 0 if C.tile.keys_first else 1)
     return total
 
 
 @triton.jit
 def unpack_keys(lanes, C: tl.constexpr):
     """16-bit lanes -> float16 ways ``n, 16 n, n, 16 n`` in units of 2^-24 in decode, else channels of ``16 n``."""
-    if not C.decode:
+    if not C.tile.decode:
         ways = unpack_values(lanes, C)
-    elif C.use_asm:
+    elif C.features.use_asm:
         ways = unpack_keys_asm(lanes)
     else:
         high = lanes >> 8
@@ -84,7 +84,7 @@ def unpack_values(lanes, C: tl.constexpr):
     16 n than of n. What n loses is a bias that all channels of a way share, which un-rotation gathers in one or two channels (measured
     on sm_90). For scores it does not matter: there it is the same for every key.
     """
-    if C.use_asm:
+    if C.features.use_asm:
         ways = unpack_values_asm(lanes)
     else:
         ways = (

@@ -20,7 +20,7 @@ from kvq_int8fp8.unpacking import convert_fp8_asm, unpack_fp8_asm, unpack_int8_a
 @triton.jit
 def unpack_int8(lanes, C: tl.constexpr):
     """16-bit lanes -> float16 ways of ``code + 128`` in units of 2^-24."""
-    if C.use_asm:
+    if C.features.use_asm:
         ways = unpack_int8_asm(lanes)
     else:
         offset = lanes ^ 0x8080
@@ -31,9 +31,9 @@ def unpack_int8(lanes, C: tl.constexpr):
 @triton.jit
 def unpack_fp8(lanes, C: tl.constexpr):
     """16-bit lanes -> float16 ways of the e4m3 number in units of 2^-8, or of 1 from the hardware."""
-    if C.fp8_hardware:
+    if C.features.fp8_hardware:
         ways = convert_fp8_asm(lanes)
-    elif C.use_asm:
+    elif C.features.use_asm:
         ways = unpack_fp8_asm(lanes)
     else:
         low = ((lanes & 0x0080) << 8) | ((lanes & 0x007F) << 7)

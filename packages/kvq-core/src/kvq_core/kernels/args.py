@@ -149,7 +149,7 @@ class RowBlock(NamedTuple):
 class QueryRows(NamedTuple):
     """The query rows of a tile: [ROWS] vectors. Row r is query head ``r % group`` of token ``r // group``.
 
-    ``shift``: what the smoothed keys' mean adds to all scores of a row; means nothing unless C.shifted.
+    ``shift``: what the smoothed keys' mean adds to all scores of a row; means nothing unless C.features.shifted.
     """
 
     index: Any

@@ -49,7 +49,7 @@ def attention_kernel(
     """
     kv_head = tl.program_id(1)
     assigned = assigned_range(num_seqs, batch, scoring, splits, C)
-    if C.alone:
+    if C.tile.alone:
         if assigned.next < assigned.stop:
             work, _ = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C)
             attend_work_tile(
@@ -96,13 +96,13 @@ def attend_work_tile(
     acc = accumulator(C)
     largest = 1e-30
     unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
-    for loop in tl.static_range(tl.constexpr(C.loops)):
+    for loop in tl.static_range(tl.constexpr(C.tile.loops)):
         tiles = tiles_of(work, unmasked, loop, C)
-        for t in tl.range(tiles.first, tiles.last, num_stages=C.stages if loop == 0 else C.masked_stages):
+        for t in tl.range(tiles.first, tiles.last, num_stages=C.tile.stages if loop == 0 else C.tile.masked_stages):
             tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, loop, C)
             k_offset, v_offset = places(keys, values, tile, C)
             k = load_chunks(
-                keys, tile, k_offset, kv_head, K_HEADS, K_ROW, K.side_bytes, C, TRANSPOSED=C.keys_transposed, CLEAR=C.clear_keys
+                keys, tile, k_offset, kv_head, K_HEADS, K_ROW, K.side_bytes, C, TRANSPOSED=C.tile.keys_transposed, CLEAR=C.clear_keys
             )
             k_scale = None
             if K.scales == "row":
@@ -112,7 +112,9 @@ def attend_work_tile(
                     k_scale, k_zero = K.split(k_scale)
                 if V.split is not None:
                     v_scale, _ = V.split(v_word)
-            v = load_chunks(values, tile, v_offset, kv_head, V_HEADS, V_ROW, V.side_bytes, C, TRANSPOSED=C.keys_first, CLEAR=C.clear_values)
+            v = load_chunks(
+                values, tile, v_offset, kv_head, V_HEADS, V_ROW, V.side_bytes, C, TRANSPOSED=C.tile.keys_first, CLEAR=C.clear_values
+            )
             k, v = operands(k, K, K_ROW, C), operands(v, V, V_ROW, C)
             seed = common_seed
             if K.split is not None:
@@ -133,7 +135,7 @@ def attend_work_tile(
             else:
                 weights = p.to(v[0].dtype)
             if V.zero != 0.0:
-                zeros = tl.sum(weights.to(tl.float32), 0 if C.keys_first else 1) * (V.zero * C.value_zero)
+                zeros = tl.sum(weights.to(tl.float32), 0 if C.tile.keys_first else 1) * (V.zero * C.value_zero)
             acc = accumulate(weights, v, acc, alpha, zeros, C)
     if V.scales == "plane":
         largest = tl.load(values.scales)

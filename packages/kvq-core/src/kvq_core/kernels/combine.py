@@ -29,7 +29,7 @@ def combine_kernel(
     two a row block needs is known on the device alone, and the programs of the other end at once: so one of the second kind looks at
     several row blocks. A row block on its own has programs of the second kind alone.
     """
-    if C.alone:
+    if C.tile.alone:
         combine_alone(output, output_scale, batch, scoring, splits, partials, num_programs, TILE, C)
     else:
         combine_all(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE, C)
@@ -43,7 +43,7 @@ def combine_alone(output, output_scale, batch, scoring, splits, partials, num_pr
     num_splits = tl.cdiv(total, range_size(total, num_programs, splits, C))
     first_token = tl.load(batch.cu_seqlens_q)
     query_len = tl.load(batch.cu_seqlens_q + 1) - first_token
-    if C.overlap != "":
+    if C.tile.overlap != "":
         # What comes next is the work of the launch before.
         gdc_wait()
     if num_splits > 1:
@@ -55,12 +55,12 @@ def combine_alone(output, output_scale, batch, scoring, splits, partials, num_pr
 @triton.jit
 def combine_all(output, output_scale, batch, scoring, splits, partials, num_row_blocks, TILE: tl.constexpr, C: tl.constexpr):
     """The combine kernel of any number of row blocks."""
-    TILES: tl.constexpr = C.rows // 8
-    ROWS: tl.constexpr = C.tokens * C.group
+    TILES: tl.constexpr = C.tile.rows // 8
+    ROWS: tl.constexpr = C.tokens * C.shape.group
     place = tl.program_id(0)
     if place < num_row_blocks * TILES:
         block = row_block(place // TILES, num_row_blocks, batch, partials, C)
-        if (block.num_splits >= C.least_splits) & (block.num_splits <= TILE.few):
+        if (block.num_splits >= C.tile.least_splits) & (block.num_splits <= TILE.few):
             combine_rows(place % TILES * 8 + tl.arange(0, 8), block, output, output_scale, scoring, splits, partials, C)
     else:
         place -= num_row_blocks * TILES
@@ -79,12 +79,12 @@ def combine_all(output, output_scale, batch, scoring, splits, partials, num_row_
 def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
     """Facts of row blocks (scalar or vector); no split where there is nothing to combine."""
     exists = number < num_row_blocks
-    seq = number // C.max_row_blocks
-    row_start = number % C.max_row_blocks * C.tokens
+    seq = number // C.tile.max_row_blocks
+    row_start = number % C.tile.max_row_blocks * C.tokens
     first_token = tl.load(batch.cu_seqlens_q + seq, mask=exists, other=0)
     query_len = tl.load(batch.cu_seqlens_q + seq + 1, mask=exists, other=0) - first_token
-    served = exists & (query_len >= C.min_query_len) & (query_len <= C.max_query_len) & (row_start < query_len)
-    if C.overlap != "":
+    served = exists & (query_len >= C.tile.min_query_len) & (query_len <= C.tile.max_query_len) & (row_start < query_len)
+    if C.tile.overlap != "":
         # What comes next is the work of the launch before.
         gdc_wait()
     num_splits = tl.load(partials.plan + number * 2, mask=served, other=0)
@@ -96,16 +96,16 @@ def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
 def first_partial(r, block, splits, C: tl.constexpr):
     """(token, query head, whether there is such a row, index of its first partial, distance to the next) of rows ``r`` of a block."""
     kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
-    index = block.row_start + r // C.group
+    index = block.row_start + r // C.shape.group
     token = block.first_token + index
-    head = kv_head * C.group + r % C.group
-    valid = (index < block.query_len) & (r < C.tokens * C.group)
-    if C.split == "segments":
-        row = (token.to(tl.int64) * (num_kv_heads * C.group) + head) * splits.segments
+    head = kv_head * C.shape.group + r % C.shape.group
+    valid = (index < block.query_len) & (r < C.tokens * C.shape.group)
+    if C.tile.split == "segments":
+        row = (token.to(tl.int64) * (num_kv_heads * C.shape.group) + head) * splits.segments
         step = 1
     else:
-        row = (block.item.to(tl.int64) * num_kv_heads + kv_head) * C.rows + r
-        step = num_kv_heads * C.rows
+        row = (block.item.to(tl.int64) * num_kv_heads + kv_head) * C.tile.rows + r
+        step = num_kv_heads * C.tile.rows
     return token, head, valid, row, step
 
 
@@ -136,7 +136,7 @@ def combine_rows(r, block, output, output_scale, scoring, splits, partials, C: t
     result = ()
     for s in tl.static_range(tl.constexpr(C.format.value.ways)):
         result = result + (acc[s] * scale[:, None],)
-    store_rows(result, output, output_scale, token, head, valid, ROWS, C, MIXED=C.mixed)
+    store_rows(result, output, output_scale, token, head, valid, ROWS, C, MIXED=C.features.mixed)
 
 
 @triton.jit
@@ -200,5 +200,5 @@ def combine_row(r, part, block, output, output_scale, scoring, splits, partials,
     store_lse(state, token, head, tl.where(part == 0, valid, False), output, C)
     x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
     if C.format.value.rotated:
-        x = unrotate_row(x, channel, HEADS, SIGNS, C.mixed)
+        x = unrotate_row(x, channel, HEADS, SIGNS, C.features.mixed)
     store_channels(x, channel, tl.where(valid, inside, False), output, output_scale, token, head, C)

@@ -97,14 +97,29 @@ class Row:
 
 
 @dataclass(frozen=True)
-class ReadConfig(Constant):
-    """Compile-time facts of an attention kernel: the format, the shapes and the tile."""
+class Shape(Constant):
+    """What the model and the pages give: head sizes, and how rows lie in memory."""
 
-    format: Format
     head_size: int
     head_size_v: int
     block_size: int
-    group: int
+    group: int  # query heads per KV head
+    same_strides: bool  # of the two planes
+    row_bytes: int  # what every row of codes starts at a multiple of: a power of two up to 16
+    wide_planes: bool  # offsets in a plane need 64 bits
+    wide_pages: bool  # those inside a page do, too
+    wide_rows: bool  # those of a row's heads
+
+    def width(self, ways: int) -> int:
+        """Lanes of a tile: the same for K and V where they have as many ways. Triton 3.6 addresses shared memory wrongly where they
+        differ (seen on sm_90)."""
+        return max(Heads(size, ways).width for size in (self.head_size, self.head_size_v))
+
+
+@dataclass(frozen=True)
+class Tile(Constant):
+    """What the launch plan chose: the tile, the loops over it, and how keys are split."""
+
     rows: int
     keys: int = field()  # type: ignore[assignment]  # in the place of dict's method, which nobody calls
     fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (pack_keys.py)
@@ -112,34 +127,17 @@ class ReadConfig(Constant):
     stages: int
     decode: bool  # a tile of few rows; or one of many
     keys_first: bool
+    narrow_n: bool  # at most half of the rows can be valid, and have two columns each (:mod:`.narrow_n`)
     min_query_len: int
     max_query_len: int
     max_row_blocks: int  # of a sequence; only a split needs it
-    narrow_n: bool  # at most half of the rows can be valid, and have two columns each (:mod:`.narrow_n`)
     loops: int  # over a work tile's key tiles: 2 (unmasked iterations, then masked ones) or 1 (all masked)
     alone: bool  # the launch has one row block, split equally: a program has at most one work tile (not asked of warp groups)
     prefetch: bool  # programs of a row block on its own ask for their first tile ahead (:mod:`.prefetch`)
     split: str  # "" (2D), "equal" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
-    same_strides: bool  # of the two planes
-    row_bytes: int  # what every row of codes starts at a multiple of: a power of two up to 16
-    wide_planes: bool  # offsets in a plane need 64 bits
-    wide_pages: bool  # those inside a page do, too
-    wide_rows: bool  # those of a row's heads
-    alibi_sqrt: bool
-    shifted: bool  # a softcap, sinks or an LSE would notice that smoothed keys lack their mean
-    output: str
-    registers: int  # of a thread that multiplies, where other warp groups have other numbers; else 0
-    use_asm: bool
-    fp8_hardware: bool  # it converts e4m3 to float16, NaN included
     least_splits: int  # fewest splits the combine kernel must handle: 1 if partials are always written, else 2
-    mixed: bool  # partials have their ways mixed: the part of the un-rotation that crosses ways is done
     overlap: str  # launch the combine kernel early, at the "start" or "end" of programs: it waits on the device; else ""
-    upcast_dots: bool
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens in a tile."""
-        return self.rows // self.fold // self.group
+    registers: int  # of a thread that multiplies, where other warp groups have other numbers; else 0
 
     @property
     def score_rows(self) -> int:
@@ -151,34 +149,10 @@ class ReadConfig(Constant):
         """Rows of lanes in a tile."""
         return self.keys // self.fold
 
-    def _row(self, plane: PlaneFormat, size: int) -> Row:
-        lanes = self.fold * max(self.head_size, self.head_size_v) // plane.ways
-        width = max(self._width(plane), triton.next_power_of_2(lanes))
-        chunked = self.keys_first and plane.packed and self.head_size == self.head_size_v
-        # Operands in channel order pay for many rows, and more than two ways.
-        return Row(size, plane.ways, self.fold, width, chunked, joined=not self.decode and plane.ways > 2)
-
-    @property
-    def key_row(self) -> Row:
-        return self._row(self.format.key, self.head_size)
-
-    @property
-    def value_row(self) -> Row:
-        return self._row(self.format.value, self.head_size_v)
-
     @property
     def keys_transposed(self) -> bool:
         """Whether keys are loaded as [lanes, KEYS]: the right operand of a product in which few rows come first."""
         return self.decode and not self.keys_first
-
-    @property
-    def rematerialized(self) -> bool:
-        """Whether the rotation's matrix and the rows' offsets are recomputed per work tile (:mod:`.compiler_hints`).
-
-        Where a program may have several, and the matrix takes many registers.
-        """
-        widest = max(self.key_heads.width, self.value_heads.width)
-        return self.format.rotated and self.split == "equal" and not self.alone and widest >= 32
 
     @property
     def masked_stages(self) -> int:
@@ -196,29 +170,82 @@ class ReadConfig(Constant):
         repeats them in every layout they are wanted in, where each thread loads many; loaded in pairs they are not."""
         return self.keys < self.warps * 32
 
+
+@dataclass(frozen=True)
+class Features(Constant):
+    """The call's options, and what the device has."""
+
+    alibi_sqrt: bool
+    shifted: bool  # a softcap, sinks or an LSE would notice that smoothed keys lack their mean
+    output: str  # "e4m3fn" or "e5m2", the fp8 format of results; else ""
+    mixed: bool  # partials have their ways mixed: the part of the un-rotation that crosses ways is done
+    use_asm: bool
+    fp8_hardware: bool  # it converts e4m3 to float16, NaN included
+    upcast_dots: bool
+
+
+@dataclass(frozen=True)
+class ReadConfig(Constant):
+    """Compile-time facts of an attention kernel. What follows from one part is that part's property, and what needs several is here."""
+
+    format: Format
+    shape: Shape
+    tile: Tile
+    features: Features
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens in a tile."""
+        return self.tile.rows // self.tile.fold // self.shape.group
+
     @property
     def keys_an_id(self) -> int:
         """Neighbouring keys whose block is looked up once, where all keys of a tile are there: each thread looks one up. Keys that share a
         row of lanes are slower so (int2's heads of 64)."""
-        return math.gcd(self.block_size, max(1, self.keys // (32 * self.warps))) if self.decode and self.fold == 1 else 1
+        tile = self.tile
+        if not tile.decode or tile.fold > 1:
+            return 1
+        return math.gcd(self.shape.block_size, max(1, tile.keys // (32 * tile.warps)))
 
-    def _width(self, plane: PlaneFormat) -> int:
-        """Lanes of a tile: the same for K and V where they have as many ways. Triton 3.6 addresses shared memory wrongly where they
-        differ (seen on sm_90)."""
-        return max(Heads(size, plane.ways).width for size in (self.head_size, self.head_size_v))
+    def _row(self, plane: PlaneFormat, size: int) -> Row:
+        shape, tile = self.shape, self.tile
+        lanes = tile.fold * max(shape.head_size, shape.head_size_v) // plane.ways
+        width = max(shape.width(plane.ways), triton.next_power_of_2(lanes))
+        chunked = tile.keys_first and plane.packed and shape.head_size == shape.head_size_v
+        # Operands in channel order pay for many rows, and more than two ways.
+        return Row(size, plane.ways, tile.fold, width, chunked, joined=not tile.decode and plane.ways > 2)
+
+    @property
+    def key_row(self) -> Row:
+        return self._row(self.format.key, self.shape.head_size)
+
+    @property
+    def value_row(self) -> Row:
+        return self._row(self.format.value, self.shape.head_size_v)
+
+    @property
+    def rematerialized(self) -> bool:
+        """Whether the rotation's matrix and the rows' offsets are recomputed per work tile (:mod:`.compiler_hints`).
+
+        Where a program may have several, and the matrix takes many registers.
+        """
+        widest = max(self.key_heads.width, self.value_heads.width)
+        return self.format.rotated and self.tile.split == "equal" and not self.tile.alone and widest >= 32
 
     @property
     def key_heads(self) -> Heads:
-        return Heads(self.head_size, self.format.key.ways, self._width(self.format.key))
+        ways = self.format.key.ways
+        return Heads(self.shape.head_size, ways, self.shape.width(ways))
 
     @property
     def value_heads(self) -> Heads:
-        return Heads(self.head_size_v, self.format.value.ways, self._width(self.format.value))
+        ways = self.format.value.ways
+        return Heads(self.shape.head_size_v, ways, self.shape.width(ways))
 
     @property
     def side_alignment(self) -> int:
         """What the bytes beside a row's lanes start at a multiple of: they follow the lanes."""
-        return math.gcd(self.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
+        return math.gcd(self.shape.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
 
     @property
     def key_gains(self) -> tuple[float, ...]:
@@ -230,7 +257,7 @@ class ReadConfig(Constant):
         return self._gains(self.format.value)
 
     def _gains(self, plane: PlaneFormat) -> tuple[float, ...]:
-        return plane.gains[0 if self.decode else 1] or (1.0,) * plane.ways
+        return plane.gains[0 if self.tile.decode else 1] or (1.0,) * plane.ways
 
     @property
     def key_unit(self) -> float:
@@ -254,7 +281,7 @@ class ReadConfig(Constant):
         return 1.0 / self._unit(self.format.value)
 
     def _unit(self, plane: PlaneFormat) -> float:
-        return 1.0 if plane.converts and self.fp8_hardware else plane.unit
+        return 1.0 if plane.converts and self.features.fp8_hardware else plane.unit
 
     @property
     def clear_keys(self) -> bool:
@@ -266,14 +293,14 @@ class ReadConfig(Constant):
 
     def _clear(self, plane: PlaneFormat) -> bool:
         """Whether codes of keys that are not there are read as 0: 0 * NaN is NaN. e4m3's is none where its bits are only moved."""
-        return plane.has_nan and (self.fp8_hardware or not plane.converts)
+        return plane.has_nan and (self.features.fp8_hardware or not plane.converts)
 
     @property
     def slices(self) -> int:
         """The most slices that a row can be combined in: of its ways if they are mixed already, of lanes if nothing mixes them."""
         value = self.format.value
         if value.rotated:
-            return value.ways if self.mixed else 1
+            return value.ways if self.features.mixed else 1
         return self.value_heads.width
 
 

@@ -19,17 +19,17 @@ from kvq_core.kernels.softmax import add_sink, reciprocal_sum, store_lse
 @triton.jit
 def epilogue(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C: tl.constexpr):
     """Store the result if the whole row is here, else this split's partial of it."""
-    if C.fold > 1:
+    if C.tile.fold > 1:
         acc, state = unfold(acc, state, C)
-        first = tl.arange(0, C.rows) < C.rows // C.fold
+        first = tl.arange(0, C.tile.rows) < C.tile.rows // C.tile.fold
         rows = QueryRows(rows.index, rows.token, rows.head, rows.position, rows.valid & first, rows.shift)
-    if C.overlap == "end":
+    if C.tile.overlap == "end":
         # The combine kernel is put in place; it waits for this launch's end before it reads.
         gdc_launch_dependents()
-    if C.shifted and scoring.softcap is None:
+    if C.features.shifted and scoring.softcap is None:
         # Scores were all short of it, which the softmax does not see, but a sink does. A softcap has had it.
         state = SoftmaxState(state.max + rows.shift * LOG2E, state.sum)
-    if C.split == "":
+    if C.tile.split == "":
         write_result(acc, state, output, output_scale, rows, work, scoring, C)
     else:
         note_plan(work, kv_head, partials, C)
@@ -41,10 +41,10 @@ def epilogue(acc, state, output, output_scale, rows, work, kv_head, partials, sp
 
 @triton.jit
 def write_partial(acc, state, rows, work, kv_head, partials, splits, C: tl.constexpr):
-    row = partial_row(work, kv_head, tl.arange(0, C.rows), rows.token, rows.head, splits, C)
+    row = partial_row(work, kv_head, tl.arange(0, C.tile.rows), rows.token, rows.head, splits, C)
     lane = tl.arange(0, C.value_heads.width)
     mask = rows.valid[:, None] & (lane < C.value_heads.lanes)[None, :]
-    if C.mixed:
+    if C.features.mixed:
         acc = butterfly(acc, C.format.value.ways)
     at = partials.acc + row[:, None] * partials.row_stride + lane[None, :]
     for s in tl.static_range(tl.constexpr(C.format.value.ways)):
@@ -57,7 +57,7 @@ def write_partial(acc, state, rows, work, kv_head, partials, splits, C: tl.const
 def note_plan(work, kv_head, partials, C: tl.constexpr):
     """Tell the combine kernel how many splits the row block has, and the item of the first."""
     first = (work.unit == 0) & (kv_head == 0)
-    note = partials.plan + (work.seq * C.max_row_blocks + work.row_start // C.tokens) * 2
+    note = partials.plan + (work.seq * C.tile.max_row_blocks + work.row_start // C.tokens) * 2
     tl.store(note, work.num_splits, mask=first)
     tl.store(note + 1, work.item, mask=first)
 
@@ -72,14 +72,14 @@ def write_result(acc, state, output, output_scale, rows, work, scoring, C: tl.co
         result = result + (acc[s] * scale[:, None],)
     # Of another number than the queries' matrix, or that would be kept for this.
     zero = opaque_zero(work.first_token, C)
-    store_rows(result, output, output_scale, rows.token, rows.head, rows.valid, C.rows, C, zero=zero)
+    store_rows(result, output, output_scale, rows.token, rows.head, rows.valid, C.tile.rows, C, zero=zero)
 
 
 @triton.jit
 def partial_row(work, kv_head, r, token, head, splits, C: tl.constexpr):
     """Index of a partial in the workspace."""
-    if C.split == "segments":
-        row = (token.to(tl.int64) * (tl.num_programs(1) * C.group) + head) * splits.segments + work.unit
+    if C.tile.split == "segments":
+        row = (token.to(tl.int64) * (tl.num_programs(1) * C.shape.group) + head) * splits.segments + work.unit
     else:
-        row = ((work.item.to(tl.int64) * tl.num_programs(1) + kv_head) * C.rows) + r
+        row = ((work.item.to(tl.int64) * tl.num_programs(1) + kv_head) * C.tile.rows) + r
     return row

@@ -13,9 +13,9 @@ from kvq_core.kernels.pack_keys import by_folded_key
 @triton.jit
 def by_key(x, C: tl.constexpr):
     """A [KEYS] vector, shaped to broadcast against a tile of scores."""
-    if C.fold > 1:
+    if C.tile.fold > 1:
         y = by_folded_key(x, C)
-    elif C.keys_first:
+    elif C.tile.keys_first:
         y = x[:, None]
     else:
         y = x[None, :]
@@ -25,7 +25,7 @@ def by_key(x, C: tl.constexpr):
 @triton.jit
 def by_row(x, C: tl.constexpr):
     """A [ROWS] vector, shaped to broadcast against a tile of scores."""
-    if C.keys_first:
+    if C.tile.keys_first:
         y = x[None, :]
     else:
         y = x[:, None]

@@ -27,7 +27,7 @@ def operands(chunks, PLANE: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr):
     result = ()
     for i in tl.static_range(len(chunks)):
         if PLANE.packed:
-            result = result + operand(PLANE.unpack(chunks[i], C), tl.constexpr(C.keys), ROW)
+            result = result + operand(PLANE.unpack(chunks[i], C), tl.constexpr(C.tile.keys), ROW)
         else:
             result = result + (chunks[i],)
     return result
@@ -37,7 +37,7 @@ def operands(chunks, PLANE: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr):
 def query_operand(ways, C: tl.constexpr):
     """Query ways [ROWS, WIDTH], transposed or joined once so that every tile can multiply them."""
     ROW: tl.constexpr = C.key_row
-    if C.keys_first:
+    if C.tile.keys_first:
         rows = ways
         if len(ROW.chunks) > 1:
             rows = to_chunks(ways, ROW)
@@ -45,7 +45,7 @@ def query_operand(ways, C: tl.constexpr):
         for s in tl.static_range(tl.constexpr(ROW.operands)):
             result = result + (tl.trans(scattered(rows[s], C)),)
     else:
-        result = operand(ways, tl.constexpr(C.rows), ROW)
+        result = operand(ways, tl.constexpr(C.tile.rows), ROW)
     return result
 
 
@@ -57,17 +57,17 @@ def scores(q, k, seed, C: tl.constexpr):
     """
     s = seed
     for i in tl.static_range(tl.constexpr(C.key_row.operands)):
-        if C.keys_first:
-            s = dot(k[i], q[i], s, C.upcast_dots)
+        if C.tile.keys_first:
+            s = dot(k[i], q[i], s, C.features.upcast_dots)
         else:
-            s = dot(q[i], k[i] if C.keys_transposed else tl.trans(k[i]), s, C.upcast_dots)
+            s = dot(q[i], k[i] if C.tile.keys_transposed else tl.trans(k[i]), s, C.features.upcast_dots)
     return first_columns(s, C)
 
 
 @triton.jit
 def seed_of_rows(x, C: tl.constexpr):
     """A seed of :func:`scores` that is the same for every key: a [ROWS] vector, spread."""
-    KEYS: tl.constexpr = C.keys
+    KEYS: tl.constexpr = C.tile.keys
     return by_row(x, C) + by_key(tl.zeros([KEYS], tl.float32), C)
 
 
@@ -87,10 +87,10 @@ def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
         before = acc[i] * by_row(alpha, C)
         if offset is not None:
             before -= by_row(offset * C.value_gains[i % C.value_row.ways], C)
-        if C.keys_first:
-            after = dot(v[i], weights, before, C.upcast_dots)
+        if C.tile.keys_first:
+            after = dot(v[i], weights, before, C.features.upcast_dots)
         else:
-            after = dot(weights, v[i], before, C.upcast_dots)
+            after = dot(weights, v[i], before, C.features.upcast_dots)
         result = result + (after,)
     return result
 
@@ -98,11 +98,11 @@ def accumulate(weights, v, acc, alpha, offset, C: tl.constexpr):
 @triton.jit
 def accumulator(C: tl.constexpr):
     """Zero accumulators, float32 x WAYS, in the shape of :func:`accumulate`."""
-    ROWS: tl.constexpr = C.rows
+    ROWS: tl.constexpr = C.tile.rows
     ROW: tl.constexpr = C.value_row
     acc = ()
     for i in tl.static_range(tl.constexpr(ROW.operands)):
-        if C.keys_first:
+        if C.tile.keys_first:
             acc = acc + (tl.zeros([tl.constexpr(ROW.operand_lanes[i]), ROWS], tl.float32),)
         else:
             acc = acc + (tl.zeros([ROWS, tl.constexpr(C.value_heads.width * ROW.ways // ROW.operands)], tl.float32),)
@@ -112,7 +112,7 @@ def accumulator(C: tl.constexpr):
 @triton.jit
 def accumulated_rows(acc, unit, C: tl.constexpr):
     """What was accumulated, times a scalar, as the format's ways [ROWS, WIDTH] in either orientation."""
-    ROWS: tl.constexpr = C.rows
+    ROWS: tl.constexpr = C.tile.rows
     WIDTH: tl.constexpr = C.value_heads.width
     ROW: tl.constexpr = C.value_row
     if ROW.joined:
@@ -121,10 +121,10 @@ def accumulated_rows(acc, unit, C: tl.constexpr):
         rows = ()
         for i in tl.static_range(tl.constexpr(ROW.operands)):
             x = acc[i] * (unit * (1.0 / C.value_gains[i % ROW.ways]))
-            if C.keys_first:
+            if C.tile.keys_first:
                 x = gathered(tl.trans(x), C)
             rows = rows + (x,)
-        if C.keys_first and len(ROW.chunks) > 1:
+        if C.tile.keys_first and len(ROW.chunks) > 1:
             rows = from_chunks(rows, ROW)
     return rows
 

@@ -16,8 +16,8 @@ from kvq_core.kernels.args import QueryRows
 def narrow(x, C: tl.constexpr):
     """A [ROWS] vector of the rows that have scores: the first ones."""
     y = x
-    if C.narrow_n:
-        y, _ = tl.split(tl.trans(tl.reshape(x, [2, C.score_rows])))
+    if C.tile.narrow_n:
+        y, _ = tl.split(tl.trans(tl.reshape(x, [2, C.tile.score_rows])))
     return y
 
 
@@ -34,8 +34,8 @@ def narrow_rows(rows, C: tl.constexpr):
 def widen(x, C: tl.constexpr):
     """A [SCORE_ROWS] vector -> [ROWS], again for the rows beyond."""
     y = x
-    if C.narrow_n:
-        y = tl.reshape(tl.trans(tl.join(x, x)), [C.rows])
+    if C.tile.narrow_n:
+        y = tl.reshape(tl.trans(tl.join(x, x)), [C.tile.rows])
     return y
 
 
@@ -43,8 +43,8 @@ def widen(x, C: tl.constexpr):
 def spread(x, beside, C: tl.constexpr):
     """A vector or tile whose last dimension is [SCORE_ROWS] -> [ROWS], each beside its own of ``beside``: a product's columns."""
     y = x
-    if C.narrow_n:
-        SHAPE: tl.constexpr = [C.rows] if len(x.shape) == 1 else [C.keys, C.rows]
+    if C.tile.narrow_n:
+        SHAPE: tl.constexpr = [C.tile.rows] if len(x.shape) == 1 else [C.tile.keys, C.tile.rows]
         y = tl.reshape(tl.join(x, beside), SHAPE)
     return y
 
@@ -52,22 +52,22 @@ def spread(x, beside, C: tl.constexpr):
 @triton.jit
 def scattered(x, C: tl.constexpr):
     """Rows [ROWS, WIDTH], those that have scores first -> each beside one that has none, in the order of a product's columns."""
-    return across(x, 2, C.score_rows, C)
+    return across(x, 2, C.tile.score_rows, C)
 
 
 @triton.jit
 def gathered(x, C: tl.constexpr):
     """The other way: rows in the order of a product's columns -> those that have scores first."""
-    return across(x, C.score_rows, 2, C)
+    return across(x, C.tile.score_rows, 2, C)
 
 
 @triton.jit
 def across(x, OUTER: tl.constexpr, INNER: tl.constexpr, C: tl.constexpr):
     """Rows [OUTER x INNER, WIDTH] -> [INNER x OUTER, WIDTH]."""
     y = x
-    if C.narrow_n:
+    if C.tile.narrow_n:
         WIDTH: tl.constexpr = x.shape[1]
-        y = tl.reshape(tl.permute(tl.reshape(x, [OUTER, INNER, WIDTH]), (1, 0, 2)), [C.rows, WIDTH])
+        y = tl.reshape(tl.permute(tl.reshape(x, [OUTER, INNER, WIDTH]), (1, 0, 2)), [C.tile.rows, WIDTH])
     return y
 
 
@@ -75,6 +75,6 @@ def across(x, OUTER: tl.constexpr, INNER: tl.constexpr, C: tl.constexpr):
 def first_columns(s, C: tl.constexpr):
     """A tile of products [KEYS, ROWS] -> the scores among them, [KEYS, SCORE_ROWS]."""
     y = s
-    if C.narrow_n:
-        y, _ = tl.split(tl.reshape(s, [C.keys, C.score_rows, 2]))
+    if C.tile.narrow_n:
+        y, _ = tl.split(tl.reshape(s, [C.tile.keys, C.tile.score_rows, 2]))
     return y

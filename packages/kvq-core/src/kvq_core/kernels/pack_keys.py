@@ -20,9 +20,9 @@ from kvq_core.kernels.args import SoftmaxState
 @triton.jit
 def by_folded_key(x, C: tl.constexpr):
     """A [KEYS] vector for scores [KEYS // FOLD, ROWS]: each row's own keys."""
-    LANE_ROWS: tl.constexpr = C.lane_rows
-    FOLD: tl.constexpr = C.fold
-    ROWS: tl.constexpr = C.rows
+    LANE_ROWS: tl.constexpr = C.tile.lane_rows
+    FOLD: tl.constexpr = C.tile.fold
+    ROWS: tl.constexpr = C.tile.rows
     y = tl.reshape(x, [LANE_ROWS, FOLD, 1])
     return tl.reshape(tl.broadcast_to(y, [LANE_ROWS, FOLD, ROWS // FOLD]), [LANE_ROWS, ROWS])
 
@@ -30,15 +30,15 @@ def by_folded_key(x, C: tl.constexpr):
 @triton.jit
 def of_own_lanes(channel, C: tl.constexpr):
     """Which channels of rows [ROWS, WAYS * lanes] are those of the rows' own keys."""
-    row = tl.arange(0, C.rows)
-    return (channel // C.head_size)[None, :] == (row // (C.rows // C.fold))[:, None]
+    row = tl.arange(0, C.tile.rows)
+    return (channel // C.shape.head_size)[None, :] == (row // (C.tile.rows // C.tile.fold))[:, None]
 
 
 @triton.jit
 def unfold(acc, state, C: tl.constexpr):
     """Rows [ROWS, lanes of a row] x WAYS and their state -> [ROWS, WIDTH], with all keys in the first ROWS // FOLD rows."""
-    FOLD: tl.constexpr = C.fold
-    ROWS: tl.constexpr = C.rows // C.fold
+    FOLD: tl.constexpr = C.tile.fold
+    ROWS: tl.constexpr = C.tile.rows // C.tile.fold
     tops = tl.reshape(state.max, [FOLD, ROWS])
     top = tl.max(tops, 0)
     # A row that has seen nothing keeps -inf; subtracting 0 instead avoids inf - inf.
@@ -54,8 +54,8 @@ def unfold(acc, state, C: tl.constexpr):
 @triton.jit
 def own_lanes(x, C: tl.constexpr):
     """[ROWS, lanes of a row] -> [FOLD, ROWS // FOLD, WIDTH]: of each row its own key's lanes, then zeros."""
-    FOLD: tl.constexpr = C.fold
-    ROWS: tl.constexpr = C.rows // C.fold
+    FOLD: tl.constexpr = C.tile.fold
+    ROWS: tl.constexpr = C.tile.rows // C.tile.fold
     WIDTH: tl.constexpr = C.value_heads.width
     LANES: tl.constexpr = C.value_heads.lanes
     if LANES == WIDTH:
@@ -72,8 +72,8 @@ def own_lanes(x, C: tl.constexpr):
 @triton.jit
 def spread(x, C: tl.constexpr):
     """[ROWS // FOLD, ...] -> [ROWS, ...]: each row FOLD times."""
-    FOLD: tl.constexpr = C.fold
-    ROWS: tl.constexpr = C.rows
+    FOLD: tl.constexpr = C.tile.fold
+    ROWS: tl.constexpr = C.tile.rows
     if len(x.shape) == 1:
         result = tl.reshape(tl.broadcast_to(x[None, :], [FOLD, ROWS // FOLD]), [ROWS])
     else:

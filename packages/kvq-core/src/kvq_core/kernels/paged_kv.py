@@ -11,15 +11,16 @@ BLOCKS = tl.constexpr(128)  # block ids looked at together
 @triton.jit
 def seen_tiles(work, scoring, C: tl.constexpr):
     """(first, end) of a work tile's key tiles that all rows see whole."""
-    first = work.start // C.keys
-    end = tl.cdiv(work.stop, C.keys)
-    if C.loops > 1:
+    KEYS: tl.constexpr = C.tile.keys
+    first = work.start // KEYS
+    end = tl.cdiv(work.stop, KEYS)
+    if C.tile.loops > 1:
         last = end
         position = work.context_len + work.row_start
         if scoring.window_left is not None:
             seen_by_all = tl.maximum(position + work.num_rows - 1 - scoring.window_left, 0)
-            first = tl.minimum(tl.maximum(tl.cdiv(seen_by_all, C.keys), first), last)
-        end = tl.minimum(position + 1, work.stop) // C.keys
+            first = tl.minimum(tl.maximum(tl.cdiv(seen_by_all, KEYS), first), last)
+        end = tl.minimum(position + 1, work.stop) // KEYS
         end = tl.maximum(tl.minimum(end, last), first)
     return first, end
 
@@ -31,9 +32,10 @@ def first_blocks(seen, work, batch, table_stride, C: tl.constexpr):
     In decode alone: kernels for many rows have no registers left to hold them.
     """
     ids = 0
-    if C.loops > 1 and C.decode:
+    if C.tile.loops > 1 and C.tile.decode:
+        KEYS: tl.constexpr = C.tile.keys
         first, end = seen
-        ids = load_entries(first * C.keys // C.block_size, tl.cdiv(end * C.keys, C.block_size), work, batch, table_stride)
+        ids = load_entries(first * KEYS // C.shape.block_size, tl.cdiv(end * KEYS, C.shape.block_size), work, batch, table_stride)
     return ids
 
 
@@ -41,8 +43,8 @@ def first_blocks(seen, work, batch, table_stride, C: tl.constexpr):
 def unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C: tl.constexpr):
     """(first, end) of those tiles if their blocks all exist. Found once a work tile, and only where there are unmasked iterations."""
     first, end = seen
-    if C.loops > 1:
-        end = tl.where(blocks_exist(first * C.keys, end * C.keys, ids, work, batch, table_stride, num_blocks, C), end, first)
+    if C.tile.loops > 1:
+        end = tl.where(blocks_exist(first * C.tile.keys, end * C.tile.keys, ids, work, batch, table_stride, num_blocks, C), end, first)
     return first, end
 
 
@@ -56,17 +58,17 @@ def tiles_of(work, unmasked, LOOP: tl.constexpr, C: tl.constexpr):
     if LOOP == 0:
         tiles = Tiles(begin, end, end, 0)
     else:
-        tiles = Tiles(work.start // C.keys, tl.cdiv(work.stop, C.keys) - (end - begin), begin, end - begin)
+        tiles = Tiles(work.start // C.tile.keys, tl.cdiv(work.stop, C.tile.keys) - (end - begin), begin, end - begin)
     return tiles
 
 
 @triton.jit
 def blocks_exist(start, stop, ids, work, batch, table_stride, num_blocks, C: tl.constexpr):
     """Whether every block of the keys ``start`` to ``stop`` is one of the cache's. ``ids``: see :func:`first_blocks`."""
-    last = tl.cdiv(stop, C.block_size)
-    base = start // C.block_size
+    last = tl.cdiv(stop, C.shape.block_size)
+    base = start // C.shape.block_size
     missing = tl.zeros([BLOCKS], tl.int32)
-    if C.decode:
+    if C.tile.decode:
         missing = (~block_exists(ids, num_blocks)).to(tl.int32)
         base += BLOCKS
     for entry in range(base, last, BLOCKS):
@@ -91,26 +93,27 @@ def block_exists(block, num_blocks):
 @triton.jit
 def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, LOOP: tl.constexpr, C: tl.constexpr):
     """Where the keys of a tile lie in the pages."""
+    KEYS: tl.constexpr = C.tile.keys
     if LOOP > 0:
         number = tl.where(number < tiles.gap_at, number, number + tiles.gap)
-    position = number * C.keys + tl.arange(0, C.keys)
-    CHECKED: tl.constexpr = LOOP == C.loops - 1
+    position = number * KEYS + tl.arange(0, KEYS)
+    CHECKED: tl.constexpr = LOOP == C.tile.loops - 1
     # Ids are copied to shared memory, a word for each thread: of one word to many places, with bank conflicts (docs/performance.md).
     TOGETHER: tl.constexpr = 1 if CHECKED else C.keys_an_id
-    COUNT: tl.constexpr = C.keys // TOGETHER
+    COUNT: tl.constexpr = KEYS // TOGETHER
     if CHECKED:
         valid = position < work.stop
         there = valid
     else:
-        valid = tl.full([C.keys], True, tl.int1)
+        valid = tl.full([KEYS], True, tl.int1)
         there = tl.full([COUNT], True, tl.int1)
     table = batch.block_table + work.seq.to(tl.int64) * table_stride
-    if C.decode:
-        entry, slot = entries_of(number, tl.arange(0, COUNT) * TOGETHER, C.keys, C.block_size)
+    if C.tile.decode:
+        entry, slot = entries_of(number, tl.arange(0, COUNT) * TOGETHER, KEYS, C.shape.block_size)
     else:
         # Of many rows, whose tiles have more to do, this is the shorter code (compiled for sm_100).
-        entry, slot = position // C.block_size, position % C.block_size
-    block = load_blocks(table + entry, there, C.small_vectors)
+        entry, slot = position // C.shape.block_size, position % C.shape.block_size
+    block = load_blocks(table + entry, there, C.tile.small_vectors)
     if CHECKED:
         valid = valid & block_exists(block, num_blocks)
         if scoring.window_left is not None:
@@ -122,11 +125,11 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, LOOP
             valid = valid & near
         block = tl.where(valid, block, 0)
     row_block, row_slot = block, slot
-    if C.fold > 1:
+    if C.tile.fold > 1:
         row_block, row_slot = lane_row_places(number, work, batch, table_stride, num_blocks, CHECKED, C)
     elif TOGETHER > 1:
-        row_block = tl.reshape(tl.broadcast_to(block[:, None], [COUNT, TOGETHER]), [C.keys])
-        _, row_slot = entries_of(number, tl.arange(0, C.keys), C.keys, C.block_size)
+        row_block = tl.reshape(tl.broadcast_to(block[:, None], [COUNT, TOGETHER]), [KEYS])
+        _, row_slot = entries_of(number, tl.arange(0, KEYS), KEYS, C.shape.block_size)
     return KeyTile(position, block, slot, valid, row_block, row_slot)
 
 
@@ -148,7 +151,7 @@ def entries_of(number, i, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def load_blocks(entry, valid, FEW: tl.constexpr):
-    """Block ids from a table, -1 for invalid keys. FEW: see C.small_vectors."""
+    """Block ids from a table, -1 for invalid keys. FEW: see C.tile.small_vectors."""
     if FEW:
         twice = (tl.arange(0, 2) * 0)[None, :]
         block, _ = tl.split(tl.load(entry[:, None] + twice, mask=valid[:, None] & (twice == 0), other=-1))
@@ -160,15 +163,15 @@ def load_blocks(entry, valid, FEW: tl.constexpr):
 @triton.jit
 def lane_row_places(number, work, batch, table_stride, num_blocks, CHECKED: tl.constexpr, C: tl.constexpr):
     """(block, which row of it) of each row of lanes of a tile, whose keys lie in one block. Bytes of some block where there is none."""
-    LANE_ROWS: tl.constexpr = C.lane_rows
-    ROWS_A_BLOCK: tl.constexpr = C.block_size // C.fold
+    LANE_ROWS: tl.constexpr = C.tile.lane_rows
+    ROWS_A_BLOCK: tl.constexpr = C.shape.block_size // C.tile.fold
     if CHECKED:
-        valid = (number * LANE_ROWS + tl.arange(0, LANE_ROWS)) * C.fold < work.stop
+        valid = (number * LANE_ROWS + tl.arange(0, LANE_ROWS)) * C.tile.fold < work.stop
     else:
         valid = tl.full([LANE_ROWS], True, tl.int1)
     table = batch.block_table + work.seq.to(tl.int64) * table_stride
     entry, place = entries_of(number, tl.arange(0, LANE_ROWS), LANE_ROWS, ROWS_A_BLOCK)
-    block = load_blocks(table + entry, valid, tl.constexpr(LANE_ROWS < C.warps * 32))
+    block = load_blocks(table + entry, valid, tl.constexpr(LANE_ROWS < C.tile.warps * 32))
     if CHECKED:
         block = tl.where(block_exists(block, num_blocks), block, 0)
     return block, place
@@ -190,9 +193,9 @@ def in_ranges(position, first, work, scoring):
 @triton.jit
 def page_offset(block, slot, block_stride, slot_stride, C: tl.constexpr):
     """Where keys lie in a plane: 32-bit where the planes allow it, since a 64-bit product costs five instructions instead of one."""
-    if C.wide_planes:
+    if C.shape.wide_planes:
         block = block.to(tl.int64)
-    if C.wide_pages:
+    if C.shape.wide_pages:
         slot = slot.to(tl.int64)
     return block * block_stride + slot * slot_stride
 
@@ -201,7 +204,7 @@ def page_offset(block, slot, block_stride, slot_stride, C: tl.constexpr):
 def places(keys, values, tile, C: tl.constexpr):
     """Offsets of a tile's codes in both planes; computed once where the planes have the same strides."""
     k = row_offset(tile, keys, C)
-    if C.same_strides:
+    if C.shape.same_strides:
         v = k
     else:
         v = row_offset(tile, values, C)
@@ -211,9 +214,9 @@ def places(keys, values, tile, C: tl.constexpr):
 @triton.jit
 def row_offset(tile, plane, C: tl.constexpr):
     """Where a tile's rows of codes start."""
-    LANES: tl.constexpr = C.row_bytes // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
+    LANES: tl.constexpr = C.shape.row_bytes // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
     # Of a stride Triton sees only whether 16 divides it: rows of 48 bytes, say, would be loaded lane by lane. Hints get lost on the way.
-    return page_offset(tile.row_block, tile.row_slot, plane.block_stride // LANES, plane.slot_stride * C.fold // LANES, C) * LANES
+    return page_offset(tile.row_block, tile.row_slot, plane.block_stride // LANES, plane.slot_stride * C.tile.fold // LANES, C) * LANES
 
 
 @triton.jit
@@ -226,9 +229,9 @@ def load_lanes(
     Invalid keys read some existing block's bytes, or 0 with CLEAR: modes whose codes can be NaN need that, since 0 * NaN is NaN.
     """
     WIDTH: tl.constexpr = COUNT if COUNT > 0 else HEADS.width
-    LANES: tl.constexpr = C.fold * HEADS.lanes
+    LANES: tl.constexpr = C.tile.fold * HEADS.lanes
     lane = FIRST + tl.arange(0, WIDTH)
-    ROW_BYTES: tl.constexpr = C.row_bytes
+    ROW_BYTES: tl.constexpr = C.shape.row_bytes
     base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_BYTES)
     inside = lane < LANES
     if TRANSPOSED:
@@ -249,8 +252,8 @@ def load_lanes(
 @triton.jit
 def valid_lanes(tile, lane, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr):
     """Mask of the lanes of valid keys, for rows of lanes or, TRANSPOSED, columns."""
-    if C.fold > 1:
-        first, second = tl.split(tl.reshape(tile.valid, [C.lane_rows, 2]))
+    if C.tile.fold > 1:
+        first, second = tl.split(tl.reshape(tile.valid, [C.tile.lane_rows, 2]))
         if TRANSPOSED:
             valid = tl.where(lane[:, None] < HEADS.lanes, first[None, :], second[None, :])
         else:
@@ -310,20 +313,20 @@ def load_scales(keys, values, tile, kv_head, C: tl.constexpr):
     No scale is negative, so that the sign says which scores to hide: masks in the layout of the scores would load the block table again.
     """
     k_offset = page_offset(tile.block, tile.slot, keys.scale_block_stride, keys.scale_slot_stride, C)
-    if C.same_strides:
+    if C.shape.same_strides:
         v_offset = k_offset
     else:
         v_offset = page_offset(tile.block, tile.slot, values.scale_block_stride, values.scale_slot_stride, C)
     head = kv_head.to(tl.int64)
     k_at = head * keys.scale_head_stride + k_offset
     v_at = head * values.scale_head_stride + v_offset
-    if tile.block.shape[0] != C.keys:
+    if tile.block.shape[0] != C.tile.keys:
         neighbour = tl.arange(0, C.keys_an_id)[None, :]
-        if C.wide_pages:
+        if C.shape.wide_pages:
             neighbour = neighbour.to(tl.int64)
-        k = tl.reshape(tl.load(keys.scales + (k_at[:, None] + neighbour * keys.scale_slot_stride)), [C.keys])
-        v = tl.reshape(tl.load(values.scales + (v_at[:, None] + neighbour * values.scale_slot_stride)), [C.keys])
-    elif C.small_vectors:
+        k = tl.reshape(tl.load(keys.scales + (k_at[:, None] + neighbour * keys.scale_slot_stride)), [C.tile.keys])
+        v = tl.reshape(tl.load(values.scales + (v_at[:, None] + neighbour * values.scale_slot_stride)), [C.tile.keys])
+    elif C.tile.small_vectors:
         # Both from one base: Triton's AMD backend (3.7) cannot select pointers.
         is_key = (tl.arange(0, 2) == 0)[None, :]
         between = (values.scales.to(tl.int64) - keys.scales.to(tl.int64)) // 4

@@ -15,12 +15,12 @@ SECTORS = tl.constexpr(64)  # bytes that memory sends together
 
 @triton.jit
 def prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
-    """Prefetch the codes of a work tile's first key tile and its scales, if C.prefetch."""
-    if C.prefetch:
+    """Prefetch the codes of a work tile's first key tile and its scales, if C.tile.prefetch."""
+    if C.tile.prefetch:
         K_HEADS: tl.constexpr = C.key_heads
         V_HEADS: tl.constexpr = C.value_heads
-        LAST: tl.constexpr = C.loops - 1  # the loop that checks whether blocks exist
-        first = work.start // C.keys
+        LAST: tl.constexpr = C.tile.loops - 1  # the loop that checks whether blocks exist
+        first = work.start // C.tile.keys
         tile = key_tile(first, Tiles(first, first + 1, first + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
         k_offset, v_offset = places(keys, values, tile, C)
         request_rows(keys, k_offset, kv_head, K_HEADS, C)

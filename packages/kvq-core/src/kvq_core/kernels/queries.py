@@ -13,7 +13,7 @@ from kvq_core.kernels.rounding import in_float16, to_fp8_bits
 @triton.jit
 def head_offset(head, head_stride, C: tl.constexpr):
     """Where a head's rows begin. Offsets are 32-bit unless some head of q or of the output lies further off."""
-    if C.wide_rows:
+    if C.shape.wide_rows:
         head = head.to(tl.int64)
     return head * head_stride
 
@@ -27,7 +27,7 @@ def load_queries(queries, rows, C: tl.constexpr):
     HEADS: tl.constexpr = C.key_row.heads
     channel = tl.arange(0, HEADS.width * HEADS.ways)
     mask = rows.valid[:, None]
-    if C.fold > 1:
+    if C.tile.fold > 1:
         mask = mask & of_own_lanes(channel, C)
         channel = channel % HEADS.size
     elif HEADS.width * HEADS.ways != HEADS.size:
@@ -47,16 +47,16 @@ def query_ways(x, work, C: tl.constexpr):
     FORMAT: tl.constexpr = C.format.key
     WAYS: tl.constexpr = HEADS.ways
     SIGNS: tl.constexpr = FORMAT.signs
-    if FORMAT.rotated and C.alone and WAYS > 1:
+    if FORMAT.rotated and C.tile.alone and WAYS > 1:
         # The shorter code. It pays where a program has one work tile (docs/dev/experiments/2026-11.md).
-        pairs = rotate_to_pairs(x, HEADS, SIGNS, C.use_asm, C.upcast_dots)
+        pairs = rotate_to_pairs(x, HEADS, SIGNS, C.features.use_asm, C.features.upcast_dots)
         ways = ()
         for s in tl.static_range(WAYS):
             ways = ways + (way(pairs, s),)
     else:
-        ways = deinterleave(x, C.rows, HEADS.width, WAYS)
+        ways = deinterleave(x, C.tile.rows, HEADS.width, WAYS)
         if FORMAT.rotated:
-            ways = rotate(ways, HEADS, FORMAT, C.upcast_dots, opaque_zero(work.num_rows, C))
+            ways = rotate(ways, HEADS, FORMAT, C.features.upcast_dots, opaque_zero(work.num_rows, C))
     return ways
 
 
@@ -80,7 +80,7 @@ def scaled_queries(ways, queries, factor, C: tl.constexpr):
             result = result + (x,)
         left, total = left * C.key_unit, total * C.key_zero
     else:
-        left = tl.full([C.rows], 1.0, tl.float32) * factor
+        left = tl.full([C.tile.rows], 1.0, tl.float32) * factor
         total = left
         result = ()
         for s in tl.static_range(tl.constexpr(K.ways)):
@@ -90,9 +90,10 @@ def scaled_queries(ways, queries, factor, C: tl.constexpr):
 
 @triton.jit
 def score_shift(queries, token, head, valid, scoring, C: tl.constexpr):
-    """softmax_scale * q.mean [ROWS] float32, if C.shifted; Triton 3.6 cannot put a None into a tuple, so that anything stands for it."""
+    """softmax_scale * q.mean [ROWS] float32, if C.features.shifted; Triton 3.6 cannot put a None into a tuple, so that anything stands for
+    it."""
     shift = valid
-    if C.shifted:
+    if C.features.shifted:
         HEADS: tl.constexpr = C.key_heads
         channel = tl.arange(0, HEADS.width * HEADS.ways)
         inside = channel < HEADS.size
@@ -125,12 +126,12 @@ def row_factors(peak, factor):
 
 @triton.jit
 def store_rows(ways, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False, zero=0):
-    """Un-rotate finished float32 rows [ROWS, WIDTH] x WAYS, convert, and store them in channel order. MIXED: see C.mixed. ``zero``: see
-    :mod:`.compiler_hints`."""
+    """Un-rotate finished float32 rows [ROWS, WIDTH] x WAYS, convert, and store them in channel order. MIXED: see C.features.mixed.
+    ``zero``: see :mod:`.compiler_hints`."""
     HEADS: tl.constexpr = C.value_heads
     FORMAT: tl.constexpr = C.format.value
     if FORMAT.rotated:
-        ways = unrotate(ways, HEADS, FORMAT, C.upcast_dots, MIXED, zero)
+        ways = unrotate(ways, HEADS, FORMAT, C.features.upcast_dots, MIXED, zero)
     x = interleave(ways, ROWS, HEADS.width, HEADS.ways)
     channel = tl.arange(0, HEADS.width * HEADS.ways)[None, :]
     mask = valid[:, None]
@@ -146,9 +147,9 @@ def store_channels(x, channel, mask, output, output_scale, token, head, C: tl.co
         x = x * (1.0 / C.value_heads.block)
     if output_scale is not None:
         x = x / tl.load(output_scale)
-    if C.output == "e4m3fn":
+    if C.features.output == "e4m3fn":
         y = to_fp8_bits(x, 3, 7, 448.0)
-    elif C.output == "e5m2":
+    elif C.features.output == "e5m2":
         y = to_fp8_bits(x, 2, 15, 57344.0)
     else:
         y = x.to(output.ptr.dtype.element_ty)

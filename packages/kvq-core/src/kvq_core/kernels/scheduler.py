@@ -35,10 +35,10 @@ def sequence_facts(seqs, num_seqs, batch, scoring, C: tl.constexpr):
     first = tl.load(batch.cu_seqlens_q + seqs, mask=inside, other=0)
     query_len = tl.load(batch.cu_seqlens_q + seqs + 1, mask=inside, other=0) - first
     seq_len = tl.load(batch.seqused_k + seqs, mask=inside, other=0)
-    served = inside & (query_len >= C.min_query_len) & (query_len <= C.max_query_len)
+    served = inside & (query_len >= C.tile.min_query_len) & (query_len <= C.tile.max_query_len)
     row_blocks = tl.where(served, (query_len + C.tokens - 1) // C.tokens, 0)
     if scoring.ranges is None:
-        first_key = visible_start(seq_len - query_len, scoring.window_left, C.keys)
+        first_key = visible_start(seq_len - query_len, scoring.window_left, C.tile.keys)
     else:
         first_key = query_len * 0
     return row_blocks, tl.maximum(before_stop(seq_len, seqs, inside, batch) - first_key, 0)
@@ -55,18 +55,19 @@ def before_stop(end, seqs, inside, batch):
 @triton.jit
 def units_of(keys, splits, C: tl.constexpr):
     """(units of a row block, keys in a unit) for sequences with ``keys`` visible keys; at least one unit, so that zeros get written."""
-    if C.split == "equal":
-        count = tl.maximum((keys + C.keys - 1) // C.keys, 1)
-        length = keys * 0 + C.keys
+    KEYS: tl.constexpr = C.tile.keys
+    if C.tile.split == "equal":
+        count = tl.maximum((keys + KEYS - 1) // KEYS, 1)
+        length = keys * 0 + KEYS
     else:
-        if C.split == "chunks":
+        if C.tile.split == "chunks":
             count = tl.maximum((keys + splits.chunk - 1) // splits.chunk, 1)
-        elif C.split == "segments":
+        elif C.tile.split == "segments":
             count = keys * 0 + splits.segments
         else:
             count = keys * 0 + 1
         # The same number of units, but of equal length: the last one is not a short rest.
-        length = tl.maximum(((keys + count - 1) // count + C.keys - 1) // C.keys * C.keys, C.keys)
+        length = tl.maximum(((keys + count - 1) // count + KEYS - 1) // KEYS * KEYS, KEYS)
         count = tl.maximum((keys + length - 1) // length, 1)
     return count, length
 
@@ -74,10 +75,10 @@ def units_of(keys, splits, C: tl.constexpr):
 @triton.jit
 def assigned_range(num_seqs, batch, scoring, splits, C: tl.constexpr):
     """This program's :class:`TileRange`; empty if there is nothing left for it."""
-    if C.overlap == "start":
+    if C.tile.overlap == "start":
         gdc_launch_dependents()
     # A single sequence needs no scan: its programs are short, and wait for every load in a row.
-    if C.alone or num_seqs == 1:
+    if C.tile.alone or num_seqs == 1:
         total = only_units(batch, scoring, splits, C)
         assigned = range_of(total, range_size(total, tl.num_programs(0), splits, C), 0)
     else:
@@ -107,7 +108,7 @@ def equal_range(total, blocks, longest, splits, C: tl.constexpr):
     """This program's range of ``total`` units in ``blocks`` row blocks, the longest of which has ``longest``."""
     size = range_size(total, tl.num_programs(0), splits, C)
     row_units = 0
-    if C.split == "equal":
+    if C.tile.split == "equal":
         size, row_units = equal_splits(size, total, blocks, longest)
         total = tl.where(row_units > 0, blocks * row_units, total)
     return range_of(total, size, row_units)
@@ -123,7 +124,7 @@ def range_of(total, size, row_units):
 def range_size(total, programs, splits, C: tl.constexpr):
     """Units of each program's range."""
     size = 1
-    if C.split == "equal":
+    if C.tile.split == "equal":
         size = tl.maximum((total + programs - 1) // programs, splits.least)
     return size
 
@@ -156,7 +157,7 @@ def next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C: t
     before = 0
     blocks_before = 0
     running = 0
-    if not C.alone and num_seqs > 1:
+    if not C.tile.alone and num_seqs > 1:
         for base in range(0, num_seqs, SCAN):
             seqs = base + tl.arange(0, SCAN)
             row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
@@ -177,7 +178,7 @@ def work_tile_at(seq, before, blocks_before, assigned, num_seqs, table_width, ba
     units, length = units_in(assigned, keys, splits, C)
     block = 0
     unit = assigned.next - before
-    if C.max_row_blocks != 1:
+    if C.tile.max_row_blocks != 1:
         block = unit // units
         unit = unit % units
     count = tl.minimum(assigned.stop - assigned.next, units - unit)
@@ -194,12 +195,12 @@ def work_tile_at(seq, before, blocks_before, assigned, num_seqs, table_width, ba
     num_rows = tl.minimum(query_len - row_start, C.tokens)
     low, high = visible_range(seq, context_len + row_start, context_len + row_start + num_rows, seq_len, scoring, C)
     if scoring.ranges is None:
-        origin = visible_start(context_len, scoring.window_left, C.keys)
+        origin = visible_start(context_len, scoring.window_left, C.tile.keys)
     else:
         origin = context_len * 0
     high = before_stop(high, seq, seq >= 0, batch)
     start = tl.maximum(origin + unit * length, low)
-    stop = tl.minimum(tl.minimum(origin + (unit + count) * length, high), table_width * C.block_size)
+    stop = tl.minimum(tl.minimum(origin + (unit + count) * length, high), table_width * C.shape.block_size)
     work = WorkTile(seq, row_start, num_rows, first_token, context_len, seq_len, start, stop, unit, num_splits, item)
     return work, TileRange(assigned.next + count, assigned.stop, assigned.size, assigned.row_units)
 
@@ -207,14 +208,14 @@ def work_tile_at(seq, before, blocks_before, assigned, num_seqs, table_width, ba
 @triton.jit
 def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.constexpr):
     """Keys [low, high) that rows at positions [first, end) may see; low is a multiple of the tile."""
-    low = visible_start(first_position, scoring.window_left, C.keys)
+    low = visible_start(first_position, scoring.window_left, C.tile.keys)
     high = tl.minimum(tl.maximum(end_position, 0), seq_len)
     if scoring.ranges is not None:
         for r in range(scoring.num_ranges):
             start = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2)
             end = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2 + 1)
             touched = (start < end) & (start < end_position) & (end >= first_position)
-            low = tl.where(touched, tl.minimum(low, tl.maximum(start, 0) // C.keys * C.keys), low)
+            low = tl.where(touched, tl.minimum(low, tl.maximum(start, 0) // C.tile.keys * C.tile.keys), low)
             high = tl.where(touched, tl.maximum(high, tl.minimum(end + 1, seq_len)), high)
     return low, high
 
@@ -222,8 +223,8 @@ def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.con
 @triton.jit
 def query_rows(work, queries, kv_head, scoring, C: tl.constexpr):
     """The tile's query rows."""
-    r = (opaque_zero(work.num_rows, C) + tl.arange(0, C.rows)) % (C.rows // C.fold)
-    index = work.row_start + r // C.group
-    valid = (r // C.group < work.num_rows) & (r < C.tokens * C.group)
-    token, head = work.first_token + index, kv_head * C.group + r % C.group
+    r = (opaque_zero(work.num_rows, C) + tl.arange(0, C.tile.rows)) % (C.tile.rows // C.tile.fold)
+    index = work.row_start + r // C.shape.group
+    valid = (r // C.shape.group < work.num_rows) & (r < C.tokens * C.shape.group)
+    token, head = work.first_token + index, kv_head * C.shape.group + r % C.shape.group
     return QueryRows(index, token, head, work.context_len + index, valid, score_shift(queries, token, head, valid, scoring, C))

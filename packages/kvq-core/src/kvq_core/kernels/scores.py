@@ -41,7 +41,7 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, LOOP: tl.constexp
     ``unit`` ([ROWS], from :func:`score_unit`) is left to :func:`softmax_unit` where nothing but masks comes after it. ``s`` is finite where
     keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one multiply-add with the scale.
     """
-    CHECKED: tl.constexpr = LOOP == C.loops - 1
+    CHECKED: tl.constexpr = LOOP == C.tile.loops - 1
     if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
         s = s * by_row(unit, C)
     if k_scale is not None:
@@ -52,18 +52,18 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, LOOP: tl.constexp
             # scores the largest would not be 0 away from it. (With a mask to add it is merged with that.)
             s = tl.fma(s, by_key(k_scale, C), 0.0)
     if scoring.softcap is not None:
-        if C.shifted:
+        if C.features.shifted:
             s = s + by_row(rows.shift * tanh_unit(scoring), C)
         # tanh(x) = 1 - 2 / (exp(2x) + 1) saturates to +-1 instead of overflowing. The 1 is left to score_base.
         part = -0.5 / score_base(scoring)
-        s = reciprocal(tl.fma(tl.exp2(s), part, part), C.use_asm)
+        s = reciprocal(tl.fma(tl.exp2(s), part, part), C.features.use_asm)
     if CHECKED:
         s = s + by_key(hide_invalid(k_scale, tile), C)
     s = hide_unseen(s, rows, tile, work.seq, scoring, LOOP, C)
     if scoring.alibi_slopes is not None:
         slope = tl.load(scoring.alibi_slopes + rows.head, mask=rows.valid, other=0.0).to(tl.float32) * LOG2E
         distance = (by_row(rows.position, C) - by_key(tile.position, C)).to(tl.float32)
-        if C.alibi_sqrt:
+        if C.features.alibi_sqrt:
             distance = tl.sqrt(tl.maximum(distance, 0.0))
         s -= by_row(slope, C) * distance
     if scoring.qq_bias is not None:

@@ -11,10 +11,10 @@ from kvq_core.kernels.narrow_n import widen
 @triton.jit
 def softmax_start(C: tl.constexpr):
     """Nothing seen yet. The state of a loop: its sums may be in parts (:func:`sum_in_parts`) until :func:`softmax_end`."""
-    ROWS: tl.constexpr = C.score_rows
-    PARTS: tl.constexpr = C.sum_parts
+    ROWS: tl.constexpr = C.tile.score_rows
+    PARTS: tl.constexpr = C.tile.sum_parts
     if PARTS > 1:
-        total = tl.zeros([PARTS, ROWS] if C.keys_first else [ROWS, PARTS], tl.float32)
+        total = tl.zeros([PARTS, ROWS] if C.tile.keys_first else [ROWS, PARTS], tl.float32)
     else:
         total = tl.zeros([ROWS], tl.float32)
     return SoftmaxState(tl.full([ROWS], float("-inf"), tl.float32), total)
@@ -28,7 +28,7 @@ def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
     the maximum comes off first: a multiply-add would leave the largest score the rounding error of its own product, beyond every exponent
     for huge scores.
     """
-    AXIS: tl.constexpr = 0 if C.keys_first else 1
+    AXIS: tl.constexpr = 0 if C.tile.keys_first else 1
     top = tl.maximum(state.max, tl.max(s, AXIS))
     # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -37,7 +37,7 @@ def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
     else:
         p = tl.exp2((s - by_row(safe, C)) * by_row(unit, C))
     alpha = tl.exp2((state.max - safe) * unit)
-    if C.sum_parts > 1:
+    if C.tile.sum_parts > 1:
         total = state.sum * by_row(alpha, C) + sum_in_parts(p, C)
     else:
         total = state.sum * alpha + tl.sum(p, AXIS)
@@ -47,12 +47,12 @@ def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
 @triton.jit
 def sum_in_parts(p, C: tl.constexpr):
     """Sums over every eighth key, [8, ROWS] or [ROWS, 8]: a warp's thread has those keys to itself, as the tensor cores leave them."""
-    PARTS: tl.constexpr = C.sum_parts
-    ROWS: tl.constexpr = C.score_rows
-    if C.keys_first:
-        sums = tl.sum(tl.reshape(p, [C.lane_rows // PARTS, PARTS, ROWS]), 0)
+    PARTS: tl.constexpr = C.tile.sum_parts
+    ROWS: tl.constexpr = C.tile.score_rows
+    if C.tile.keys_first:
+        sums = tl.sum(tl.reshape(p, [C.tile.lane_rows // PARTS, PARTS, ROWS]), 0)
     else:
-        sums = tl.sum(tl.reshape(p, [ROWS, C.lane_rows // PARTS, PARTS]), 1)
+        sums = tl.sum(tl.reshape(p, [ROWS, C.tile.lane_rows // PARTS, PARTS]), 1)
     return sums
 
 
@@ -61,8 +61,8 @@ def softmax_end(state, unit, base, C: tl.constexpr):
     """The state of all rows in log2 units, its sums whole; ``base``: what the scores lack. (A plain product may be merged with a difference
     that follows, see :func:`softmax_step`.)"""
     total = state.sum
-    if C.sum_parts > 1:
-        total = tl.sum(total, 0 if C.keys_first else 1)
+    if C.tile.sum_parts > 1:
+        total = tl.sum(total, 0 if C.tile.keys_first else 1)
     return SoftmaxState(widen(tl.fma(state.max, unit, base), C), widen(total, C))
 
 
@@ -85,7 +85,7 @@ def add_sink(state, heads, valid, scoring):
 def store_lse(state, token, head, valid, output, C: tl.constexpr):
     """Store the rows' log-sum-exp, ``ln sum_j exp(score_j)``, sinks included; -inf where nothing was seen. ``state``: in log2 units."""
     if output.lse is not None:
-        at = token.to(tl.int64) * (tl.num_programs(1) * C.group) + head
+        at = token.to(tl.int64) * (tl.num_programs(1) * C.shape.group) + head
         tl.store(output.lse + at, (state.max + tl.log2(state.sum)) * LN2, mask=valid)
 
 

@@ -11,7 +11,7 @@ from kvq_core.call.spec import Attention
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.combine import combine_kernel
-from kvq_core.kernels.config import CombineTile, Heads, ReadConfig, multiplied_lanes
+from kvq_core.kernels.config import CombineTile, Features, Heads, ReadConfig, Shape, Tile, multiplied_lanes
 from kvq_core.kernels.formats import Format, Kernels, Sm90Kernels
 from kvq_core.launch import dispatch
 from kvq_core.launch.bundles import bundle_output, bundle_plane, bundle_rows, bundle_scoring, row_alignment, strides_of
@@ -113,15 +113,15 @@ def _launch(
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **({"maxnreg": tile.registers} if tile.registers and config.use_asm and tile.family is not SM90_PREFILL else {}),
+        **({"maxnreg": tile.registers} if tile.registers and config.features.use_asm and tile.family is not SM90_PREFILL else {}),
     )
     if not launch.split:
         return
     row_blocks = batch.num_seqs * launch.max_row_blocks
     combine = planner.combine_tile(problem, launch, row_blocks)
     slices = min(combine.slices, config.slices)
-    rows = triton.cdiv(row_blocks, combine.blocks) * config.tokens * config.group * slices
-    eights = 0 if config.alone else row_blocks * (tile.rows // 8)
+    rows = triton.cdiv(row_blocks, combine.blocks) * config.tokens * config.shape.group * slices
+    eights = 0 if config.tile.alone else row_blocks * (tile.rows // 8)
     record.start(
         combine_kernel,
         (eights + rows, problem.num_kv_heads),
@@ -137,7 +137,7 @@ def _launch(
         TILE=CombineTile(combine.few, combine.splits * slices // combine.slices, combine.blocks, slices),
         C=config,
         num_warps=combine.warps,
-        **({"launch_pdl": True} if config.overlap else {}),
+        **({"launch_pdl": True} if config.tile.overlap else {}),
     )
 
 
@@ -151,16 +151,30 @@ def _loops(attention: Attention, launch: planner.Launch) -> int:
 
 
 def _config(attention: Attention, form: Format, launch: planner.Launch) -> ReadConfig:
+    return ReadConfig(form, _shape(attention, launch.tile.fold), _tile(attention, form, launch), _features(attention, form, launch))
+
+
+def _shape(attention: Attention, fold: int) -> Shape:
+    keys, values = attention.keys, attention.values
+    stride = max(strides_of(keys) + strides_of(values))
+    return Shape(
+        head_size=attention.q.shape[2],
+        head_size_v=attention.out.shape[2],
+        block_size=keys.block_size,
+        group=attention.queries_per_kv,
+        same_strides=strides_of(attention.keys) == strides_of(attention.values),
+        row_bytes=min(row_alignment(keys, fold), row_alignment(values, fold)),
+        wide_planes=keys.num_blocks * stride >= 2**31,
+        wide_pages=keys.block_size * stride >= 2**31,
+        wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
+    )
+
+
+def _tile(attention: Attention, form: Format, launch: planner.Launch) -> Tile:
     tile = launch.tile
     # Warp groups have a loop over work tiles, and may leave a row in one split to the combine kernel.
     alone = launch.split == "equal" and attention.batch.num_seqs * launch.max_row_blocks == 1 and tile.family is TRITON
-    stride = max(strides_of(attention.keys) + strides_of(attention.values))
-    return ReadConfig(
-        format=form,
-        head_size=attention.q.shape[2],
-        head_size_v=attention.out.shape[2],
-        block_size=attention.keys.block_size,
-        group=attention.queries_per_kv,
+    return Tile(
         rows=tile.rows,
         keys=tile.keys,
         fold=tile.fold,
@@ -168,28 +182,29 @@ def _config(attention: Attention, form: Format, launch: planner.Launch) -> ReadC
         stages=tile.stages,
         decode=tile.decode,
         keys_first=tile.keys_first,
+        narrow_n=_narrow_n(attention, form, launch),
         min_query_len=launch.min_query_len,
         max_query_len=launch.max_query_len,
         max_row_blocks=launch.max_row_blocks if launch.split else 0,
-        narrow_n=_narrow_n(attention, form, launch),
         loops=_loops(attention, launch),
         alone=alone,
         prefetch=alone and _prefetch(form, launch) and device_facts(attention.q.device).use_asm,
         split=launch.split,
-        same_strides=strides_of(attention.keys) == strides_of(attention.values),
-        row_bytes=min(row_alignment(attention.keys, tile.fold), row_alignment(attention.values, tile.fold)),
-        wide_planes=attention.keys.num_blocks * stride >= 2**31,
-        wide_pages=attention.keys.block_size * stride >= 2**31,
-        wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,
+        least_splits=2 if tile.family is TRITON else 1,
+        overlap=("start" if launch.combine_waits else "end") if launch.split and overlaps(attention.q.device) else "",
+        registers=(tile.registers or 0) if tile.family is SM90_PREFILL else 0,
+    )
+
+
+def _features(attention: Attention, form: Format, launch: planner.Launch) -> Features:
+    device = device_facts(attention.q.device)
+    return Features(
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         shifted=attention.smoothing is not None and attention.sees_shift,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
-        registers=(tile.registers or 0) if tile.family is SM90_PREFILL else 0,
-        use_asm=device_facts(attention.q.device).use_asm,
-        fp8_hardware=device_facts(attention.q.device).fp8_hardware,
-        least_splits=2 if tile.family is TRITON else 1,
-        mixed=form.value.rotated and tile.family is TRITON,
-        overlap=("start" if launch.combine_waits else "end") if launch.split and overlaps(attention.q.device) else "",
+        mixed=form.value.rotated and launch.tile.family is TRITON,
+        use_asm=device.use_asm,
+        fp8_hardware=device.fp8_hardware,
         upcast_dots=interpreting(),
     )
 
@@ -232,6 +247,6 @@ def _splits(
         splits = args.Splits(0, 0, segments)
         plan, *_ = record.workspace(row_blocks, 0, 0)
         return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
-    rows = items * attention.keys.num_kv_heads * config.rows
-    plan, acc, top, total = record.workspace(row_blocks, rows, config.head_size_v)
-    return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.head_size_v)
+    rows = items * attention.keys.num_kv_heads * config.tile.rows
+    plan, acc, top, total = record.workspace(row_blocks, rows, config.shape.head_size_v)
+    return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.shape.head_size_v)

@@ -72,7 +72,7 @@ def _hot(kernel: Any, code: list[sass.Instruction]) -> Hot:
 
     loop, keys = sass.pipelined_loop(code), 1
     if loop is not None:
-        keys = next((constant.keys for constant in kernel.src.constants.values() if isinstance(constant, ReadConfig)), keys)
+        keys = next((constant.tile.keys for constant in kernel.src.constants.values() if isinstance(constant, ReadConfig)), keys)
     return Hot(**vars(sass.Counts.of(code if loop is None else loop)), keys=keys, warps=kernel.metadata.num_warps)
 
 

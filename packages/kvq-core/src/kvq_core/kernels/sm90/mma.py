@@ -21,14 +21,14 @@ def multiply_tiles(
     C: gl.constexpr,
 ):  # fmt: skip
     """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
-    D: gl.constexpr = C.head_size
+    D: gl.constexpr = C.shape.head_size
     left = load_queries(work, GROUP, BALANCED, ADJACENT, C)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
     acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
     total = gl.zeros([HALF], gl.float32, ROWS)
     largest = gl.full([HALF], 1e-30, gl.float32, ROWS)
-    whole = gl.where(all_exist(0, span.whole * C.keys, span, C), span.whole, 0)
+    whole = gl.where(all_exist(0, span.whole * C.tile.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
     for n in range(0, whole):
         acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, False, C)
@@ -36,7 +36,7 @@ def multiply_tiles(
         acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, True, C)
     scale, top, total = take_sink(top, total, left, head, valid, work, SINKS)
     if LSE:
-        at = token.to(gl.int64) * (gl.num_programs(1) * C.group) + head
+        at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
         gl.store(work.lse + at, (top + gl.log2(total)) * LN2, mask=valid)
     scale = scale * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
     if SCALED:
@@ -50,9 +50,9 @@ def multiply(
     SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
-    KEYS: gl.constexpr = C.keys
-    at = n % C.stages
-    full = (n // C.stages) & 1
+    KEYS: gl.constexpr = C.tile.keys
+    at = n % C.tile.stages
+    full = (n // C.tile.stages) & 1
     mbarrier.wait(shared.k_full.index(at), full)
     nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
     s = warpgroup_mma(query, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)

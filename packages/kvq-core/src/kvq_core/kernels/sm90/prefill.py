@@ -46,15 +46,17 @@ def attend_in_groups(
     UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
     pairs. ADJACENT: see queries.py.
     """
-    D: gl.constexpr = C.head_size
-    KEYS: gl.constexpr = C.keys
-    STAGES: gl.constexpr = C.stages
+    D: gl.constexpr = C.shape.head_size
+    KEYS: gl.constexpr = C.tile.keys
+    STAGES: gl.constexpr = C.tile.stages
     PACKED: gl.constexpr = C.format.key.packed
-    gl.static_assert(D == 128 and C.head_size_v == 128 and KEYS == 128 and C.rows == GROUPS * HALF, "heads of 128, tiles of 128 x 128")
-    gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
+    gl.static_assert(D == 128 and C.shape.head_size_v == 128, "heads of 128")
+    gl.static_assert(C.tile.rows == GROUPS * HALF and KEYS == 128, "tiles of 128 x 128")
+    gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
-    gl.static_assert(C.output == "" and C.split == "" and not C.shifted, "no fp8 output, no split, nothing that smoothed keys change")
+    gl.static_assert(C.tile.split == "", "no split")
+    gl.static_assert(C.features.output == "" and not C.features.shifted, "no fp8 output, nothing that smoothed keys change")
     kv_head = gl.program_id(1)
     found, seq, row_start, num_rows, first_token, context_len, stop = find_work(gl.program_id(0), num_seqs, table_width, batch, C)
     if found:
@@ -145,5 +147,5 @@ def attend_in_groups(
                 (multiply_tiles, (1, work, span, shared, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
             ],
             [WARPS, WARPS],
-            [C.registers, C.registers],
+            [C.tile.registers, C.tile.registers],
         )

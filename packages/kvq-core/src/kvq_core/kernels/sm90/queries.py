@@ -17,7 +17,7 @@ def channel_at(place, ADJACENT: gl.constexpr, C: gl.constexpr):
     S: gl.constexpr = C.format.key.ways
     channel = place
     if S > 1:
-        WORDS: gl.constexpr = C.head_size // (2 * S)
+        WORDS: gl.constexpr = C.shape.head_size // (2 * S)
         word = place // 2 % WORDS
         pair = place // (2 * WORDS)
         half = place % 2
@@ -32,9 +32,9 @@ def channel_at(place, ADJACENT: gl.constexpr, C: gl.constexpr):
 def rows_of(work, GROUP: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
     """(token, query head, position, whether there is such a row) of a group's rows, [HALF]."""
     row = GROUP * HALF + gl.arange(0, HALF, LAYOUT)
-    index = work.row_start + row // C.group
-    valid = (row // C.group < work.num_rows) & (row < C.tokens * C.group)
-    return work.first_token + index, work.kv_head * C.group + row % C.group, work.context_len + index, valid
+    index = work.row_start + row // C.shape.group
+    valid = (row // C.shape.group < work.num_rows) & (row < C.tokens * C.shape.group)
+    return work.first_token + index, work.kv_head * C.shape.group + row % C.shape.group, work.context_len + index, valid
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     Rows for packed keys are brought to a peak of 1/2 to 1, so that no score overflows, by the score's factor and a power of two. That power
     of two is what is left, as in kvq_core.kernels.queries.row_factors. Rows for unquantized keys stay as they are.
     """
-    D: gl.constexpr = C.head_size
+    D: gl.constexpr = C.shape.head_size
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
     place = gl.arange(0, D, gl.SliceLayout(0, QUERY))
     channel = place
@@ -77,7 +77,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
 @gluon.jit
 def rotated(y, tile, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr):
     """Float32 rows [HALF, D], rotated, by way of ``tile``; their first PARTS times eight bits count. Makes half of the matrix first."""
-    D: gl.constexpr = C.head_size
+    D: gl.constexpr = C.shape.head_size
     parts = tile._reinterpret(gl.bfloat16, [HALF, D], OPERAND)
     work.matrix.slice(GROUP * HALF, HALF).store(matrix_rows(GROUP * HALF, ADJACENT, C))
     fence_async_shared()
@@ -96,7 +96,7 @@ def rotated(y, tile, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, PARTS: g
 @gluon.jit
 def unrotated(y, work, PARTS: gl.constexpr, C: gl.constexpr):
     """Float32 rows [HALF, D] in PRODUCT, rotated back and in the channels' order; their first PARTS times eight bits count."""
-    D: gl.constexpr = C.head_size
+    D: gl.constexpr = C.shape.head_size
     result = gl.zeros([HALF, D], gl.float32, PRODUCT)
     for _ in gl.static_range(PARTS):
         part = high_part(y)
@@ -114,7 +114,7 @@ def high_part(x):
 @gluon.jit
 def matrix_rows(FIRST: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
     """Rows FIRST to FIRST + 63 of [channel, place in an unpacked row], +-1 in bfloat16: the codec's rotation (kvq_core.hadamard)."""
-    D: gl.constexpr = C.head_size
+    D: gl.constexpr = C.shape.head_size
     SIGNS: gl.constexpr = C.format.key.signs
     channel = FIRST + gl.arange(0, HALF, gl.SliceLayout(1, QUERY))[:, None]
     odd = channel & channel_at(gl.arange(0, D, gl.SliceLayout(0, QUERY))[None, :], ADJACENT, C)
@@ -139,7 +139,7 @@ def sign_word(SIGNS: gl.constexpr, WORD: gl.constexpr, like):
 @gluon.jit
 def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
     """A group's finished float32 rows [HALF, D]."""
-    channel = gl.arange(0, C.head_size, COLUMNS)
+    channel = gl.arange(0, C.shape.head_size, COLUMNS)
     if C.format.key.rotated:
         # Two parts are sixteen bits, more than a 16-bit output keeps.
         PARTS: gl.constexpr = 3 if work.output.dtype.element_ty == gl.float32 else 2

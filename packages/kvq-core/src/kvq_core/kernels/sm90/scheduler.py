@@ -41,14 +41,14 @@ def find_work(program, num_seqs, table_width, batch, C: gl.constexpr):
     row_start = ((query_len + C.tokens - 1) // C.tokens - 1 - (program - before)) * C.tokens
     num_rows = gl.minimum(query_len - row_start, C.tokens)
     context_len = seq_len - query_len
-    stop = gl.minimum(gl.minimum(context_len + row_start + num_rows, seq_len), table_width * C.block_size)
+    stop = gl.minimum(gl.minimum(context_len + row_start + num_rows, seq_len), table_width * C.shape.block_size)
     return found, seq, row_start, num_rows, first_token, context_len, gl.maximum(stop, 0)
 
 
 @gluon.jit
 def row_blocks_of(query_len, C: gl.constexpr):
     """Row blocks of a sequence; none outside this launch's query lengths."""
-    served = (query_len >= C.min_query_len) & (query_len <= C.max_query_len)
+    served = (query_len >= C.tile.min_query_len) & (query_len <= C.tile.max_query_len)
     return gl.where(served, (query_len + C.tokens - 1) // C.tokens, 0)
 
 
@@ -95,9 +95,9 @@ def plus(a, b):
 @gluon.jit
 def all_exist(start, stop, span, C: gl.constexpr):
     """Whether every block of the keys from ``start`` to ``stop`` is one of the cache's."""
-    last = gl.cdiv(stop, C.block_size)
+    last = gl.cdiv(stop, C.shape.block_size)
     missing = gl.zeros([BLOCKS], gl.int32, VECTOR)
-    for base in range(start // C.block_size, last, BLOCKS):
+    for base in range(start // C.shape.block_size, last, BLOCKS):
         entries = base + gl.arange(0, BLOCKS, VECTOR)
         block = gl.load(span.table + entries, mask=entries < last, other=0)
         missing |= ((block < 0) | (block >= span.num_blocks)).to(gl.int32)

@@ -29,8 +29,8 @@ def unpack_tiles(
     SCALED: gl.constexpr, KEY_PRESCALE: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Tiles of packed rows. While one is unpacked, the next one's loads are on their way."""
-    KEYS: gl.constexpr = C.keys
-    WORDS: gl.constexpr = C.head_size // (2 * C.format.key.ways)
+    KEYS: gl.constexpr = C.tile.keys
+    WORDS: gl.constexpr = C.shape.head_size // (2 * C.format.key.ways)
     LAYOUT: gl.constexpr = word_layout(WORDS)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     k_word = gl.zeros([KEYS], gl.float32, VECTOR)
@@ -44,8 +44,8 @@ def unpack_tiles(
         k_word = load_scales(keys, block, slot, seen)
         v_word = load_scales(values, block, slot, seen)
     for n in range(0, span.last):
-        at = n % C.stages
-        free = (n // C.stages) & 1 ^ 1
+        at = n % C.tile.stages
+        free = (n // C.tile.stages) & 1 ^ 1
         row_block, row_slot, row_seen, _ = key_places(n + 1, span, BY_ROW, C)
         mbarrier.wait(shared.k_free.index(at), free)
         shared.places.index(at).store(gl.where(seen, place, UNSEEN))
@@ -72,8 +72,8 @@ def unpack_tiles(
 @gluon.jit
 def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
     """Packed rows [KEYS, n] as operands into ``tile``, which is then announced as full."""
-    KEYS: gl.constexpr = C.keys
-    WIDTH: gl.constexpr = C.head_size // 2
+    KEYS: gl.constexpr = C.tile.keys
+    WIDTH: gl.constexpr = C.shape.head_size // 2
     tile._reinterpret(gl.uint32, [KEYS, WIDTH], PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
     fence_async_shared()
     mbarrier.arrive(full, count=1)
@@ -83,8 +83,8 @@ def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
 def copy_tiles(keys, values, span, shared, C: gl.constexpr):
     """Tiles of unquantized rows, copied as they are. A tile is announced when the copies of the next one are on their way."""
     for n in range(0, span.last):
-        at = n % C.stages
-        free = (n // C.stages) & 1 ^ 1
+        at = n % C.tile.stages
+        free = (n // C.tile.stages) & 1 ^ 1
         block, slot, seen, _ = key_places(n, span, gl.SliceLayout(1, QUERY), C)
         _, _, key_seen, place = key_places(n, span, VECTOR, C)
         mbarrier.wait(shared.k_free.index(at), free)
@@ -103,14 +103,14 @@ def announce_copies(n, LATER: gl.constexpr, shared, C: gl.constexpr):
     """Wait for tile n's copies, after which LATER were begun, and say that it is full."""
     async_copy.wait_group(LATER)
     fence_async_shared()
-    mbarrier.arrive(shared.k_full.index(n % C.stages), count=1)
-    mbarrier.arrive(shared.v_full.index(n % C.stages), count=1)
+    mbarrier.arrive(shared.k_full.index(n % C.tile.stages), count=1)
+    mbarrier.arrive(shared.v_full.index(n % C.tile.stages), count=1)
 
 
 @gluon.jit
 def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
     """Begin to copy a tile's rows; those of unseen keys become 0, since 0 * NaN is NaN."""
-    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, QUERY))
+    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
     at = plane.codes + (lane_row_places(block, slot, plane, C) * 8)[:, None] + channel[None, :]
     async_copy.async_copy_global_to_shared(target, at, mask=seen[:, None])
     async_copy.commit_group()
@@ -119,17 +119,17 @@ def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
 @gluon.jit
 def key_places(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
     """(block, slot, whether it is there to be seen, position) of a tile's keys, [KEYS]; unseen ones lie in some block that exists."""
-    position = number * C.keys + gl.arange(0, C.keys, LAYOUT)
+    position = number * C.tile.keys + gl.arange(0, C.tile.keys, LAYOUT)
     inside = gl.maximum(gl.minimum(position, span.stop - 1), 0)
-    block = gl.load(span.table + inside // C.block_size, mask=inside < span.stop, other=-1)
+    block = gl.load(span.table + inside // C.shape.block_size, mask=inside < span.stop, other=-1)
     exists = (block >= 0) & (block < span.num_blocks)
-    return gl.where(exists, block, 0), inside % C.block_size, exists & (position < span.stop), position
+    return gl.where(exists, block, 0), inside % C.shape.block_size, exists & (position < span.stop), position
 
 
 @gluon.jit
 def lane_row_places(block, slot, plane, C: gl.constexpr):
     """Where rows of codes start, in units of 16 bytes, so that the compiler sees that they start at multiples of them."""
-    if C.wide_planes:
+    if C.shape.wide_planes:
         block = block.to(gl.int64)
         slot = slot.to(gl.int64)
     return block * (plane.block_stride // 8) + slot * (plane.slot_stride // 8)

@@ -12,7 +12,7 @@ from kvq_core.kernels.sm90.layouts import VECTOR
 @gluon.jit
 def find_tile(number, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
     """In which blocks a tile's keys lie, for :func:`copy_tile`: loads, and nothing that waits for them."""
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, copying(C.head_size // C.format.key.ways))
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, copying(C.shape.head_size // C.format.key.ways))
     block, slot, exists = find_keys(number, span, BY_ROW, CHECKED, C)
     scale_block, scale_slot, scale_exists = block, slot, exists
     if SCALED:
@@ -23,9 +23,10 @@ def find_tile(number, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.c
 @gluon.jit
 def find_keys(number, span, LAYOUT: gl.constexpr, CHECKED: gl.constexpr, C: gl.constexpr):
     """(block, slot, whether it is there) of a tile's keys, [KEYS]. Unless CHECKED they are all there."""
-    entry, slot = entries_of(number, gl.arange(0, C.keys, LAYOUT), C.keys, C.block_size)
+    KEYS: gl.constexpr = C.tile.keys
+    entry, slot = entries_of(number, gl.arange(0, KEYS, LAYOUT), KEYS, C.shape.block_size)
     if CHECKED:
-        inside = number * C.keys + gl.arange(0, C.keys, LAYOUT) < span.stop
+        inside = number * KEYS + gl.arange(0, KEYS, LAYOUT) < span.stop
         block = gl.load(span.table + entry, mask=inside, other=-1)
         exists = (block >= 0) & (block < span.num_blocks)
         block = gl.where(exists, block, 0)
@@ -38,8 +39,9 @@ def find_keys(number, span, LAYOUT: gl.constexpr, CHECKED: gl.constexpr, C: gl.c
 @gluon.jit
 def exist(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Whether a tile's keys are there, [KEYS]. Of complete ones no block is looked up: it would be waited for."""
-    entry, _ = entries_of(number, gl.arange(0, C.keys, LAYOUT), C.keys, C.block_size)
-    inside = number * C.keys + gl.arange(0, C.keys, LAYOUT) < span.stop
+    KEYS: gl.constexpr = C.tile.keys
+    entry, _ = entries_of(number, gl.arange(0, KEYS, LAYOUT), KEYS, C.shape.block_size)
+    inside = number * KEYS + gl.arange(0, KEYS, LAYOUT) < span.stop
     block = gl.load(span.table + entry, mask=inside & (not span.complete), other=0)
     return inside & (block >= 0) & (block < span.num_blocks)
 
@@ -48,25 +50,25 @@ def exist(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
 def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
     """Begin to copy a tile's codes and scales to place ``at``: one group of copies, of nothing but zeros beyond the last tile."""
     block, slot = places.block, places.slot
-    if C.wide_planes:
+    if C.shape.wide_planes:
         block = block.to(gl.int64)
         slot = slot.to(gl.int64)
     k_offset = (block * (k.block_stride // 8) + slot * (k.slot_stride // 8)) * 8
     v_offset = k_offset
-    if not C.same_strides:
+    if not C.shape.same_strides:
         v_offset = (block * (v.block_stride // 8) + slot * (v.slot_stride // 8)) * 8
-    LANES: gl.constexpr = C.head_size // C.format.key.ways
+    LANES: gl.constexpr = C.shape.head_size // C.format.key.ways
     lane = gl.arange(0, LANES, gl.SliceLayout(0, copying(LANES)))[None, :]
     copy(tiles.k.index(at), k.codes + (k_offset[:, None] + lane), places.exists[:, None], CHECKED)
     copy(tiles.v.index(at), v.codes + (v_offset[:, None] + lane), places.exists[:, None], CHECKED)
     if SCALED:
         block, slot = places.scale_block, places.scale_slot
-        if C.wide_planes:
+        if C.shape.wide_planes:
             block = block.to(gl.int64)
             slot = slot.to(gl.int64)
         k_offset = block * k.scale_block_stride + slot * k.scale_slot_stride
         v_offset = k_offset
-        if not C.same_strides:
+        if not C.shape.same_strides:
             v_offset = block * v.scale_block_stride + slot * v.scale_slot_stride
         copy(tiles.k_scales.index(at), k.scales + k_offset, places.scale_exists, CHECKED)
         copy(tiles.v_scales.index(at), v.scales + v_offset, places.scale_exists, CHECKED)

@@ -50,19 +50,19 @@ def attend_multirow(
     If N.zeros, SPLIT(scale words): scales and zero points, float32; OFFSETS(scale words [1, KEYS], i [64 / LANES, 1]): what takes the zero
     points off ways i, float16, which UNPACK_VALUES is then given, [64 / LANES, 1, n].
     """
-    ROWS: gl.constexpr = C.rows
-    KEYS: gl.constexpr = C.keys
-    STAGES: gl.constexpr = C.stages
+    ROWS: gl.constexpr = C.tile.rows
+    KEYS: gl.constexpr = C.tile.keys
+    STAGES: gl.constexpr = C.tile.stages
     P: gl.constexpr = product(ROWS)
-    LANES: gl.constexpr = C.head_size // C.format.key.ways
-    gl.static_assert(C.head_size == 128 and C.head_size_v == 128 and C.format.key.packed, "packed heads of 128")
+    LANES: gl.constexpr = C.shape.head_size // C.format.key.ways
+    gl.static_assert(C.shape.head_size == 128 and C.shape.head_size_v == 128 and C.format.key.packed, "packed heads of 128")
     gl.static_assert(ROWS >= 16, "16 rows")
     OFFSET_ROWS: gl.constexpr = HALF // LANES
-    gl.static_assert(C.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
+    gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
-    gl.static_assert(scoring.qq_bias is None and scoring.ranges is None and not C.shifted, "no bias, no prefix ranges, no shift")
+    gl.static_assert(scoring.qq_bias is None and scoring.ranges is None and not C.features.shifted, "no bias, no prefix ranges, no shift")
     gl.static_assert(STAGES >= 3, "two tiles ahead of the one in work")
-    gl.static_assert(C.split == "equal" and C.least_splits == 1, "an equal split, all of it combined")
+    gl.static_assert(C.tile.split == "equal" and C.tile.least_splits == 1, "an equal split, all of it combined")
     kv_head = gl.program_id(1)
     head = kv_head.to(gl.int64)
     # All strides of codes are multiples of 16 bytes; said in a way that the compiler sees.
@@ -127,7 +127,7 @@ def attend_multirow(
         async_copy.wait_group(0)
         # The next work tile's copies overwrite this one's tiles.
         thread_barrier()
-        if C.overlap == "end":
+        if C.tile.overlap == "end":
             gdc_launch_dependents()
         note_plan(work, kv_head, partials, C)
         write_partial(state, rows, value_operand_scale * state.largest * (1.0 / 256.0), work, kv_head, partials, C)
@@ -144,7 +144,7 @@ def step(
 
     Shared memory is read in the first half, up to the barrier in :func:`compare`, and copied to in the second: Triton takes all places of a
     buffer for one, and would have a barrier between them otherwise."""
-    STAGES: gl.constexpr = C.stages
+    STAGES: gl.constexpr = C.tile.stages
     at = n - first
     async_copy.wait_group(STAGES - 3)
     thread_barrier()
@@ -162,8 +162,8 @@ def step(
 @gluon.jit
 def begin_scores(at, scales, rows, tiles, UNPACK_KEYS: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     """q.k of a tile on top of what takes the codes' offset off, or their zero points, [KEYS, ROWS]: begun, not done."""
-    KEYS: gl.constexpr = C.keys
-    ROWS: gl.constexpr = C.rows
+    KEYS: gl.constexpr = C.tile.keys
+    ROWS: gl.constexpr = C.tile.rows
     low, high = key_operands(tiles.k.index(at), UNPACK_KEYS, C)
     s = gl.zeros([KEYS, ROWS], gl.float32, product(ROWS)) + rows.seed[None, :]
     if N.zeros:
@@ -175,6 +175,6 @@ def begin_scores(at, scales, rows, tiles, UNPACK_KEYS: gl.constexpr, N: gl.const
 @gluon.jit
 def begin_values(number, state, tiles, UNPACK_VALUES: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     """Both halves of the ways' sums with the weighted values of key tile ``number``: begun, not done."""
-    low, high = value_operands(tiles.v.index(number % C.stages), tiles.offsets.index(number % 2), UNPACK_VALUES, N, C)
+    low, high = value_operands(tiles.v.index(number % C.tile.stages), tiles.offsets.index(number % 2), UNPACK_VALUES, N, C)
     weights = tiles.weights.index(number % 2)
     return warpgroup_mma(low, weights, state.low, is_async=True), warpgroup_mma(high, weights, state.high, is_async=True)

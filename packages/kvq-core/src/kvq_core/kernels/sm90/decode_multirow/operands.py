@@ -29,9 +29,9 @@ class Numbers:
 @gluon.jit
 def key_operands(tile, UNPACK: gl.constexpr, C: gl.constexpr):
     """A tile of lanes [KEYS, LANES] as two left operands [KEYS, 64], each of half of the ways, one beside the other."""
-    KEYS: gl.constexpr = C.keys
+    KEYS: gl.constexpr = C.tile.keys
     S: gl.constexpr = C.format.key.ways
-    LEFT: gl.constexpr = left_operand(C.rows)
+    LEFT: gl.constexpr = left_operand(C.tile.rows)
     ways = UNPACK(tile.load(LEFT))
     if S == 2:
         low, high = ways
@@ -48,16 +48,16 @@ def key_operands(tile, UNPACK: gl.constexpr, C: gl.constexpr):
 def four_beside(a, b, c, d, C: gl.constexpr):
     """Ways [KEYS, LANES] -> [KEYS, 4 LANES]."""
     together = gl.join(gl.join(a, c), gl.join(b, d))
-    return together.permute((0, 2, 3, 1)).reshape([C.keys, 4 * (C.head_size // C.format.key.ways)])
+    return together.permute((0, 2, 3, 1)).reshape([C.tile.keys, 4 * (C.shape.head_size // C.format.key.ways)])
 
 
 @gluon.jit
 def value_operands(tile, offsets, UNPACK: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     """A tile of lanes [KEYS, LANES] as two left operands [64, KEYS], each of half of the ways, one above the other. Each warp unpacks
     the ways that its rows are, and no others."""
-    KEYS: gl.constexpr = C.keys
-    LANES: gl.constexpr = C.head_size // C.format.key.ways
-    LEFT: gl.constexpr = left_operand(C.rows)
+    KEYS: gl.constexpr = C.tile.keys
+    LANES: gl.constexpr = C.shape.head_size // C.format.key.ways
+    LEFT: gl.constexpr = left_operand(C.tile.rows)
     transposed = tile.permute((1, 0))
     if LANES == HALF:
         low, high = UNPACK(transposed.load(LEFT))
@@ -78,7 +78,7 @@ def value_operands(tile, offsets, UNPACK: gl.constexpr, N: gl.constexpr, C: gl.c
 @gluon.jit
 def value_offsets(words, OFFSETS: gl.constexpr, C: gl.constexpr):
     """What takes a tile's zero points off: scale words [KEYS] in shared memory -> [64 / LANES, KEYS] float16, for each way of a half."""
-    WAYS: gl.constexpr = HALF // (C.head_size // C.format.key.ways)
+    WAYS: gl.constexpr = HALF // (C.shape.head_size // C.format.key.ways)
     LAYOUT: gl.constexpr = offsets_of(WAYS)
     way = gl.arange(0, WAYS, gl.SliceLayout(1, LAYOUT))
     return OFFSETS(words.load(gl.SliceLayout(0, LAYOUT))[None, :], way[:, None])

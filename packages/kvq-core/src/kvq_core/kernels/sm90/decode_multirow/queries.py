@@ -13,9 +13,9 @@ from kvq_core.kernels.sm90.queries import sign_word
 @gluon.jit
 def rows_of(work, kv_head, LAYOUT: gl.constexpr, C: gl.constexpr):
     """(index in the sequence's query, query head, whether there is such a row) of a tile's rows, [ROWS]."""
-    r = gl.arange(0, C.rows, LAYOUT)
-    valid = (r // C.group < work.num_rows) & (r < C.tokens * C.group)
-    return work.row_start + r // C.group, kv_head * C.group + r % C.group, valid
+    r = gl.arange(0, C.tile.rows, LAYOUT)
+    valid = (r // C.shape.group < work.num_rows) & (r < C.tokens * C.shape.group)
+    return work.row_start + r // C.shape.group, kv_head * C.shape.group + r % C.shape.group, valid
 
 
 @gluon.jit
@@ -23,14 +23,14 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
     """The query rows in shared memory, rotated if the keys are, scaled as in kvq_core.kernels.queries.row_factors; their :class:`Rows`.
 
     Way stands by way, in the order of :func:`~kvq_core.kernels.sm90.decode_multirow.operands.key_operands`."""
-    ROWS: gl.constexpr = C.rows
+    ROWS: gl.constexpr = C.tile.rows
     KEPT: gl.constexpr = gl.SliceLayout(0, product(ROWS))
     index, head, valid = rows_of(work, kv_head, gl.SliceLayout(1, QUERY), C)
-    channel = gl.arange(0, C.head_size, gl.SliceLayout(0, QUERY))
+    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
     at = (work.first_token + index).to(gl.int64) * queries.token_stride + head_offset(head, queries.head_stride, C)
     x = gl.load(queries.ptr + at[:, None] + channel[None, :], mask=valid[:, None], other=0.0).to(gl.float32)
     if queries.factor is not None:
-        x = x * gl.load(queries.factor + kv_head * C.head_size + channel)[None, :]
+        x = x * gl.load(queries.factor + kv_head * C.shape.head_size + channel)[None, :]
     if C.format.key.rotated:
         x = rotated(x, C)
     peak = gl.maximum(gl.max(gl.abs(x), 1), 2.0**-100)
@@ -44,7 +44,7 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
         fold = gl.where(channel % 2 == 1, 1.0 / N.odd, 1.0)[None, :]
         half = (x * fold).to(gl.float16)
         total = gl.sum(half.to(gl.float32) / fold, 1)
-    ways = half.reshape([ROWS, C.head_size // C.format.key.ways, C.format.key.ways]).permute((0, 2, 1))
+    ways = half.reshape([ROWS, C.shape.head_size // C.format.key.ways, C.format.key.ways]).permute((0, 2, 1))
     low, high = gl.split(ways.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
     tiles.query.index(0).store(low)
     tiles.query.index(1).store(high)
@@ -62,13 +62,13 @@ def rotated(x, C: gl.constexpr):
     By additions, not as a product with a matrix: that would stay in registers through the whole kernel, and there are none."""
     SIGNS: gl.constexpr = C.format.key.signs
     if SIGNS is not None:
-        channel = gl.arange(0, C.head_size, gl.SliceLayout(0, QUERY))
+        channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
         kept = gl.zeros_like(channel)
-        for word in gl.static_range(C.head_size // 32):
+        for word in gl.static_range(C.shape.head_size // 32):
             kept = gl.where(channel // 32 == word, sign_word(SIGNS, word, channel) >> (channel % 32), kept)
         x = gl.where((kept & 1)[None, :] == 1, x, -x)
     # What is added lies in one thread, in one layout or in the other.
-    x = gl.convert_layout(x, along(C.rows))
+    x = gl.convert_layout(x, along(C.tile.rows))
     for bit in gl.static_range(3, 7):
         x = butterfly(x, 1 << bit, C)
     x = gl.convert_layout(x, QUERY)
@@ -80,15 +80,15 @@ def rotated(x, C: gl.constexpr):
 @gluon.jit
 def butterfly(x, STEP: gl.constexpr, C: gl.constexpr):
     """Sums and differences of channels that are STEP apart."""
-    pairs = x.reshape([C.rows, C.head_size // (2 * STEP), 2, STEP]).permute((0, 1, 3, 2))
+    pairs = x.reshape([C.tile.rows, C.shape.head_size // (2 * STEP), 2, STEP]).permute((0, 1, 3, 2))
     a, b = gl.split(pairs)
-    return gl.join(a + b, a - b).permute((0, 1, 3, 2)).reshape([C.rows, C.head_size])
+    return gl.join(a + b, a - b).permute((0, 1, 3, 2)).reshape([C.tile.rows, C.shape.head_size])
 
 
 @gluon.jit
 def write_partial(state, rows, unit, work, kv_head, partials, C: gl.constexpr):
     """Store a work tile's partial results, as kvq_core.kernels.epilogue does."""
-    ROWS: gl.constexpr = C.rows
+    ROWS: gl.constexpr = C.tile.rows
     P: gl.constexpr = product(ROWS)
     KEPT: gl.constexpr = gl.SliceLayout(0, P)
     _, _, valid = rows_of(work, kv_head, KEPT, C)

@@ -18,8 +18,8 @@ most."""
 @gluon.jit
 def load_scales(at, tiles, SPLIT: gl.constexpr, OFFSETS: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     """Those of the tile at place ``at``."""
-    BY_KEY: gl.constexpr = gl.SliceLayout(1, product(C.rows))
-    k = gl.full([C.keys], 1.0, gl.float32, BY_KEY)
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, product(C.tile.rows))
+    k = gl.full([C.tile.keys], 1.0, gl.float32, BY_KEY)
     v = k
     zero = k
     offsets = k
@@ -39,8 +39,8 @@ def compare(
     n, first, s, scales, state, rows, tiles, span, EDGE: gl.constexpr, N: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Tile n's products as (scores, the same in log2 units above their rows' maxima, whether these are to be looked up anew: a scalar)."""
-    KEYS: gl.constexpr = C.keys
-    ROWS: gl.constexpr = C.rows
+    KEYS: gl.constexpr = C.tile.keys
+    ROWS: gl.constexpr = C.tile.rows
     P: gl.constexpr = product(ROWS)
     BY_KEY: gl.constexpr = gl.SliceLayout(1, P)
     if N.scaled:
@@ -78,8 +78,8 @@ def weigh(n, first, s, z, too_high, scales, state, rows, tiles, N: gl.constexpr,
 def relative(s, shift, left, C: gl.constexpr):
     """Scores in log2 units above their row's maximum. ``left`` is a power of two, so that a multiply-add is exact but for its own
     rounding."""
-    KEYS: gl.constexpr = C.keys
-    ROWS: gl.constexpr = C.rows
+    KEYS: gl.constexpr = C.tile.keys
+    ROWS: gl.constexpr = C.tile.rows
     nothing = gl.zeros([KEYS, ROWS], gl.float32, product(ROWS))
     return gl.fma(s, nothing + left[None, :], nothing + shift[None, :])
 
@@ -92,11 +92,11 @@ def any_above(z, v_scale, largest, flags, N: gl.constexpr, C: gl.constexpr):
     where a reduction over all threads has two.
     """
     # Keys are spread over warps and eighths of them, rows over the quarters of those; first comes what a thread has to itself.
-    z = z.reshape([C.keys // 64, WARPS, 2, 8, C.rows // 8, 4, 2])
+    z = z.reshape([C.tile.keys // 64, WARPS, 2, 8, C.tile.rows // 8, 4, 2])
     most = gl.max(gl.max(gl.max(gl.max(z, 6), 4), 2), 0)
     high = most > HEADROOM
     if N.scaled:
-        scale = gl.max(gl.max(v_scale.reshape([C.keys // 64, WARPS, 2, 8]), 2), 0)
+        scale = gl.max(gl.max(v_scale.reshape([C.tile.keys // 64, WARPS, 2, 8]), 2), 0)
         scale = gl.convert_layout(scale, gl.SliceLayout(2, most.type.layout), assert_trivial=True)
         high = high | (scale > largest)[:, :, None]
     flags.store(gl.max(high.to(gl.int32).reshape([WARPS, 32]), 1))
@@ -121,4 +121,4 @@ def raise_top(s, v_scale, state, rows, N: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def sum_of_threads(p, C: gl.constexpr):
     """[KEYS, ROWS] -> [4, 8, ROWS]: every thread's keys."""
-    return gl.sum(gl.sum(p.reshape([C.keys // 64, 4, 2, 8, C.rows]), 2), 0)
+    return gl.sum(gl.sum(p.reshape([C.tile.keys // 64, 4, 2, 8, C.tile.rows]), 2), 0)

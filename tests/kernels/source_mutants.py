@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "entries wrong where blocks do not divide tiles",
         "kvq_core/kernels/paged_kv.py",
-        "entry, place = [-(-]number * COUNT{+ // SIZE+} + i[-)-] // SIZE,",
+        "entry, offset = [-(-]number * COUNT{+ // SIZE+} + i[-)-] // SIZE,",
         BLOCKS_OF_24,
     ),
     Mutant("value codes at the keys' strides", "kvq_core/kernels/paged_kv.py", "v = row_offset(tile, [-values-]{+keys+}, C)", TWO_SIZES),

@@ -26,7 +26,7 @@ from kvq_core.kernels.mma import (
     weigh,
 )
 from kvq_core.kernels.narrow_n import narrow, narrow_rows
-from kvq_core.kernels.paged_kv import first_blocks, key_tile, load_chunks, load_scales, places, seen_tiles, tiles_of, unmasked_tiles
+from kvq_core.kernels.paged_kv import first_blocks, key_tile, load_chunks, load_scales, seen_tiles, tile_offsets, tiles_of, unmasked_tiles
 from kvq_core.kernels.prefetch import prefetch_first
 from kvq_core.kernels.queries import load_queries, query_ways, scaled_queries
 from kvq_core.kernels.scheduler import assigned_range, next_work_tile, query_rows
@@ -91,7 +91,7 @@ def attend_work_tile(
     score_factor = unit
     if K.huge_scales:
         score_factor = tl.full(unit.shape, 1.0, tl.float32)
-    left = softmax_unit(score_factor, scoring)
+    score_scale = softmax_unit(score_factor, scoring)
     state = softmax_start(C)
     acc = accumulator(C)
     largest = 1e-30
@@ -100,7 +100,7 @@ def attend_work_tile(
         tiles = tiles_of(work, unmasked, loop, C)
         for t in tl.range(tiles.first, tiles.last, num_stages=C.tile.stages if loop == 0 else C.tile.masked_stages):
             tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, loop, C)
-            k_offset, v_offset = places(keys, values, tile, C)
+            k_offset, v_offset = tile_offsets(keys, values, tile, C)
             k = load_chunks(
                 keys, tile, k_offset, kv_head, K_HEADS, K_ROW, K.side_bytes, C, TRANSPOSED=C.tile.keys_transposed, CLEAR=C.clear_keys
             )
@@ -123,7 +123,7 @@ def attend_work_tile(
             if K.huge_scales:
                 s = s * by_row(unit, C)
             s = finish_scores(s, score_factor, k_scale, scored, tile, work, scoring, loop, C)
-            p, alpha, state = softmax_step(s, left, state, C, EXACT=K.packed)
+            p, alpha, state = softmax_step(s, score_scale, state, C, EXACT=K.packed)
             zeros = None
             if V.scales == "row":
                 weights, shrink, largest = weigh(p, v_scale, largest, C)
@@ -143,4 +143,5 @@ def attend_work_tile(
         acc = accumulated_rows(acc, C.value_unit * unweigh(largest), C)
     else:
         acc = accumulated_rows(acc, 1.0, C)
-    epilogue(acc, softmax_end(state, left, score_base(scoring), C), output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+    state = softmax_end(state, score_scale, score_base(scoring), C)
+    epilogue(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)

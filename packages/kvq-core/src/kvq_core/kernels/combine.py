@@ -38,7 +38,7 @@ def combine_kernel(
 @triton.jit
 def combine_alone(output, output_scale, batch, scoring, splits, partials, num_programs, TILE: tl.constexpr, C: tl.constexpr):
     """Combine a row block on its own. How many splits it has follows from its length: nothing is loaded to know it."""
-    place = tl.program_id(0)
+    program = tl.program_id(0)
     total = only_units(batch, scoring, splits, C)
     num_splits = tl.cdiv(total, range_size(total, num_programs, splits, C))
     first_token = tl.load(batch.cu_seqlens_q)
@@ -47,9 +47,9 @@ def combine_alone(output, output_scale, batch, scoring, splits, partials, num_pr
         # What comes next is the work of the launch before.
         gdc_wait()
     if num_splits > 1:
-        zero = place * 0  # as the kernels' values are: a plain 0 has no width to be widened from
+        zero = program * 0  # as the kernels' values are: a plain 0 has no width to be widened from
         block = RowBlock(first_token, zero, query_len, num_splits, zero)
-        combine_row(place // TILE.slices, place % TILE.slices, block, output, output_scale, scoring, splits, partials, TILE, C)
+        combine_row(program // TILE.slices, program % TILE.slices, block, output, output_scale, scoring, splits, partials, TILE, C)
 
 
 @triton.jit
@@ -57,22 +57,22 @@ def combine_all(output, output_scale, batch, scoring, splits, partials, num_row_
     """The combine kernel of any number of row blocks."""
     TILES: tl.constexpr = C.tile.rows // 8
     ROWS: tl.constexpr = C.tokens * C.shape.group
-    place = tl.program_id(0)
-    if place < num_row_blocks * TILES:
-        block = row_block(place // TILES, num_row_blocks, batch, partials, C)
+    program = tl.program_id(0)
+    if program < num_row_blocks * TILES:
+        block = row_block(program // TILES, num_row_blocks, batch, partials, C)
         if (block.num_splits >= C.tile.least_splits) & (block.num_splits <= TILE.few):
-            combine_rows(place % TILES * 8 + tl.arange(0, 8), block, output, output_scale, scoring, splits, partials, C)
+            combine_rows(program % TILES * 8 + tl.arange(0, 8), block, output, output_scale, scoring, splits, partials, C)
     else:
-        place -= num_row_blocks * TILES
-        part = place % TILE.slices
-        place = place // TILE.slices
-        numbers = place // ROWS * TILE.blocks + tl.arange(0, TILE.blocks)
+        program -= num_row_blocks * TILES
+        part = program % TILE.slices
+        program = program // TILE.slices
+        numbers = program // ROWS * TILE.blocks + tl.arange(0, TILE.blocks)
         many = row_block(numbers, num_row_blocks, batch, partials, C).num_splits > TILE.few
         # From the first of them to the last: mostly there is one, or none.
         for number in range(tl.min(tl.where(many, numbers, num_row_blocks), 0), tl.max(tl.where(many, numbers + 1, 0), 0)):
             block = row_block(number, num_row_blocks, batch, partials, C)
             if block.num_splits > TILE.few:
-                combine_row(place % ROWS, part, block, output, output_scale, scoring, splits, partials, TILE, C)
+                combine_row(program % ROWS, part, block, output, output_scale, scoring, splits, partials, TILE, C)
 
 
 @triton.jit
@@ -150,8 +150,8 @@ def load_partials(at, valid, partials, C: tl.constexpr):
     mask = valid[:, None] & (lane < C.value_heads.lanes)[None, :]
     acc = ()
     for s in tl.static_range(tl.constexpr(C.format.value.ways)):
-        place = at[:, None] * partials.row_stride + lane[None, :] + s * C.value_heads.lanes
-        acc = acc + (tl.load(partials.acc + place, mask=mask, other=0.0),)
+        offset = at[:, None] * partials.row_stride + lane[None, :] + s * C.value_heads.lanes
+        acc = acc + (tl.load(partials.acc + offset, mask=mask, other=0.0),)
     return state, acc
 
 
@@ -176,7 +176,7 @@ def combine_row(r, part, block, output, output_scale, scoring, splits, partials,
         lane += part * WIDTH
     channel = lane * HEADS.ways + way
     inside = lane < HEADS.lanes
-    place = way * HEADS.lanes + lane
+    offset = way * HEADS.lanes + lane
     top = tl.full([SPLITS], float("-inf"), tl.float32)
     total = tl.zeros([SPLITS], tl.float32)
     acc = tl.zeros([SPLITS, WAYS, WIDTH], tl.float32)
@@ -187,7 +187,7 @@ def combine_row(r, part, block, output, output_scale, scoring, splits, partials,
         split_max = tl.load(partials.max + at, mask=exists, other=float("-inf"))
         split_sum = tl.load(partials.sum + at, mask=exists, other=0.0)
         mask = exists[:, None, None] & inside[None, :, :]
-        values = tl.load(partials.acc + (at * partials.row_stride)[:, None, None] + place[None, :, :], mask=mask, other=0.0)
+        values = tl.load(partials.acc + (at * partials.row_stride)[:, None, None] + offset[None, :, :], mask=mask, other=0.0)
         grown = tl.maximum(top, split_max)
         safe = tl.where(grown == float("-inf"), 0.0, grown)
         alpha, weight = tl.exp2(top - safe), tl.exp2(split_max - safe)

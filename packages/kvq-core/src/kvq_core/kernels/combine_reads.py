@@ -13,11 +13,11 @@ def combine_reads_kernel(
     channel = tl.arange(0, WIDTH)
     valid = row < num_rows
     mask = valid[:, None] & (channel < SIZE)[None, :]
-    place = row.to(tl.int64)[:, None] * SIZE + channel[None, :]
+    offset = row.to(tl.int64)[:, None] * SIZE + channel[None, :]
     one_lse = tl.load(lse + row, mask=valid, other=float("-inf"))
     two_lse = tl.load(other_lse + row, mask=valid, other=float("-inf"))
-    one = tl.load(out + place, mask=mask, other=0.0).to(tl.float32)
-    two = tl.load(other + place, mask=mask, other=0.0).to(tl.float32)
+    one = tl.load(out + offset, mask=mask, other=0.0).to(tl.float32)
+    two = tl.load(other + offset, mask=mask, other=0.0).to(tl.float32)
     top = tl.maximum(one_lse, two_lse)
     # Rows that saw nothing: -inf - -inf would be NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -25,5 +25,5 @@ def combine_reads_kernel(
     total = one_weight + two_weight
     inverse = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
     combined = one * (one_weight * inverse)[:, None] + two * (two_weight * inverse)[:, None]
-    tl.store(result + place, combined.to(result.dtype.element_ty), mask=mask)
+    tl.store(result + offset, combined.to(result.dtype.element_ty), mask=mask)
     tl.store(result_lse + row, tl.where(total == 0.0, float("-inf"), base + tl.log(tl.where(total == 0.0, 1.0, total))), mask=valid)

@@ -64,8 +64,8 @@ def own_lanes(x, C: tl.constexpr):
         result = tl.sum(tl.where(own[:, None, :, None], tl.reshape(x, [FOLD, ROWS, FOLD, LANES]), 0.0), 2)
     else:
         lane = tl.arange(0, WIDTH)[None, :]
-        place = lane % LANES + tl.arange(0, FOLD * ROWS)[:, None] // ROWS * LANES
-        result = tl.reshape(tl.where(lane < LANES, tl.gather(x, place, 1), 0.0), [FOLD, ROWS, WIDTH])
+        source = lane % LANES + tl.arange(0, FOLD * ROWS)[:, None] // ROWS * LANES
+        result = tl.reshape(tl.where(lane < LANES, tl.gather(x, source, 1), 0.0), [FOLD, ROWS, WIDTH])
     return result
 
 

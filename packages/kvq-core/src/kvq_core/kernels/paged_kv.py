@@ -98,7 +98,7 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, LOOP
         number = tl.where(number < tiles.gap_at, number, number + tiles.gap)
     position = number * KEYS + tl.arange(0, KEYS)
     CHECKED: tl.constexpr = LOOP == C.tile.loops - 1
-    # Ids are copied to shared memory, a word for each thread: of one word to many places, with bank conflicts (docs/performance.md).
+    # Ids are copied to shared memory, a word for each thread: of one word to many addresses, with bank conflicts (docs/performance.md).
     TOGETHER: tl.constexpr = 1 if CHECKED else C.keys_an_id
     COUNT: tl.constexpr = KEYS // TOGETHER
     if CHECKED:
@@ -135,18 +135,18 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, LOOP
 
 @triton.jit
 def entries_of(number, i, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """(entry in the block table, place in the block) of the places ``i`` of a tile of COUNT, of which a block has SIZE.
+    """(entry in the block table, offset in the block) of the keys ``i`` of a tile of COUNT, of which a block has SIZE.
 
     What is divided has no tile's number in it, where possible: a division of what might be negative is five instructions, each time.
     """
     if COUNT % SIZE == 0:
-        entry, place = number * (COUNT // SIZE) + i // SIZE, i % SIZE
+        entry, offset = number * (COUNT // SIZE) + i // SIZE, i % SIZE
     elif SIZE % COUNT == 0:
         TILES: tl.constexpr = SIZE // COUNT
-        entry, place = number // TILES + i * 0, number % TILES * COUNT + i
+        entry, offset = number // TILES + i * 0, number % TILES * COUNT + i
     else:
-        entry, place = (number * COUNT + i) // SIZE, (number * COUNT + i) % SIZE
-    return entry, place
+        entry, offset = (number * COUNT + i) // SIZE, (number * COUNT + i) % SIZE
+    return entry, offset
 
 
 @triton.jit
@@ -170,11 +170,11 @@ def lane_row_places(number, work, batch, table_stride, num_blocks, CHECKED: tl.c
     else:
         valid = tl.full([LANE_ROWS], True, tl.int1)
     table = batch.block_table + work.seq.to(tl.int64) * table_stride
-    entry, place = entries_of(number, tl.arange(0, LANE_ROWS), LANE_ROWS, ROWS_A_BLOCK)
+    entry, offset = entries_of(number, tl.arange(0, LANE_ROWS), LANE_ROWS, ROWS_A_BLOCK)
     block = load_blocks(table + entry, valid, tl.constexpr(LANE_ROWS < C.tile.warps * 32))
     if CHECKED:
         block = tl.where(block_exists(block, num_blocks), block, 0)
-    return block, place
+    return block, offset
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def page_offset(block, slot, block_stride, slot_stride, C: tl.constexpr):
 
 
 @triton.jit
-def places(keys, values, tile, C: tl.constexpr):
+def tile_offsets(keys, values, tile, C: tl.constexpr):
     """Offsets of a tile's codes in both planes; computed once where the planes have the same strides."""
     k = row_offset(tile, keys, C)
     if C.shape.same_strides:
@@ -221,7 +221,7 @@ def row_offset(tile, plane, C: tl.constexpr):
 
 @triton.jit
 def load_lanes(
-    plane, tile, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr = False, CLEAR: tl.constexpr = False,
+    plane, tile, offset, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr = False, CLEAR: tl.constexpr = False,
     FIRST: tl.constexpr = 0, COUNT: tl.constexpr = 0,
 ):  # fmt: skip
     """COUNT lanes (0: all) of a tile's rows, from lane FIRST on, [KEYS // FOLD, COUNT], or transposed if TRANSPOSED.
@@ -235,10 +235,10 @@ def load_lanes(
     base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_BYTES)
     inside = lane < LANES
     if TRANSPOSED:
-        at = base + place[None, :] + lane[:, None]
+        at = base + offset[None, :] + lane[:, None]
         inside = inside[:, None]
     else:
-        at = base + place[:, None] + lane[None, :]
+        at = base + offset[:, None] + lane[None, :]
         inside = inside[None, :]
     if CLEAR:
         lanes = tl.load(at, mask=valid_lanes(tile, lane, TRANSPOSED, HEADS, C) & inside, other=0)
@@ -267,7 +267,7 @@ def valid_lanes(tile, lane, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, C: tl
 
 @triton.jit
 def load_side_bytes(
-    plane, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+    plane, offset, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
     """The bytes beside COUNT lanes of a tile's rows, from lane FIRST on, uint8 in the shape of :func:`load_lanes`.
 
@@ -277,10 +277,10 @@ def load_side_bytes(
     base = (plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes).to(tl.pointer_type(tl.uint8), bitcast=True)
     base = tl.multiple_of(base, ALIGNMENT)
     if TRANSPOSED:
-        at = base + place[None, :] * 2 + lane[:, None]
+        at = base + offset[None, :] * 2 + lane[:, None]
         inside = (lane < HEADS.lanes)[:, None]
     else:
-        at = base + place[:, None] * 2 + lane[None, :]
+        at = base + offset[:, None] * 2 + lane[None, :]
         inside = (lane < HEADS.lanes)[None, :]
     if FIRST + COUNT > HEADS.lanes:
         side = tl.load(at, mask=inside, other=0)
@@ -291,7 +291,7 @@ def load_side_bytes(
 
 @triton.jit
 def load_chunks(
-    plane, tile, place, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr,
+    plane, tile, offset, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr,
     CLEAR: tl.constexpr,
 ):  # fmt: skip
     """The codes of a tile in the chunks that its rows are multiplied in, a tuple of what :func:`load_lanes` gives.
@@ -299,9 +299,9 @@ def load_chunks(
     SIDE: of pairs, with :func:`load_side_bytes`."""
     result = ()
     for i in tl.static_range(len(ROW.chunks)):
-        chunk = load_lanes(plane, tile, place, kv_head, HEADS, C, TRANSPOSED, CLEAR, ROW.chunk_starts[i], ROW.chunks[i])
+        chunk = load_lanes(plane, tile, offset, kv_head, HEADS, C, TRANSPOSED, CLEAR, ROW.chunk_starts[i], ROW.chunks[i])
         if SIDE:
-            chunk = (chunk, load_side_bytes(plane, place, kv_head, HEADS, C, TRANSPOSED, ROW.chunk_starts[i], ROW.chunks[i]))
+            chunk = (chunk, load_side_bytes(plane, offset, kv_head, HEADS, C, TRANSPOSED, ROW.chunk_starts[i], ROW.chunks[i]))
         result = result + (chunk,)
     return result
 

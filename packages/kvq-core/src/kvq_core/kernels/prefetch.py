@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import Tiles
-from kvq_core.kernels.paged_kv import key_tile, page_offset, places
+from kvq_core.kernels.paged_kv import key_tile, page_offset, tile_offsets
 
 SECTORS = tl.constexpr(64)  # bytes that memory sends together
 
@@ -22,7 +22,7 @@ def prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks,
         LAST: tl.constexpr = C.tile.loops - 1  # the loop that checks whether blocks exist
         first = work.start // C.tile.keys
         tile = key_tile(first, Tiles(first, first + 1, first + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
-        k_offset, v_offset = places(keys, values, tile, C)
+        k_offset, v_offset = tile_offsets(keys, values, tile, C)
         request_rows(keys, k_offset, kv_head, K_HEADS, C)
         request_rows(values, v_offset, kv_head, V_HEADS, C)
         if C.format.key.scales == "row":
@@ -32,18 +32,18 @@ def prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks,
 
 
 @triton.jit
-def request_rows(plane, place, kv_head, HEADS: tl.constexpr, C: tl.constexpr):
+def request_rows(plane, offset, kv_head, HEADS: tl.constexpr, C: tl.constexpr):
     SIZE: tl.constexpr = plane.codes.dtype.element_ty.primitive_bitwidth // 8
     COUNT: tl.constexpr = (HEADS.lanes * SIZE + SECTORS - 1) // SECTORS
     base = plane.codes + kv_head.to(tl.int64) * plane.head_stride
     for i in tl.static_range(COUNT):
-        request(base + (place + i * (SECTORS // SIZE)))
+        request(base + (offset + i * (SECTORS // SIZE)))
 
 
 @triton.jit
 def request_scales(plane, tile, kv_head, C: tl.constexpr):
-    place = page_offset(tile.block, tile.slot, plane.scale_block_stride, plane.scale_slot_stride, C)
-    request(plane.scales + (kv_head.to(tl.int64) * plane.scale_head_stride + place))
+    offset = page_offset(tile.block, tile.slot, plane.scale_block_stride, plane.scale_slot_stride, C)
+    request(plane.scales + (kv_head.to(tl.int64) * plane.scale_head_stride + offset))
 
 
 @triton.jit

@@ -70,22 +70,22 @@ def scaled_queries(ways, queries, factor, C: tl.constexpr):
     """
     K: tl.constexpr = C.format.key
     if K.packed:
-        factors, left = row_factors(largest_in_row(ways), factor * K.level)
-        total = tl.zeros_like(left)
+        factors, score_scale = row_factors(largest_in_row(ways), factor * K.level)
+        total = tl.zeros_like(score_scale)
         result = ()
         for s in tl.static_range(tl.constexpr(K.ways)):
             x = (ways[s].to(tl.float32) * (factors * (1.0 / C.key_gains[s]))[:, None]).to(tl.float16)
             if K.zero != 0.0 or K.split is not None:
                 total += tl.sum(x.to(tl.float32), 1) * C.key_gains[s]
             result = result + (x,)
-        left, total = left * C.key_unit, total * C.key_zero
+        score_scale, total = score_scale * C.key_unit, total * C.key_zero
     else:
-        left = tl.full([C.tile.rows], 1.0, tl.float32) * factor
-        total = left
+        score_scale = tl.full([C.tile.rows], 1.0, tl.float32) * factor
+        total = score_scale
         result = ()
         for s in tl.static_range(tl.constexpr(K.ways)):
             result = result + (ways[s].to(queries.ptr.dtype.element_ty),)
-    return result, left, total
+    return result, score_scale, total
 
 
 @triton.jit

@@ -75,10 +75,10 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, LOOP: tl.constexp
 def softmax_unit(unit, scoring):
     """What is left to multiply scores by, [ROWS]: log2 units for each of theirs. Above 0, so that -inf stays what it is."""
     if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
-        left = tl.full(unit.shape, 1.0, tl.float32)
+        score_scale = tl.full(unit.shape, 1.0, tl.float32)
     else:
-        left = tl.maximum(unit, 2.0**-126)
-    return left
+        score_scale = tl.maximum(unit, 2.0**-126)
+    return score_scale
 
 
 @triton.jit

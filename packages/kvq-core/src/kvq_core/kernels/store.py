@@ -46,10 +46,10 @@ def new_rows(slot_mapping, num_tokens, num_slots, C: tl.constexpr):
 
 
 @triton.jit
-def rows_at(place, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
-    """:func:`new_rows` at ``place``, 0 to ROWS - 1."""
+def rows_at(row, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
+    """:func:`new_rows` at ``row``, 0 to ROWS - 1."""
     # Unsigned where it is divided: what may be negative takes five instructions for a shift.
-    index = tl.program_id(0).to(tl.uint32).to(tl.int64) * C.rows + place
+    index = tl.program_id(0).to(tl.uint32).to(tl.int64) * C.rows + row
     token = index // C.num_kv_heads
     exists = token < num_tokens
     # Negative slots, and those of rows there are not, are as large as can be.

@@ -55,7 +55,7 @@ class Buffers(NamedTuple):
     """Shared memory for ``stages`` tiles: operands, what goes with each key, and barriers that say which are full and which free.
 
     ``k_scales``, ``v_scales`` [KEYS] float32: the values' relative to the largest so far, which is in all of ``v_largest`` [HALF].
-    ``places`` [KEYS] int32: each key's position, beyond all others if it is not to be seen.
+    ``positions`` [KEYS] int32: each key's position, beyond all others if it is not to be seen.
     """
 
     k: Any
@@ -63,7 +63,7 @@ class Buffers(NamedTuple):
     k_scales: Any
     v_scales: Any
     v_largest: Any
-    places: Any
+    positions: Any
     k_full: Any
     v_full: Any
     k_free: Any

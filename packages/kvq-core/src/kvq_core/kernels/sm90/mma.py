@@ -22,7 +22,7 @@ def multiply_tiles(
 ):  # fmt: skip
     """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
     D: gl.constexpr = C.shape.head_size
-    left = load_queries(work, GROUP, BALANCED, ADJACENT, C)
+    score_scale = load_queries(work, GROUP, BALANCED, ADJACENT, C)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
     acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
@@ -31,10 +31,10 @@ def multiply_tiles(
     whole = gl.where(all_exist(0, span.whole * C.tile.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
     for n in range(0, whole):
-        acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, False, C)
+        acc, top, total, largest = multiply(n, acc, top, total, largest, score_scale, position, query, shared, SCALED, False, C)
     for n in range(whole, span.last):
-        acc, top, total, largest = multiply(n, acc, top, total, largest, left, position, query, shared, SCALED, True, C)
-    scale, top, total = take_sink(top, total, left, head, valid, work, SINKS)
+        acc, top, total, largest = multiply(n, acc, top, total, largest, score_scale, position, query, shared, SCALED, True, C)
+    scale, top, total = take_sink(top, total, score_scale, head, valid, work, SINKS)
     if LSE:
         at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
         gl.store(work.lse + at, (top + gl.log2(total)) * LN2, mask=valid)
@@ -46,7 +46,7 @@ def multiply_tiles(
 
 @gluon.jit
 def multiply(
-    n, acc, top, total, largest, left, position, query, shared,
+    n, acc, top, total, largest, score_scale, position, query, shared,
     SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
@@ -65,17 +65,17 @@ def multiply(
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
         s = gl.fma(s, nothing + k_scale[None, :], nothing)
     if EDGE:
-        place = shared.places.index(at).load(COLUMNS)
+        key_position = shared.positions.index(at).load(COLUMNS)
         mbarrier.arrive(shared.k_free.index(at), count=1)
-        s = gl.where(place[None, :] <= position[:, None], s, float("-inf"))
+        s = gl.where(key_position[None, :] <= position[:, None], s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1))
     safe = gl.where(new == float("-inf"), 0.0, new)
     if C.format.key.packed:
         # A power of two: both products are exact, and the largest score is 0 away from itself, merged or not.
-        p = gl.exp2(gl.fma(s, nothing + left[:, None], nothing - (safe * left)[:, None]))
+        p = gl.exp2(gl.fma(s, nothing + score_scale[:, None], nothing - (safe * score_scale)[:, None]))
     else:
-        p = gl.exp2((s - safe[:, None]) * left[:, None])
-    alpha = gl.exp2((top - safe) * left)
+        p = gl.exp2((s - safe[:, None]) * score_scale[:, None])
+    alpha = gl.exp2((top - safe) * score_scale)
     total = total * alpha + gl.sum(p, 1)
     mbarrier.wait(shared.v_full.index(at), full)
     if SCALED:
@@ -93,12 +93,12 @@ def multiply(
 
 
 @gluon.jit
-def take_sink(top, total, left, head, valid, work, SINKS: gl.constexpr):
+def take_sink(top, total, score_scale, head, valid, work, SINKS: gl.constexpr):
     """(factor for the accumulator, maximum in log2 units, sum of weights) with exp(sink) in the sum."""
     factor = gl.full_like(total, 1.0)
     zero = gl.zeros_like(total)
     # Products rounded before the difference, as in softmax.add_sink.
-    top = gl.fma(top, left, zero)
+    top = gl.fma(top, score_scale, zero)
     if SINKS:
         sink = gl.load(work.sinks + head, mask=valid, other=float("-inf")).to(gl.float32)
         sink = gl.fma(sink, gl.full_like(total, LOG2E), zero)

@@ -71,10 +71,10 @@ def attend_in_groups(
         matrix = q_tile
         if C.format.key.rotated:
             matrix = gl.allocate_shared_memory(gl.bfloat16, [D, D], OPERAND)
-        places = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS], PLAIN)
-        k_scales = places
-        v_scales = places
-        v_largest = places
+        positions = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS], PLAIN)
+        k_scales = positions
+        v_scales = positions
+        v_largest = positions
         if SCALED:
             k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN)
             v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN)
@@ -90,7 +90,7 @@ def attend_in_groups(
             mbarrier.init(v_free.index(at), count=GROUPS)
         ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(ready, count=GROUPS)
-        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, places, k_full, v_full, k_free, v_free)
+        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free)
 
         BALANCED: gl.constexpr = queries.factor is not None
         SINKS: gl.constexpr = scoring.sinks is not None

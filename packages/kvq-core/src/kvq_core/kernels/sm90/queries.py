@@ -9,18 +9,18 @@ from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, OPERAND, PRODUCT, QUERY
 
 
 @gluon.jit
-def channel_at(place, ADJACENT: gl.constexpr, C: gl.constexpr):
-    """The channel at a place of an unpacked row: all words' first pairs of channels come first, then all their second ones, and so on.
+def channel_at(index, ADJACENT: gl.constexpr, C: gl.constexpr):
+    """The channel at an index of an unpacked row: all words' first pairs of channels come first, then all their second ones, and so on.
 
     A pair of a word is (ADJACENT) of neighbours, or else of one way in the word's two lanes.
     """
     S: gl.constexpr = C.format.key.ways
-    channel = place
+    channel = index
     if S > 1:
         WORDS: gl.constexpr = C.shape.head_size // (2 * S)
-        word = place // 2 % WORDS
-        pair = place // (2 * WORDS)
-        half = place % 2
+        word = index // 2 % WORDS
+        pair = index // (2 * WORDS)
+        half = index % 2
         if ADJACENT:
             channel = word * (2 * S) + pair * 2 + half
         else:
@@ -46,17 +46,17 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     """
     D: gl.constexpr = C.shape.head_size
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
-    place = gl.arange(0, D, gl.SliceLayout(0, QUERY))
-    channel = place
+    index = gl.arange(0, D, gl.SliceLayout(0, QUERY))
+    channel = index
     if not C.format.key.rotated:
-        channel = channel_at(place, ADJACENT, C)
+        channel = channel_at(index, ADJACENT, C)
     offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
     x = gl.load(work.queries + offset[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
     tile = work.tile.index(GROUP)
     y = x
     if BALANCED:
         y = x.to(gl.float32) * gl.load(work.factor + work.kv_head * D + channel)[None, :]
-    left = gl.full([HALF], 0.0, gl.float32, ROWS) + work.score_unit
+    score_scale = gl.full([HALF], 0.0, gl.float32, ROWS) + work.score_unit
     if not C.format.key.packed:
         tile.store(y.to(x.dtype))
     else:
@@ -68,10 +68,10 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
         top = gl.minimum(gl.maximum(gl.max(gl.abs(y), 1) * work.score_unit, 2.0**-100), 2.0**120)
         power = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
         tile.store((y * (work.score_unit * (0.5 / power))[:, None]).to(gl.float16))
-        left = gl.convert_layout(power, ROWS) * 2.0
+        score_scale = gl.convert_layout(power, ROWS) * 2.0
     fence_async_shared()
     # Above 0, so that -inf stays what it is.
-    return gl.maximum(left, 2.0**-126)
+    return gl.maximum(score_scale, 2.0**-126)
 
 
 @gluon.jit

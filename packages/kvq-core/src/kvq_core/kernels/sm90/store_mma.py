@@ -120,8 +120,8 @@ def rotated_pairs(x, HEADS: gl.constexpr, SIGNS: gl.constexpr, WAYS: gl.constexp
     negative = signed_matrix(1, WARPS, x.dtype)
     products = ()
     for upper in gl.static_range(UPPER):
-        for place in gl.static_range(2 * HIGH):
-            products = products + (summed(operands, upper * 2 * HIGH, place, 2 * HIGH, WARPS, positive, negative),)
+        for index in gl.static_range(2 * HIGH):
+            products = products + (summed(operands, upper * 2 * HIGH, index, 2 * HIGH, WARPS, positive, negative),)
     y = interleave(products, 16 * WARPS, 16, COUNT).reshape([WARPS, 2, 8, 2, 4, 2, UPPER, HIGH, 2])
     y = y.permute((0, 6, 2, 7, 4, 8, 3, 5, 1)).reshape([C.rows, HEADS.size])
     return deinterleave(y, C.rows, HEADS.size // WAYS, WAYS)

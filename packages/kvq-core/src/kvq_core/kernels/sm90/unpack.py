@@ -36,24 +36,24 @@ def unpack_tiles(
     k_word = gl.zeros([KEYS], gl.float32, VECTOR)
     v_word = k_word
     largest = gl.to_tensor(1e-30)
-    block, slot, seen, place = key_places(0, span, BY_ROW, C)
+    block, slot, seen, key_position = key_positions(0, span, BY_ROW, C)
     k = load_words(keys, block, slot, seen, True, WORDS, LAYOUT, C)
     v = load_words(values, block, slot, seen, FINITE, WORDS, LAYOUT, C)
-    block, slot, seen, place = key_places(0, span, VECTOR, C)
+    block, slot, seen, key_position = key_positions(0, span, VECTOR, C)
     if SCALED:
         k_word = load_scales(keys, block, slot, seen)
         v_word = load_scales(values, block, slot, seen)
     for n in range(0, span.last):
         at = n % C.tile.stages
         free = (n // C.tile.stages) & 1 ^ 1
-        row_block, row_slot, row_seen, _ = key_places(n + 1, span, BY_ROW, C)
+        row_block, row_slot, row_seen, _ = key_positions(n + 1, span, BY_ROW, C)
         mbarrier.wait(shared.k_free.index(at), free)
-        shared.places.index(at).store(gl.where(seen, place, UNSEEN))
+        shared.positions.index(at).store(gl.where(seen, key_position, UNSEEN))
         if SCALED:
             shared.k_scales.index(at).store(SCALE_OF(k_word) * KEY_PRESCALE)
         hand_over(k, gl.convert_layout(k_word, BY_ROW), shared.k.index(at), shared.k_full.index(at), UNPACK, C)
         k = load_words(keys, row_block, row_slot, row_seen, True, WORDS, LAYOUT, C)
-        block, slot, seen, place = key_places(n + 1, span, VECTOR, C)
+        block, slot, seen, key_position = key_positions(n + 1, span, VECTOR, C)
         if SCALED:
             k_word = load_scales(keys, block, slot, seen)
         mbarrier.wait(shared.v_free.index(at), free)
@@ -85,10 +85,10 @@ def copy_tiles(keys, values, span, shared, C: gl.constexpr):
     for n in range(0, span.last):
         at = n % C.tile.stages
         free = (n // C.tile.stages) & 1 ^ 1
-        block, slot, seen, _ = key_places(n, span, gl.SliceLayout(1, QUERY), C)
-        _, _, key_seen, place = key_places(n, span, VECTOR, C)
+        block, slot, seen, _ = key_positions(n, span, gl.SliceLayout(1, QUERY), C)
+        _, _, key_seen, key_position = key_positions(n, span, VECTOR, C)
         mbarrier.wait(shared.k_free.index(at), free)
-        shared.places.index(at).store(gl.where(key_seen, place, UNSEEN))
+        shared.positions.index(at).store(gl.where(key_seen, key_position, UNSEEN))
         copy_rows(shared.k.index(at), keys, block, slot, seen, C)
         mbarrier.wait(shared.v_free.index(at), free)
         copy_rows(shared.v.index(at), values, block, slot, seen, C)
@@ -117,7 +117,7 @@ def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
 
 
 @gluon.jit
-def key_places(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
+def key_positions(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
     """(block, slot, whether it is there to be seen, position) of a tile's keys, [KEYS]; unseen ones lie in some block that exists."""
     position = number * C.tile.keys + gl.arange(0, C.tile.keys, LAYOUT)
     inside = gl.maximum(gl.minimum(position, span.stop - 1), 0)

@@ -47,9 +47,9 @@ def exist(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
+def copy_tile(location, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.constexpr):
     """Begin to copy a tile's codes and scales to place ``at``: one group of copies, of nothing but zeros beyond the last tile."""
-    block, slot = places.block, places.slot
+    block, slot = location.block, location.slot
     if C.shape.wide_planes:
         block = block.to(gl.int64)
         slot = slot.to(gl.int64)
@@ -59,10 +59,10 @@ def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constex
         v_offset = (block * (v.block_stride // 8) + slot * (v.slot_stride // 8)) * 8
     LANES: gl.constexpr = C.shape.head_size // C.format.key.ways
     lane = gl.arange(0, LANES, gl.SliceLayout(0, copying(LANES)))[None, :]
-    copy(tiles.k.index(at), k.codes + (k_offset[:, None] + lane), places.exists[:, None], CHECKED)
-    copy(tiles.v.index(at), v.codes + (v_offset[:, None] + lane), places.exists[:, None], CHECKED)
+    copy(tiles.k.index(at), k.codes + (k_offset[:, None] + lane), location.exists[:, None], CHECKED)
+    copy(tiles.v.index(at), v.codes + (v_offset[:, None] + lane), location.exists[:, None], CHECKED)
     if SCALED:
-        block, slot = places.scale_block, places.scale_slot
+        block, slot = location.scale_block, location.scale_slot
         if C.shape.wide_planes:
             block = block.to(gl.int64)
             slot = slot.to(gl.int64)
@@ -70,8 +70,8 @@ def copy_tile(places, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.constex
         v_offset = k_offset
         if not C.shape.same_strides:
             v_offset = block * v.scale_block_stride + slot * v.scale_slot_stride
-        copy(tiles.k_scales.index(at), k.scales + k_offset, places.scale_exists, CHECKED)
-        copy(tiles.v_scales.index(at), v.scales + v_offset, places.scale_exists, CHECKED)
+        copy(tiles.k_scales.index(at), k.scales + k_offset, location.scale_exists, CHECKED)
+        copy(tiles.v_scales.index(at), v.scales + v_offset, location.scale_exists, CHECKED)
     async_copy.commit_group()
 
 

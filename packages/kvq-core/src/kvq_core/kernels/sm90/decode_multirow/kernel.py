@@ -111,14 +111,14 @@ def attend_multirow(
             state = weigh(first, first, s, z, too_high, scales, state, rows, tiles, N, C)
             # Keys are copied two tiles ahead and found three: those away from the edges need no mask in any.
             middle = gl.maximum(whole - (STAGES - 1), first + 1)
-            places = find_tile(first + STAGES - 1, span, True, N.scaled, C)
+            location = find_tile(first + STAGES - 1, span, True, N.scaled, C)
             for n in range(first + 1, middle):
-                state, places = step(
-                    n, first, state, places, rows, k, v, tiles, span, False, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
+                state, location = step(
+                    n, first, state, location, rows, k, v, tiles, span, False, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
                 )  # fmt: skip
             for n in range(middle, last):
-                state, places = step(
-                    n, first, state, places, rows, k, v, tiles, span, True, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
+                state, location = step(
+                    n, first, state, location, rows, k, v, tiles, span, True, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
                 )  # fmt: skip
             thread_barrier()
             low, high = begin_values(last - 1 - first, state, tiles, UNPACK_VALUES, N, C)
@@ -135,11 +135,11 @@ def attend_multirow(
 
 @gluon.jit
 def step(
-    n, first, state, places, rows, k, v, tiles, span, EDGE: gl.constexpr,
+    n, first, state, location, rows, k, v, tiles, span, EDGE: gl.constexpr,
     UNPACK_KEYS: gl.constexpr, UNPACK_VALUES: gl.constexpr, SPLIT: gl.constexpr, OFFSETS: gl.constexpr,
     N: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Tile n's scores and weights, and the values of the tile before it. ``places`` are the next tile's to copy; those after it come back,
+    """Tile n's scores and weights, and the values of the tile before it. ``location`` is the next tile's to copy; those after it come back,
     asked for a whole turn before the copy that needs them.
 
     Shared memory is read in the first half, up to the barrier in :func:`compare`, and copied to in the second: Triton takes all places of a
@@ -155,7 +155,7 @@ def step(
     s = warpgroup_mma_wait(2, deps=(s,))
     state = State(low, high, state.total, state.shift, state.largest, state.grow)
     s, z, too_high = compare(n, first, s, scales, state, rows, tiles, span, EDGE, N, C)
-    copy_tile(places, (at + STAGES - 2) % STAGES, k, v, tiles, EDGE, N.scaled, C)
+    copy_tile(location, (at + STAGES - 2) % STAGES, k, v, tiles, EDGE, N.scaled, C)
     return weigh(n, first, s, z, too_high, scales, state, rows, tiles, N, C), later
 
 

@@ -107,7 +107,7 @@ class Places(NamedTuple):
 class Rows(NamedTuple):
     """Facts of the query rows, [ROWS]: what is left to multiply scores by, what the codes' offset adds to them, and positions."""
 
-    left: Any
+    score_scale: Any
     seed: Any
     position: Any
 

@@ -50,9 +50,9 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
     tiles.query.index(1).store(high)
     fence_async_shared()
     # Above 0, so that -inf stays what it is.
-    left = gl.maximum(gl.convert_layout(power, KEPT) * (1.0 / (N.peak * N.unit)), 2.0**-126)
+    score_scale = gl.maximum(gl.convert_layout(power, KEPT) * (1.0 / (N.peak * N.unit)), 2.0**-126)
     index, _, _ = rows_of(work, kv_head, KEPT, C)
-    return Rows(left, gl.convert_layout(total, KEPT) * (N.offset * N.unit), work.context_len + index)
+    return Rows(score_scale, gl.convert_layout(total, KEPT) * (N.offset * N.unit), work.context_len + index)
 
 
 @gluon.jit

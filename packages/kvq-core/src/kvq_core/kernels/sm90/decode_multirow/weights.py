@@ -52,7 +52,7 @@ def compare(
         seen = exist(n, span, BY_KEY, C)[:, None] & (position[:, None] <= rows.position[None, :])
         s = gl.where(seen, s, float("-inf"))
     # A row without a maximum has scores above it, if it sees any. A work tile's first key tile is looked at whatever they are.
-    z = relative(s, state.shift, rows.left, C)
+    z = relative(s, state.shift, rows.score_scale, C)
     high = any_above(z, scales.v, state.largest, tiles.flags.index((n - first) % 2), N, C)
     return s, z, (n == first) | high
 
@@ -64,7 +64,7 @@ def weigh(n, first, s, z, too_high, scales, state, rows, tiles, N: gl.constexpr,
     state = State(low, high, state.total, state.shift, state.largest, state.grow)
     if too_high:
         state = raise_top(s, scales.v, state, rows, N, C)
-        z = relative(s, state.shift, rows.left, C)
+        z = relative(s, state.shift, rows.score_scale, C)
     p = gl.exp2(z)
     total = state.total + sum_of_threads(p, C)
     tiles.weights.index((n - first) % 2).store((p * (scales.v * state.grow)[:, None]).to(gl.float16))
@@ -75,13 +75,13 @@ def weigh(n, first, s, z, too_high, scales, state, rows, tiles, N: gl.constexpr,
 
 
 @gluon.jit
-def relative(s, shift, left, C: gl.constexpr):
-    """Scores in log2 units above their row's maximum. ``left`` is a power of two, so that a multiply-add is exact but for its own
+def relative(s, shift, score_scale, C: gl.constexpr):
+    """Scores in log2 units above their row's maximum. ``score_scale`` is a power of two, so that a multiply-add is exact but for its own
     rounding."""
     KEYS: gl.constexpr = C.tile.keys
     ROWS: gl.constexpr = C.tile.rows
     nothing = gl.zeros([KEYS, ROWS], gl.float32, product(ROWS))
-    return gl.fma(s, nothing + left[None, :], nothing + shift[None, :])
+    return gl.fma(s, nothing + score_scale[None, :], nothing + shift[None, :])
 
 
 @gluon.jit
@@ -107,7 +107,7 @@ def any_above(z, v_scale, largest, flags, N: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def raise_top(s, v_scale, state, rows, N: gl.constexpr, C: gl.constexpr):
     """The state relative to maxima with these scores and scales among them."""
-    shift = gl.minimum(state.shift, -(gl.max(s, 0) * rows.left))
+    shift = gl.minimum(state.shift, -(gl.max(s, 0) * rows.score_scale))
     alpha = gl.exp2(shift - state.shift)
     OF_THREADS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, state.total.type.layout))
     total = state.total * gl.convert_layout(alpha, OF_THREADS, assert_trivial=True)[None, None, :]

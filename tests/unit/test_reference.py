@@ -55,7 +55,7 @@ def attention_of(built: scene.Scene) -> Attention:
     a = built.read_arguments()
     names = ("sinks", "alibi_slopes", "use_alibi_sqrt", "qq_bias", "mm_prefix_range")
     scoring = Scoring(a["softmax_scale"], window_left(a["window_size"]), a["softcap"], *(a[name] for name in names))
-    batch = Batch(a["cu_seqlens_q"], a["seqused_k"], a["block_table"], a["max_seqlen_q"], a["max_seqlen_k"])
+    batch = Batch(a["cu_seqlens_q"], a["seqused_k"], a["block_table"], a["max_seqlen_q"], a["max_seqlen_k"], a["key_stops"])
     planes = Plane(a["k_cache"], None, built.case.head_size), Plane(a["v_cache"], None, built.case.value_size)
     return Attention(a["q"], built.fresh_out()["rows"], *planes, batch, scoring)
 
@@ -75,6 +75,8 @@ def one_element(built: scene.Scene, seq: int, row: int, head: int) -> list[float
         if case.softcap > 0:
             s = case.softcap * math.tanh(s / case.softcap)
         in_window = j <= p and (case.window < 0 or p - j < 1 + case.window)
+        if case.key_stops and j >= case.key_stops[seq]:
+            continue
         if not in_window and not any(lo < hi and lo <= p <= hi and lo <= j <= hi for lo, hi in ranges):
             continue
         if case.alibi:

@@ -90,7 +90,8 @@ class FuzzTests(Subject):
         def sees(marked: torch.Tensor) -> torch.Tensor:
             """[Hq, n]: which rows see a key so marked."""
             at = (marked[slots] & present[:, None]).T.repeat_interleave(group, 0)
-            return ((judged.exact.final > -torch.inf) & at[:, None]).any(-1)
+            # A damaged query sees them, too, with scores of NaN.
+            return ((judged.exact.final != -torch.inf) & at[:, None]).any(-1)
 
         # A tile of rows multiplies all its values at once, so that 0 * NaN reaches the rows beside one that sees it.
         bad = sees(staged.damaged["key"] | staged.damaged["value"]).any(1, keepdim=True) | staged.damaged["q"][first : first + rows].T

@@ -267,7 +267,7 @@ class PagedKVCache:
             smoothing=self._smoothings.for_write(layer, key),
         )
         if self._exact is not None and step.residual is not None:
-            self._exact.write(layer, key, value, step.residual)
+            self._exact.pages.write(layer, key, value, step.residual)
 
     def attend(
         self,
@@ -328,7 +328,7 @@ class PagedKVCache:
             "smoothing": self._smoothings.get(layer),
         }
         if self._exact is not None and step.residual is not None:
-            self._exact.attend(self.backend, layer, q, caches, out, step.residual, **options)
+            self._exact.pages.attend(self.backend, layer, q, caches, out, step.residual, **options)
             return out
         self.backend.unified_attention(
             q,

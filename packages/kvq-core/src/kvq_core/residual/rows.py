@@ -91,42 +91,22 @@ class ResidualRows:
         self.table.commit(planned)
         return step
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, step: ResidualStep) -> None:
-        """Store a call's exact rows in one layer, as :meth:`ExactPages.write`."""
-        self.pages.write(layer, key, value, step)
-
-    def attend(
-        self,
-        backend: QuantKVBackend,
-        layer: int,
-        q: torch.Tensor,
-        packed: LayerCaches,
-        out: torch.Tensor,
-        step: ResidualStep,
-        **options: Any,
-    ) -> None:
-        """Attention of ``q`` over one layer's exact rows and its ``packed`` ones, into ``out``. ``options``: of ``unified_attention``.
-
-        Raises:
-            ArgumentError: an option that this window cannot serve, or the layer's rows were not the last ones written.
-        """
-        self.window.check(**options)
-        self.pages.attend(backend, layer, q, packed, out, step, **options)
-
 
 class ExactPages:
     """The memory of ``num_blocks`` blocks of exact rows, for all layers of a cache of ``geometry``."""
 
     def __init__(self, window: ResidualWindow, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
+        self.window = window
         self._pages = _pages(replace(geometry, num_blocks=num_blocks, block_size=window.block_size, layout="head_major"), device)
         self._none = get_backend("none")
         self._staged: tuple[ResidualStep, int, LayerCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_pages": self._pages}
+        return {"window": self.window, "_pages": self._pages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._pages, self._none, self._staged = state["_pages"], get_backend("none"), None
+        self.__dict__.update(state)
+        self._none, self._staged = get_backend("none"), None
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +179,11 @@ class ExactPages:
         """Attention of ``q`` [T, Hq, D] over a layer's exact rows and its ``packed`` ones of ``backend``, into ``out`` [T, Hq, Dv].
 
         ``options``: those of ``unified_attention`` that both reads have. The sinks' logits and the bias of new tokens are the exact read's.
+
+        Raises:
+            ArgumentError: an option that this window cannot serve, or the layer's rows were not the last ones written.
         """
+        self.window.check(**options)
         exact = self.read_from(layer, step)
         result, lse = _read(self._none, q, out.shape, exact, step.exact, sinks=sinks, qq_bias=qq_bias, **options)
         if step.packed is not None:

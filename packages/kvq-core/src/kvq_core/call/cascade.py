@@ -13,18 +13,23 @@ from __future__ import annotations
 import torch
 
 from kvq_core.call.ops import kernels_run_on
+from kvq_core.call.reference import to_output_dtype
+from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError
 
 
-def combine(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def combine(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor, *, result: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the keys of two reads.
 
     Args:
         out, other: [num_tokens, num_query_heads, head_size_v], the results of ``unified_attention`` without an ``output_scale``.
         lse, other_lse: [num_tokens, num_query_heads] float32, what it filled ``lse`` with.
+        result: a contiguous tensor of ``out``'s shape to fill, bfloat16, float16 or float32. Default: a new one of ``out``'s dtype.
 
     Returns:
-        New tensors like ``out`` and ``lse``, computed in float32. A row that saw nothing in either read is 0, its LSE -inf.
+        ``result``, and a new tensor like ``lse``, computed in float32. A row that saw nothing in either read is 0, its LSE -inf.
 
     Raises:
         ArgumentError: the four tensors do not belong together.
@@ -42,12 +47,18 @@ def combine(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != out.device:
             got = f"shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             raise ArgumentError(name, got, f"shape {tuple(shape)} of {dtype} on {out.device}")
+    if result is None:
+        result = torch.empty_like(out, memory_format=torch.contiguous_format)
+    elif result.shape != out.shape or result.device != out.device or result.dtype not in FLOATS or not result.is_contiguous():
+        got = f"shape {tuple(result.shape)} of {result.dtype} on {result.device}, strides {result.stride()}"
+        raise ArgumentError("result", got, f"shape {tuple(out.shape)} of floats on {out.device}, contiguous")
     if kernels_run_on(out.device) and not torch.compiler.is_compiling():
         from kvq_core.launch.reads import combine_reads
 
-        return combine_reads(out, lse, other, other_lse)
+        return result, combine_reads(result, out, lse, other, other_lse)
     total = torch.logaddexp(lse, other_lse)
     # Rows that saw nothing: -inf - -inf would be NaN.
     base = total.masked_fill(total == -torch.inf, 0.0)
     share, other_share = ((part - base).exp()[..., None] for part in (lse, other_lse))
-    return (out.float() * share + other.float() * other_share).to(out.dtype), total
+    result.copy_(to_output_dtype(out.float() * share + other.float() * other_share, result.dtype, None))
+    return result, total

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.rounding import in_float16
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_reads_kernel(
@@ -25,5 +27,8 @@ def combine_reads_kernel(
     total = one_weight + two_weight
     inverse = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
     combined = one * (one_weight * inverse)[:, None] + two * (two_weight * inverse)[:, None]
-    tl.store(result + offset, combined.to(result.dtype.element_ty), mask=mask)
+    y = combined.to(result.dtype.element_ty)
+    if result.dtype.element_ty == tl.float16:
+        y = in_float16(y)
+    tl.store(result + offset, y, mask=mask)
     tl.store(result_lse + row, tl.where(total == 0.0, float("-inf"), base + tl.log(tl.where(total == 0.0, 1.0, total))), mask=valid)

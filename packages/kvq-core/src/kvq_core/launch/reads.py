@@ -15,9 +15,9 @@ _VALUES: Final = 2048
 """Values of a program, in rows of a head each: enough to have all loads of a warp in flight at once."""
 
 
-def combine_reads(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`kvq_core.combine` returns for checked tensors, in one launch."""
-    result, result_lse = torch.empty_like(out, memory_format=torch.contiguous_format), torch.empty_like(lse)
+def combine_reads(result: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> torch.Tensor:
+    """What :func:`kvq_core.combine` does with checked tensors, in one launch. Fills ``result``, returns its log-sum-exp."""
+    result_lse = torch.empty_like(lse, memory_format=torch.contiguous_format)
     size, num_rows = out.shape[2], lse.numel()
     if num_rows:
         width = triton.next_power_of_2(size)
@@ -39,4 +39,4 @@ def combine_reads(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, oth
                 ROWS=rows,
                 num_warps=4,
             )
-    return result, result_lse
+    return result_lse

@@ -49,7 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("matrix")]
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     for item in gpu:
-        item.add_marker(pytest.mark.timeout(GPU_TIMEOUT))
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(GPU_TIMEOUT))
     if not has_gpu() and "gpu" not in config.option.markexpr:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -3,10 +3,13 @@
 import pytest
 
 from kvq_core.launch import dispatch
+from kvq_core.launch.families import Machine
 from kvq_core.launch.offline import Device
 from kvq_core.plan import lookup
 
 H200 = Device("cuda", 90, 32, 132, "sm_90", overlaps=True)
+HOPPER = Machine("sm_90", use_asm=True, interpreting=False, triton_is_known=True)
+"""What dispatch is told where Gluon kernels are interpreted."""
 
 
 def use_shipped_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

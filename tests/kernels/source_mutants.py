@@ -195,6 +195,27 @@ MUTANTS = (
     Mutant(
         "int4 decoded without its zero point", "kvq_int4/codec.py", "(unpack(codes).float() - [-zero[..., None]-]{+8+})", suite=INT4_SUITE
     ),
+    # A mean that turns with the position.
+    Mutant(
+        "phase of a tile's first key lost", "kvq_core/kernels/rotary.py", "rotary.steps * [-(rotary.first + tile.first)-]{+rotary.first+}"
+    ),
+    Mutant(
+        "sequences' first positions taken for 0",
+        "kvq_core/kernels/rotary.py",
+        "[-tl.load(batch.first_positions + work.seq)-]{+0+}",
+    ),
+    Mutant(
+        "mean turned the other way in the write",
+        "kvq_core/kernels/rotary.py",
+        "* cosine [-+-]{+-+} tl.load(at + HEADS.size",
+    ),
+    Mutant(
+        "second keys of lane rows at the first's positions",
+        "kvq_core/kernels/rotary.py",
+        "step[None, :] * own{+ * 0+}, C)",
+        ("test_smoothed_attention", "interpret"),
+        "TestInt2PerTokenHead",
+    ),
     # The host.
     Mutant(
         "too few programs for ragged rows",

@@ -28,7 +28,7 @@ from kvq_core.testing.cases import LARGE, Case
 from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
-from sm90_device import H200, use_shipped_tables_and_a_known_triton
+from sm90_device import H200, HOPPER, use_shipped_tables_and_a_known_triton
 
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 FP8 = ("fp8_per_token_head", "fp8_per_tensor")
@@ -43,6 +43,10 @@ INTERPRETED_PROMPTS = (
     ONE_HEAD,
     replace(ONE_HEAD, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
     replace(ONE_HEAD, layout="paired", rows="transposed", smoothing="balanced"),
+)
+TURNED_PROMPTS = (
+    replace(ONE_HEAD, smoothing="rotary"),
+    replace(ONE_HEAD, smoothing="rotary", query_lens=(513,), seq_lens=(2900,), queries_per_kv=8, dtype=torch.float16, num_kv_heads=2),
 )
 LARGE_PROMPTS = tuple(case for case in LARGE if case.head_size == 128 and max(case.query_lens) > 16 and not case.softcap)
 
@@ -130,6 +134,7 @@ MULTIROW = Family(
     SHIPPED,
     unsupported(ROWS)
     | {
+        "a rotary mean": replace(ROWS, smoothing="rotary"),
         "16 rows": replace(ROWS, query_lens=(4,) * 3),
         "unlike lengths": replace(ROWS, query_lens=(8, 8, 7)),
         "a group of more heads than a tile has rows": replace(ROWS, query_lens=(1,) * 3, queries_per_kv=65, num_kv_heads=1),
@@ -160,9 +165,11 @@ def kinds_asked(family: Family, mode: str, case: Case, table: Table | None = Non
 @pytest.mark.parametrize("mode", PREFILL.modes)
 def test_prefill_is_taken(mode: str) -> None:
     more = replace(PROMPTS, sinks=True), replace(PROMPTS, smoothing="balanced"), replace(PROMPTS, queries_per_kv=7, block_size=32)
-    for case in (PROMPTS, *more):
+    turned = replace(PROMPTS, smoothing="rotary")
+    for case in (PROMPTS, *more, *((turned,) if mode != "none" else ())):
         kinds = kinds_asked(PREFILL, mode, case)
         assert "groups" in kinds and "prefill" not in kinds, case
+    assert ("prefill" not in kinds_asked(PREFILL, mode, turned)) == (mode != "none")
     # Queries may have another dtype than unquantized pages only where pages are quantized.
     assert ("prefill" not in kinds_asked(PREFILL, mode, replace(PROMPTS, dtype=torch.float32))) == (mode != "none")
     assert "prefill" not in kinds_asked(PREFILL, mode, PROMPTS, SHIPPED)
@@ -204,7 +211,8 @@ def test_interpreters_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     built.backend.unified_attention(out=built.fresh_out()["rows"], **built.read_arguments())
     for interpreting in (True, False):
         monkeypatch.setattr(dispatch, "interpreting", lambda answer=interpreting: answer)
-        assert dispatch.sm90_fits(seen[0], get_backend("int4").kernels().format) != interpreting
+        found = dispatch.sm90_reads(get_backend("int4").kernels(), seen[0])
+        assert (found.prefill is None, found.decode_multirow is None) == (interpreting, interpreting)
 
 
 # -- results ---------------------------------------------------------------------------------------------------------------
@@ -256,7 +264,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         if name == "gpu":
             yield Where(family, place, family.table, table_of("sm_90", portable))
         else:
-            monkeypatch.setattr(dispatch, "sm90_fits", lambda attention, form: True)
+            monkeypatch.setattr(dispatch, "machine_of", lambda device: HOPPER)
             stack.enter_context(interpreted_gluon(*family.kernels))
             yield Where(family, place, table_of("", family.choice), table_of("", portable))
 
@@ -282,6 +290,7 @@ def parametrize(*params: Any) -> Any:
     *each(PREFILL, *INTERPRETED_PROMPTS, on=("interpret",), most=500),
     *each(PREFILL, *LARGE_PROMPTS, on=("gpu",)),
     *each(MULTIROW, *MULTIROW_CASES),
+    *each(PREFILL, *TURNED_PROMPTS, modes=MULTIROW.modes),
 )
 def test_attention(mode: str, case: Case, most: int, where: Where) -> None:
     built = where.build(mode, case, most)

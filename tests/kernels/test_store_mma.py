@@ -23,7 +23,7 @@ from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.places import Place
-from sm90_device import H200, use_shipped_tables_and_a_known_triton
+from sm90_device import H200, HOPPER, use_shipped_tables_and_a_known_triton
 
 MODES = ("int4_per_token_head", "int2_per_token_head")
 KERNELS = ("kvq_core.kernels.sm90.store_mma", "kvq_int4.store_mma", "kvq_int2.store_mma")
@@ -57,7 +57,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if found.name == "gpu":
         yield found
         return
-    monkeypatch.setattr(dispatch, "store_mma_fits", lambda rows: True)
+    monkeypatch.setattr(dispatch, "machine_of", lambda device: HOPPER)
     with interpreted_gluon(*KERNELS):
         yield found
 

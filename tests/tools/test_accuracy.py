@@ -235,6 +235,7 @@ def test_the_command_writes_a_file_and_judges_it(
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(500)  # a whole report, where other processes have the cores
 def test_a_gpu_agrees_with_plain_torch(plain: agreement.Content, small_model: TinyModel) -> None:
     """Of three documents standard errors say little. The kernels' share is held against what a mode loses, or int8 where it is ``none``."""
     on_gpu = TinySubject(copy.deepcopy(small_model).cuda())

@@ -326,7 +326,7 @@ def test_doctor_tells_which_kernels_are_off_from_what_dispatch_asks(
     told = {family["family"]: family["why"] for family in _families(torch.device("cpu")) if not family["on"]}
     assert len(told) == off and any(reason in why for why in told.values()) == bool(off)
     rows = SimpleNamespace(key=torch.zeros(1, 1, 64, dtype=torch.half), value=torch.zeros(1, 1, 64, dtype=torch.half))
-    assert dispatch.store_mma_fits(rows) == (families.STORE_MMA.name not in told)
+    assert (dispatch.sm90_write(get_backend("int4").kernels(), rows) is not None) == (families.STORE_MMA.name not in told)
 
 
 def test_doctor_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,10 +93,10 @@ def test_the_command_line_takes_a_folder_and_smooths_keys(kind: str, folder: Pat
     assert smoothed["none"] == plain["none"] == 0
 
 
-@pytest.mark.parametrize("balanced", [None, False, True])
-def test_modes_that_take_scales_are_given_them(balanced: bool | None, subject: HuggingFaceSubject) -> None:
+@pytest.mark.parametrize("kind", [None, "mean", "balanced", "rotary"])
+def test_modes_that_take_scales_are_given_them(kind: str | None, subject: HuggingFaceSubject) -> None:
     passage, *others = subject.passages([Document("a", TEXT.encode())], 60)
-    subject.smoothing = None if balanced is None else subject.calibrate(passage, balanced=balanced)
+    subject.smoothing = None if kind is None else subject.calibrate(passage, kind)
     try:
         sessions = [subject.open(get_backend("fp8_per_tensor"), [other], passage) for other in others[:2]]
         found = subject.kvq.calibrate(subject.model, torch.tensor([passage.tokens]), smoothing=subject.smoothing)

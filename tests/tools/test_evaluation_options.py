@@ -74,7 +74,7 @@ def test_modes_of_every_spelling_take_options(mode: str) -> None:
         ("int4:sink_tokens=4,sink_tokens=4", "sink_tokens twice"),
         ("int4:sink_tokens=-1", "sink_tokens: got '-1', need a number of tokens"),
         ("int4:sink_tokens", "need a value: int4:sink_tokens=..."),
-        ("int4:smoothing=median", "smoothing: got 'median', need first_prefill, mean, balanced, or a file"),
+        ("int4:smoothing=median", "smoothing: got 'median', need none, key_bias, first_prefill, mean, balanced, rotary"),
         ("sink_tokens=4", "need MODE:name=value"),
         ("int9:sink_tokens=4", "installed: "),
     ],
@@ -97,14 +97,14 @@ def test_a_calibration_pass_is_shared_by_the_modes_that_ask_for_it(
     subject: TinySubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (passage,) = subject.passages([Document("a", b"x = 1\n" * 20)], 200)
-    saved = subject.calibrate(passage, balanced=True)
+    saved = subject.calibrate(passage, "balanced")
     saved.save(tmp_path / "saved")
-    asked: list[bool] = []
+    asked: list[str] = []
     calibrate = subject.calibrate
-    monkeypatch.setattr(subject, "calibrate", lambda p, balanced: (asked.append(balanced), calibrate(p, balanced=balanced))[1])
+    monkeypatch.setattr(subject, "calibrate", lambda p, kind: (asked.append(kind), calibrate(p, kind))[1])
     spelled = ["none", "int4:smoothing=mean", "int2:smoothing=mean,sink_tokens=1", "int2:smoothing=first_prefill"]
     configs = [parse_mode(text) for text in [*spelled, f"int2:smoothing={tmp_path / 'saved'}"]]
     none, int4, int2, first, file = cache_arguments(configs, subject, passage)
-    assert (none, first) == ({}, {"smoothing": "first_prefill"}) and asked == [False]
+    assert (none, first) == ({}, {"smoothing": "first_prefill"}) and asked == ["mean"]
     assert int4["smoothing"] is int2["smoothing"] and int2["sink_tokens"] == 1
     assert isinstance(file["smoothing"], ModelSmoothing) and file["smoothing"].fingerprint == saved.fingerprint

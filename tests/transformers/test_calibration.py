@@ -214,7 +214,7 @@ IDS = prompts(1, 8)["input_ids"]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"smoothing": FIRST_PREFILL}, r"smoothing: got 'first_prefill', need 'mean' or 'balanced', a ModelSmoothing, or None"),
+        ({"smoothing": FIRST_PREFILL}, r"smoothing: got 'first_prefill', need 'mean' or 'balanced' or 'rotary'"),
         ({"chunk": 0}, "chunk: got 0"),
         ({"input_ids": IDS[0]}, "input_ids: got shape"),
         ({"input_ids": IDS[:, :0]}, "input_ids: got shape"),

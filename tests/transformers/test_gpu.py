@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
+from kvq_core.smoothing.calibration import KEY_BIAS
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate
 from kvq_transformers.naming import GENERATE
@@ -47,15 +48,20 @@ def test_unquantized_logits_are_as_good_as_eager_ones(family: str, capacity: dic
     assert worst(found, exact, mask) <= 2 * worst(eager, exact, mask)
 
 
-@pytest.mark.parametrize("mode", ["none", "int8", "int4", "int2", "fp8_per_tensor"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])  # gpt-oss's loop over experts does not compile (transformers 5.17, torch 2.11)
+COMPILED = [(family, mode) for family in ("Llama", "Gemma2") for mode in ("none", "int8", "int4", "int2", "fp8_per_tensor")]
+COMPILED += [("Qwen2", "int8"), ("Qwen2", "int4")]
+"""gpt-oss's loop over experts does not compile (transformers 5.17, torch 2.11)."""
+
+
+@pytest.mark.parametrize(("family", "mode"), COMPILED)
 def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) -> None:
-    """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation. One mode is calibrated."""
+    """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation. One mode is calibrated, and one
+    family has key biases."""
     model, inputs = half_model(family), on_gpu(prompts(2, 23, (0, 9)))
     given: dict[str, Any] = vars(calibrate(model, **inputs, smoothing="balanced")) if mode == "fp8_per_tensor" else {}
 
     def make() -> KVQCache:
-        return KVQCache(model.config, mode, max_cache_len=128, **given)
+        return KVQCache(model, mode, max_cache_len=128, **given)
 
     plain = model.generate(**inputs, **GREEDY, **{GENERATE: make()}, disable_compile=True)
     torch._dynamo.reset()
@@ -71,6 +77,26 @@ def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) ->
     assert torch.equal(first, again)
     # Inductor rounds elsewhere, so that near-ties may fall otherwise: most tokens agree, the first ones all.
     assert torch.equal(first[:, :25], plain[:, :25])
+
+
+@pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 64}], ids=["growing", "fixed"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_key_biases_are_given_back(head_dim: int, capacity: dict[str, Any]) -> None:
+    """Large ones, by the kernels of prefill, of a few rows and of one: int8 is nearly as good as its keys without them."""
+    model = make_model("Llama", torch.float32, attention_bias=True, head_dim=head_dim)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=10.0)
+    model, steps = model.bfloat16().cuda(), [130, 40, 1, 1, 3]
+    inputs = on_gpu(prompts(2, sum(steps), (0, 5)))
+    exact = logits_in_steps(exact_twin(model), inputs, DynamicCache(config=model.config), steps)
+    eager = logits_in_steps(eager_twin(model), inputs, DynamicCache(config=model.config), steps)
+    capacity = {name: 256 for name in capacity}
+    found, left = (
+        logits_in_steps(model, inputs, KVQCache(model, "int8", smoothing=smoothing, **capacity), steps) for smoothing in (KEY_BIAS, None)
+    )
+    real = inputs["attention_mask"].bool()
+    rounding, off, before = ((x[real].double() - exact[real]).norm() for x in (eager, found, left))
+    assert off < max(0.5 * before, 2 * rounding)
 
 
 @pytest.mark.parametrize("mode", ["none", "int8", "int4", "int2"])

@@ -23,6 +23,7 @@ from kvq_core.call.args import OpArgs, ReadArgs, WriteArgs, schema, written
 from kvq_core.call.memory import Extent, shares_bytes
 from kvq_core.hadamard import block_of
 from kvq_core.smoothing.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
+from kvq_core.smoothing.rotary import RotaryMean
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 
@@ -315,21 +316,24 @@ def test_a_read_s_out_is_its_own() -> None:
 
 @pytest.mark.parametrize(("door", "op", "args"), [("reshape_and_cache", "write_op", WriteArgs), ("unified_attention", "read_op", ReadArgs)])
 def test_a_door_passes_each_argument_in_its_place(door: str, op: str, args: OpArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The door's parameters are the op's arguments, but for the window, passed as one number, and the smoothing, passed as two tensors."""
+    """The door's parameters are the op's arguments, but for the window, passed as one number, and the smoothing, as three tensors."""
     parameters = [p for p in inspect.signature(getattr(QuantKVBackend, door)).parameters.values() if p.name != "self"]
-    fields = {"window_size": {"window_left"}, "smoothing": {"k_mean", "k_factor"}}
+    fields = {"window_size": {"window_left"}, "smoothing": {"k_mean", "k_factor", "k_rotary"}}
     assert set().union(*(fields.get(p.name, {p.name}) for p in parameters)) == set(args._fields)
     required = [p.default is p.empty for p in parameters]
     assert required == sorted(required, reverse=True)
 
     passed: list[Any] = []
     monkeypatch.setattr(ops, op, lambda backend: lambda *arguments: passed.append(args(*arguments)))
-    smoothing = KeySmoothing(torch.zeros(1, 8), torch.ones(1, 8))
+    pairs = torch.arange(8).view(4, 2)
+    smoothing = KeySmoothing(torch.zeros(1, 8), torch.ones(1, 8), RotaryMean.of_bias(torch.ones(1, 8), pairs, torch.rand(4)))
+    assert smoothing.rotary is not None
     window = (1000, 0)
     op_args: dict[str, Any] = {
         "window_left": window[0],
         "k_mean": smoothing.mean,
         "k_factor": smoothing.inverse if door == "reshape_and_cache" else smoothing.balance,
+        "k_rotary": smoothing.rotary.channel_table if door == "reshape_and_cache" else smoothing.rotary.pair_table,
     }
     for place, (name, hint) in enumerate(get_type_hints(args).items()):
         kinds = get_args(hint) or (hint,)
@@ -342,7 +346,8 @@ def test_a_door_passes_each_argument_in_its_place(door: str, op: str, args: OpAr
 def test_the_schemas_follow_from_the_arguments() -> None:
     assert schema(WriteArgs, written(WriteArgs)) == (
         "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-        "Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache, Tensor? k_mean=None, Tensor? k_factor=None) -> ()"
+        "Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache, Tensor? k_mean=None, Tensor? k_factor=None, Tensor? k_rotary=None, "
+        "Tensor? positions=None) -> ()"
     )
     results = {"out", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "lse"}
     caches, scales = {"key_cache", "value_cache"}, {"k_scale_cache", "v_scale_cache"}

@@ -210,7 +210,7 @@ def test_keys_with_a_bias_lose_no_more_than_those_without() -> None:
 
     raw, without = kl(subject), kl(plain)
     assert raw > 2 * without, "the bias does what it is there for"
-    for smoothing in (FIRST_PREFILL, subject.calibrate(calibration), subject.calibrate(calibration, balanced=True)):
+    for smoothing in (FIRST_PREFILL, subject.calibrate(calibration), subject.calibrate(calibration, "balanced")):
         subject.smoothing = smoothing
         # Rows reach the cache in bf16, whose rounding grows with the bias.
         assert kl(subject) < 1.2 * without + 0.002

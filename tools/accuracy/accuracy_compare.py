@@ -218,7 +218,7 @@ def measure(
         "": None,
         FIRST_PREFILL: FIRST_PREFILL,
         "mean": subject.calibrate(calibration),
-        "balanced": subject.calibrate(calibration, balanced=True),
+        "balanced": subject.calibrate(calibration, "balanced"),
     }
     found: list[tuple[Format, ModeResult]] = []
     missing: dict[str, str] = {}

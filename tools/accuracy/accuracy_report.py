@@ -90,7 +90,7 @@ class Report:
         self.kinds: dict[str, Smoothings] = {
             FIRST_PREFILL: FIRST_PREFILL,
             "mean": subject.calibrate(self.calibration),
-            "balanced": subject.calibrate(self.calibration, balanced=True),
+            "balanced": subject.calibrate(self.calibration, "balanced"),
         }
 
     def steps(self, modes: int) -> int:

@@ -197,6 +197,7 @@ class QuantKVBackend(ABC):
         k_scale_cache: torch.Tensor | None = None,
         v_scale_cache: torch.Tensor | None = None,
         smoothing: KeySmoothing | None = None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         """Store new rows in the pages.
 
@@ -208,6 +209,7 @@ class QuantKVBackend(ABC):
             k_scale_cache, v_scale_cache: [num_blocks, block_size, num_kv_heads] float32 where :attr:`needs_scale_caches`, one
                 element each for ``fp8_per_tensor``, otherwise ``None``.
             smoothing: the layer's, with which all keys of these pages are written and read; ``None``: keys are stored as they are.
+            positions: [num_tokens] int32, or more: the rows' rotary positions, where ``smoothing`` has a rotary mean.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
@@ -216,6 +218,8 @@ class QuantKVBackend(ABC):
         if smoothing is not None:
             given = checks.instance("smoothing", smoothing, KeySmoothing)
             arguments += (given.mean, given.inverse)
+            if given.rotary is not None:
+                arguments += (given.rotary.channel_table, positions)
         if torch.is_grad_enabled():
             refuse_gradients(WriteArgs._fields, arguments)
         try:
@@ -257,6 +261,7 @@ class QuantKVBackend(ABC):
         smoothing: KeySmoothing | None = None,
         lse: torch.Tensor | None = None,
         key_stops: torch.Tensor | None = None,
+        first_positions: torch.Tensor | None = None,
     ) -> None:
         """Causal attention of ragged query rows over the pages, into ``out``.
 
@@ -287,6 +292,8 @@ class QuantKVBackend(ABC):
             lse: [num_tokens, num_query_heads] float32, contiguous: filled with the natural logarithm of each row's softmax denominator,
                 its sink included; -inf for a row that sees nothing. :func:`kvq_core.combine` joins two reads by it.
             key_stops: [num_seqs] int32: a sequence's keys at this position and later are not seen, where another read has them.
+            first_positions: [num_seqs] int32: the rotary position of each sequence's first key, where ``smoothing`` has a rotary mean.
+                Default ``None``: 0.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
@@ -322,6 +329,8 @@ class QuantKVBackend(ABC):
             given = None if smoothing is None else checks.instance("smoothing", smoothing, KeySmoothing)
             arguments += (None, None) if given is None else (given.mean, given.balance)
             arguments += (lse, key_stops)
+            if given is not None and given.rotary is not None:
+                arguments += (given.rotary.pair_table, first_positions)
         if torch.is_grad_enabled():
             refuse_gradients(ReadArgs._fields, arguments)
         try:

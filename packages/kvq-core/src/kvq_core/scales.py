@@ -66,6 +66,9 @@ class TensorRange:
         if smoothing is not None:
             smoothing.check(*low.shape)
             low, high = low - smoothing.mean, high - smoothing.mean
+            if smoothing.rotary is not None:
+                reach = smoothing.rotary.channel_table[:, :2].norm(dim=1)
+                low, high = low - reach, high + reach
             if smoothing.inverse is not None:
                 low, high = low * smoothing.inverse, high * smoothing.inverse
         return (torch.maximum(-low, high).amax() / LARGEST_CODE).clamp(min=_SMALLEST).reshape(1)

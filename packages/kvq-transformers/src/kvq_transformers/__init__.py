@@ -4,7 +4,7 @@
 
     from kvq_transformers import KVQCache, enable
 
-    model.generate(**inputs, cache=KVQCache(model.config, mode="int4"))  # before transformers 5.24: past_key_values
+    model.generate(**inputs, cache=KVQCache(model, mode="int4"))  # before transformers 5.24: past_key_values
     enable(model, mode="int4").generate(**inputs)  # the same, for every generate from now on
 
 Importing this package registers the attention implementation ``kvq`` with transformers; the modes come from kvq's other packages.

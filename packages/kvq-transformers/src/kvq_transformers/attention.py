@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any, Final
 
@@ -11,12 +12,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend
+from kvq_transformers.key_bias import key_projections
 from kvq_transformers.layers import HANDLE, GrowingLayer, KVQLayer
 from kvq_transformers.masks import kvq_mask, padding_of
 from kvq_transformers.rows import GrowingForward
 from kvq_transformers.storage import Scoring
 
 NAME: Final = "kvq"
+_LOG: Final = logging.getLogger(__name__)
 _REFUSED: Final = {
     "output_attentions": "False: attention weights never exist as a tensor",
     "position_bias": "None: kvq adds no learned bias to scores",
@@ -58,6 +61,9 @@ def kvq_attention(
     layer: KVQLayer | None = getattr(key, HANDLE, None)
     if layer is not None:
         layer.arrive()
+        if layer.forward.knows_no_weights and not torch.compiler.is_compiling():
+            layer.forward.knows_no_weights = False
+            _warn_of_biases(module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
@@ -83,6 +89,12 @@ def kvq_attention(
         if trained:
             out = _NoBackward.apply(out, *trained)
     return out, None
+
+
+def _warn_of_biases(module: torch.nn.Module) -> None:
+    """Say so if keys of ``module`` have biases that a cache does not know of, which take up the levels of few bits."""
+    if any(isinstance(getattr(projection, "bias", None), torch.Tensor) for projection in key_projections(module)):
+        _LOG.warning("this model's keys have biases, of which KVQCache(model.config) knows nothing: KVQCache(model) takes them off")
 
 
 def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> GrowingLayer:

@@ -7,17 +7,18 @@ from copy import deepcopy
 from typing import Any, Final, NoReturn
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, ModelSmoothing, Smoothings
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedForward, FixedLayer
 from kvq_transformers.forward import CacheStateError
 from kvq_transformers.given import Scales, layers_given, usable_device, whole
+from kvq_transformers.key_bias import key_biases
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
 from kvq_transformers.rows import GrowingForward, row_indices
@@ -34,14 +35,14 @@ class KVQCache(Cache):
 
     ::
 
-        cache = KVQCache(model.config, mode="int4")
+        cache = KVQCache(model, mode="int4")
         model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 
-    Making one sets the attention implementation of ``config`` to ``kvq``, which a model follows from its next forward on: attention runs
-    over the packed pages. Other caches still work under it (``kvq_transformers.disable(model)`` goes back).
+    Making one sets the attention implementation of the model's config to ``kvq``, which the model follows from its next forward on:
+    attention runs over the packed pages. Other caches still work under it (``kvq_transformers.disable(model)`` goes back).
 
     Args:
-        config: the model's own config object (``model.config``).
+        config: the model, or its own config object (``model.config``), which leaves its weights unknown.
         mode: the mode of all layers: a name or alias (``int4``), a backend, or a pair of them for K and V; or a mapping by layer,
             such as ``{"default": "int4", 0: "none", -1: "none"}``.
         max_cache_len: ``None``: pages grow with the text. A number: pages for that many tokens a row are allocated at the first forward
@@ -49,8 +50,10 @@ class KVQCache(Cache):
         block_size: tokens a block, a multiple of 8.
         residual_length, sink_tokens: read the newest and the first so many tokens of a row from exact rows, at least
             (:mod:`kvq_core.residual`). Sinks are refused in a model with sliding windows.
-        smoothing: a :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers, or ``"first_prefill"``:
-            each layer takes the mean of the first prompt's keys off all that it stores. Scores stay what they are.
+        smoothing: what is taken off keys before they are stored; scores stay what they are. ``"key_bias"``, the default: the biases that
+            the model's keys have, if they have some, turned as its rotary embeddings turn them; for a ``config`` alone nothing.
+            ``"first_prefill"``: the mean of the first prompt's keys as well, layer by layer. A
+            :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers; ``None``: nothing.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
             :func:`kvq_transformers.calibrate` finds, or the scales that a checkpoint brings.
 
@@ -65,18 +68,19 @@ class KVQCache(Cache):
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: PretrainedConfig | PreTrainedModel,
         mode: Modes = "int4",
         *,
         max_cache_len: int | None = None,
         block_size: int = 16,
         residual_length: int = 0,
         sink_tokens: int = 0,
-        smoothing: Smoothings = None,
+        smoothing: Smoothings = KEY_BIAS,
         k_scale: Scales = None,
         v_scale: Scales = None,
     ) -> None:
-        text = decoder_config(config)
+        model = config if isinstance(config, PreTrainedModel) else None
+        text = decoder_config(config.config if isinstance(config, PreTrainedModel) else config)
         if max_cache_len is not None:
             max_cache_len = whole("max_cache_len", max_cache_len, most=_MOST_TOKENS)
         block_size = whole("block_size", block_size, most=_LARGEST_BLOCK, step=8)
@@ -94,7 +98,8 @@ class KVQCache(Cache):
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size)
         if residual is not None:
             _check_sinks(sink_tokens, windows.values())
-        given = layers_given(smoothing, k_scale, v_scale, backends)
+        biases = key_biases(model) if model is not None and smoothing in (KEY_BIAS, FIRST_PREFILL) else {}
+        given = layers_given(smoothing, biases, k_scale, v_scale, backends)
         # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
         stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
         recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]
@@ -107,6 +112,7 @@ class KVQCache(Cache):
             self._forward = fixed = FixedForward(list(windows), recurrent, max_cache_len)
             for index, window in windows.items():
                 layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index], residual)
+        self._forward.knows_no_weights = model is None and smoothing == KEY_BIAS and any(x.mode != "none" for x in backends.values())
         super().__init__(layers=layers)
         switch_on(text)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import TensorRange
 from kvq_core.smoothing.calibration import KeyStatistics, ModelSmoothing
+from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
+from kvq_transformers.key_bias import Embedding, embeddings
 from kvq_transformers.layers import GrowingLayer
 from kvq_transformers.naming import cache_argument
 from kvq_transformers.rows import token_rows
 from kvq_transformers.storage import Scoring
 from kvq_transformers.support import decoder_config
 
-KINDS: Final = ("mean", "balanced")
+KINDS: Final = ("mean", "balanced", "rotary", "rotary_balanced")
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,24 @@ class Calibration:
 
 
 class _CountingLayer(GrowingLayer):
-    """Pages whose rows, and the queries that meet them, are counted on their way in."""
+    """Pages whose rows, and the queries that meet them, are counted on their way in: less ``rotary``, or before ``embedding``."""
 
-    def __init__(self, layer: GrowingLayer) -> None:
+    def __init__(self, layer: GrowingLayer, rotary: RotaryMean | None, embedding: Embedding | None) -> None:
         super().__init__(layer.backend, layer.index, layer.window, layer.forward)
         self.statistics, self.key_range, self.value_range = KeyStatistics(), TensorRange(), TensorRange()
+        self.rotary, self.before = rotary, None if embedding is None else RotaryStatistics(embedding.pairs, embedding.rates)
+        self._seen: torch.Tensor | int = 0
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
-        q, k, v = (token_rows(x) if mask is None else token_rows(x)[mask.flatten()] for x in (query, key, value))
-        self.statistics.add(k, q)
+        real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
+        q, k, v = (token_rows(x)[real.flatten()] for x in (query, key, value))
+        positions = (self._seen + real.cumsum(1) - 1)[real]
+        self._seen = self._seen + real.sum(1, keepdim=True)
+        if self.before is not None:
+            self.before.add(k, positions)
+        self.statistics.add(k if self.rotary is None else k.float() - self.rotary.at(positions).float(), q)
         self.key_range.add(k)
         self.value_range.add(v)
         return super()._attend(query, key, value, mask, scoring)
@@ -70,8 +79,9 @@ def calibrate(
     Args:
         model: a decoder that a :class:`KVQCache` can serve. It keeps the attention implementation that it has.
         input_ids: [batch_size, num_tokens]; attention_mask: the same shape, 0 where there is padding, which does not count.
-        smoothing: ``"mean"`` takes each head's mean key off; ``"balanced"`` divides the channels by factors as well; ``None``: neither. One
-            that is there already is kept, and scales are found for it.
+        smoothing: ``"mean"`` takes each head's mean key off; ``"balanced"`` divides the channels by factors as well. ``"rotary"`` and
+            ``"rotary_balanced"``: and before that the mean of keys before their rotary embedding, turned as that turns it, for which the
+            text is read twice. ``None``: nothing. A smoothing that is there already is kept, and scales are found for it.
         chunk: tokens of each row that are read at once.
 
     Raises:
@@ -85,12 +95,21 @@ def calibrate(
         raise ArgumentError("attention_mask", f"shape {tuple(attention_mask.shape)}", f"{tuple(input_ids.shape)}, as input_ids")
     if chunk < 1:
         raise ArgumentError("chunk", chunk, "a positive integer")
-    with _counting(model) as (cache, layers):
-        for first in range(0, input_ids.shape[1], chunk):
-            _read(model, cache, input_ids, attention_mask, slice(first, first + chunk))
+
+    def counted(rotary: Mapping[int, RotaryMean], turned: Mapping[int, Embedding]) -> list[_CountingLayer]:
+        with _counting(model, rotary, turned) as (cache, layers):
+            for first in range(0, input_ids.shape[1], chunk):
+                _read(model, cache, input_ids, attention_mask, slice(first, first + chunk))
+        return layers
+
+    rotary: dict[int, RotaryMean] = {}
+    if smoothing in ("rotary", "rotary_balanced"):
+        turned = {index: embedding for index, embedding in embeddings(model).items() if len(embedding.pairs)}
+        rotary = {layer.index: layer.before.mean() for layer in counted({}, turned) if layer.before is not None}
+    layers = counted(rotary, {})
     if isinstance(smoothing, str):
-        balanced = smoothing == "balanced"
-        smoothing = ModelSmoothing({layer.index: layer.statistics.smoothing(balanced=balanced) for layer in layers})
+        found = {layer.index: layer.statistics.smoothing(balanced=smoothing.endswith("balanced")) for layer in layers}
+        smoothing = ModelSmoothing({index: replace(one, rotary=rotary.get(index)) for index, one in found.items()})
     smoothed = (
         dict.fromkeys(layers) if smoothing is None else dict(zip(layers, smoothing.for_layers([x.index for x in layers]), strict=True))
     )
@@ -102,15 +121,17 @@ def calibrate(
 
 
 @contextmanager
-def _counting(model: PreTrainedModel) -> Iterator[tuple[KVQCache, list[_CountingLayer]]]:
+def _counting(
+    model: PreTrainedModel, rotary: Mapping[int, RotaryMean], turned: Mapping[int, Embedding]
+) -> Iterator[tuple[KVQCache, list[_CountingLayer]]]:
     """An unquantized cache of counting layers; afterwards the model has the attention implementation that it had."""
     text = decoder_config(model.config)
     was_on = text._attn_implementation == NAME
-    cache = KVQCache(model.config, "none")
+    cache = KVQCache(model.config, "none", smoothing=None)
     layers = []
     for place, layer in enumerate(cache.layers):
         if isinstance(layer, GrowingLayer):
-            layers.append(_CountingLayer(layer))
+            layers.append(_CountingLayer(layer, rotary.get(layer.index), turned.get(layer.index)))
             cache.layers[place] = layers[-1]
     try:
         yield cache, layers

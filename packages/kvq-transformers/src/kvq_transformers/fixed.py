@@ -232,7 +232,7 @@ class FixedLayer(KVQLayer):
 
     def pin(self) -> None:
         """Tell torch.compile that addresses stay: it would copy the pages into and out of a CUDA graph at every replay."""
-        smoothing = () if self.pages.smoothing is None else vars(self.pages.smoothing).values()
+        smoothing = () if self.pages.smoothing is None else self.pages.smoothing.operands
         exact = () if self.exact is None else (*self.exact.tensors, *self.pages.exact_tensors)
         for tensor in (*vars(self.pages.caches).values(), *vars(self.account).values(), self.block_table, *smoothing, *exact):
             if tensor is not None:
@@ -302,7 +302,8 @@ class FixedLayer(KVQLayer):
         if self.comes_round:
             self.account.highest.copy_(torch.maximum(self.account.highest, end))
         residual = None if self.exact is None else self.exact.plan(position, mask, start, end, is_first=is_first)
-        self.pages.write(token_rows(key), token_rows(value), slots.flatten(), is_first=is_first, residual=residual)
+        positions = position.flatten().to(torch.int32)
+        self.pages.write(token_rows(key), token_rows(value), slots.flatten(), positions, is_first=is_first, residual=residual)
         out = query.new_empty(batch_size * num_queries, num_heads, value.shape[-1])
         if num_queries:
             starts = torch.arange(0, batch_size * num_queries + 1, num_queries, dtype=torch.int32, device=self.device)

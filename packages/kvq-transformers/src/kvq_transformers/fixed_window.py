@@ -29,6 +29,7 @@ class FixedWindow:
         self.packed_len = self.packed_table.shape[1] * packed_block_size
         self.first_block = torch.arange(batch_size, device=device, dtype=torch.int32)[:, None] * self.blocks
         self.valid_from = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.first_positions = torch.full((batch_size,), window.sinks, dtype=torch.int32, device=device)
 
     @property
     def num_blocks(self) -> int:
@@ -38,7 +39,7 @@ class FixedWindow:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What stays at its address."""
-        return self.packed_table, self.first_block, self.valid_from
+        return self.packed_table, self.first_block, self.valid_from, self.first_positions
 
     def select(self, rows: torch.Tensor) -> torch.Tensor:
         """Row i goes on as row ``rows[i]``. Returns the blocks [n] int64 that its blocks must become, in order."""
@@ -68,7 +69,8 @@ class FixedWindow:
         else:
             read, staging = self._staged(position, mask, first, used)
         packed = None if is_first else Read(self.packed_table, (end - self.sinks).clamp(min=0), self.packed_len)
-        return ResidualStep((), slots.long(), staging, read, packed, torch.minimum(first, end) - self.sinks)
+        stops = torch.minimum(first, end) - self.sinks
+        return ResidualStep((), slots.long(), staging, read, packed, stops, self.first_positions)
 
     def _up(self, tokens: torch.Tensor) -> torch.Tensor:
         """``tokens``, rounded up to whole blocks."""

@@ -16,7 +16,7 @@ from kvq_core.errors import ArgumentError, KVQError
 
 UNREAD: Final = (
     "the K and V of the last forward never reached kvq's attention, so they are not in the cache; the model must run with "
-    'attn_implementation="kvq": make the KVQCache from the model\'s own config object (model.config), not from a copy of it, or call '
+    'attn_implementation="kvq": make the KVQCache from the model, or its own config object (model.config), not from a copy of it, or call '
     "kvq_transformers.enable(model)"
 )
 Mark = tuple[int, str]
@@ -33,11 +33,13 @@ class Forward(ABC):
         is_fresh: no forward has come to its end yet.
         is_unread: the model does not call kvq's attention. For good.
         is_torn: what was there before the forward under way is partly overwritten.
+        knows_no_weights: whether the model's keys have biases is not known.
     """
 
     def __init__(self, layers: Collection[int], recurrent: Collection[int]) -> None:
         self.layers, self.recurrent = frozenset(layers), frozenset(recurrent)
         self.is_fresh, self.is_unread, self.is_torn = True, False, False
+        self.knows_no_weights = False
         self._pending: int | None = None
         self._stored: set[int] = set()
         self._touched: set[Mark] = set()

@@ -11,7 +11,8 @@ import torch
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import checked_scale
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.rotary import RotaryMean
 
 LayerSmoothing = KeySmoothing | str | None
 Scale = float | torch.Tensor
@@ -21,11 +22,12 @@ Scales = Scale | Mapping[int, Scale] | None
 
 @dataclass(frozen=True)
 class LayerGiven:
-    """One layer's; ``None``: keys as they are, a scale of 1."""
+    """One layer's; ``None``: keys as they are, a scale of 1. ``rotary``: beside a mean that is yet to be found."""
 
     smoothing: LayerSmoothing = None
     k_scale: float | None = None
     v_scale: float | None = None
+    rotary: RotaryMean | None = None
 
 
 NOTHING = LayerGiven()
@@ -56,22 +58,27 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise ArgumentError("device", repr(device), "a torch device") from cause
 
 
-def layers_given(smoothing: Smoothings, k_scale: Scales, v_scale: Scales, backends: Mapping[int, QuantKVBackend]) -> dict[int, LayerGiven]:
-    """What each layer of ``backends``, all that keep K and V, is given.
+def layers_given(
+    smoothing: Smoothings, biases: Mapping[int, KeySmoothing], k_scale: Scales, v_scale: Scales, backends: Mapping[int, QuantKVBackend]
+) -> dict[int, LayerGiven]:
+    """What each layer of ``backends``, all that keep K and V, is given. ``biases``: what is known of those of its keys.
 
     Raises:
         ArgumentError: a smoothing or scales that are missing for a layer, for layers that are not there, or of the wrong kind.
     """
-    smoothings = _smoothings(smoothing, list(backends))
+    smoothings = _smoothings(smoothing, biases, list(backends))
     keys, values = (_scales(name, given, backends) for name, given in (("k_scale", k_scale), ("v_scale", v_scale)))
-    return {index: LayerGiven(smoothings[index], keys.get(index), values.get(index)) for index in backends}
+    rotary = {index: biases[index].rotary for index in biases if smoothings.get(index) == FIRST_PREFILL}
+    return {index: LayerGiven(smoothings[index], keys.get(index), values.get(index), rotary.get(index)) for index in backends}
 
 
-def _smoothings(given: Smoothings, layers: list[int]) -> dict[int, LayerSmoothing]:
+def _smoothings(given: Smoothings, biases: Mapping[int, KeySmoothing], layers: list[int]) -> dict[int, LayerSmoothing]:
     if isinstance(given, ModelSmoothing):
         return dict(zip(layers, given.for_layers(layers), strict=True))
+    if given == KEY_BIAS:
+        return {layer: biases.get(layer) for layer in layers}
     if given not in (None, FIRST_PREFILL):
-        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
+        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{KEY_BIAS}", "{FIRST_PREFILL}" or None')
     return dict.fromkeys(layers, given)
 
 

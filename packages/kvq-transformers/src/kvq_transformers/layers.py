@@ -241,5 +241,7 @@ class GrowingLayer(KVQLayer):
         self.pages.copy_blocks(piece.growth.copies)
         step = piece.step(self.table.block_size, self.device)
         is_first = self.forward.is_fresh and not piece.first
-        self.pages.write(key, value, step.slot_mapping, is_first=is_first, residual=step.residual)
-        return Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k, step.residual)
+        positions = step.positions_for(self.pages.smoothing)
+        self.pages.write(key, value, step.slot_mapping, positions, is_first=is_first, residual=step.residual)
+        lengths = step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k
+        return Batch(*lengths, step.residual, step.first_positions)

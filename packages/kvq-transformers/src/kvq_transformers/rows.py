@@ -34,7 +34,8 @@ def piece_length(window: int) -> int:
 class Piece:
     """Part of a forward: for every row, its real new tokens ``first:last``. ``copies`` are block copies to make before writing.
 
-    ``index`` [num_tokens] are the places of these tokens among the flattened ``batch * columns``; ``None`` where there is no padding.
+    ``dropped``: tokens of each grown row that its table has no longer. ``index`` [num_tokens] are the places of these tokens among the
+    flattened ``batch * columns``; ``None`` where there is no padding.
     """
 
     first: int
@@ -42,6 +43,7 @@ class Piece:
     growth: Growth
     residual: ResidualWindow | None
     exact: tuple[ExactGrowth, ...]
+    dropped: tuple[int, ...]
     index: torch.Tensor | None
     clock: int
     _steps: dict[torch.device, Step] = field(default_factory=dict)
@@ -50,8 +52,11 @@ class Piece:
         """The tensors of the doors on ``device``."""
         if device not in self._steps:
             step = build(self.growth.rows, block_size, device, self, self.clock)
+            if any(self.dropped):
+                step = replace(step, first_positions=torch.tensor(self.dropped, dtype=torch.int32, device=device))
             if self.residual is not None:
-                step = replace(step, residual=build_residual(self.growth.rows, self.exact, self.residual.block_size, block_size, device))
+                rows, exact_size = self.growth.rows, self.residual.block_size
+                step = replace(step, residual=build_residual(rows, self.exact, exact_size, block_size, device, self.dropped))
             self._steps[device] = step
         return self._steps[device]
 
@@ -148,7 +153,9 @@ class RowTable:
             index = None
             if mask is not None and rank is not None:
                 index = (mask & (rank >= first) & (rank < last)).flatten().nonzero().squeeze(1)
-            pieces.append(Piece(first, last, growth, self.residual, exact, index, self._sequences.clock))
+            gone = dict(zip(self._rows, self._dropped, strict=True))
+            dropped = tuple(gone[row.sequence] for row in growth.rows)
+            pieces.append(Piece(first, last, growth, self.residual, exact, dropped, index, self._sequences.clock))
             self._drop_unseen()
         self.pieces = tuple(pieces)
         self._real = real

@@ -45,6 +45,7 @@ class Batch:
     max_seqlen_q: int
     max_seqlen_k: int
     residual: ResidualStep | None = None
+    first_positions: torch.Tensor | None = None
 
 
 class SharedBackend:
@@ -94,7 +95,8 @@ class LayerPages:
         with torch.inference_mode(False):
             if self.estimates:
                 # What is found is put here, so that compiled code finds it at the same address.
-                smoothing = KeySmoothing(torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device))
+                mean = torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device)
+                smoothing = KeySmoothing(mean, None, None if given.rotary is None else given.rotary.to(device))
             self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
         if self.smoothing is not None:
             self.smoothing.check(geometry.num_kv_heads, geometry.head_size)
@@ -183,18 +185,22 @@ class LayerPages:
         key: torch.Tensor,
         value: torch.Tensor,
         slot_mapping: torch.Tensor,
+        positions: torch.Tensor | None = None,
         *,
         is_first: bool = False,
         residual: ResidualStep | None = None,
     ) -> None:
         """Store rows [num_tokens, num_kv_heads, head_size(_v)] in the slots of ``slot_mapping`` (negative: skip).
 
-        ``is_first``: nothing has been stored yet. ``residual``: where rows go that stay exact.
+        ``positions`` [num_tokens] int32: of the rows, where a rotary mean is taken off keys. ``is_first``: nothing has been stored yet.
+        ``residual``: where rows go that stay exact.
         """
         caches = self.caches
         if is_first and self.estimates and self.smoothing is not None:
             statistics = KeyStatistics()
-            statistics.add(key, real=slot_mapping >= 0)
+            rotary = self.smoothing.rotary
+            rows = key if rotary is None or positions is None else key.float() - rotary.at(positions).float()
+            statistics.add(rows, real=slot_mapping >= 0)
             mean = statistics.smoothing().mean
             # For good, so a first text that went wrong must not spoil those after a reset().
             self.smoothing.mean.copy_(torch.where(mean.isfinite(), mean, 0.0))
@@ -207,6 +213,7 @@ class LayerPages:
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
             smoothing=self.smoothing,
+            positions=positions,
         )
         if self._exact is not None and residual is not None:
             self._exact.copy_blocks(residual.copies)
@@ -238,6 +245,7 @@ class LayerPages:
             block_table=batch.block_table,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
+            first_positions=batch.first_positions,
             **options,
         )
 

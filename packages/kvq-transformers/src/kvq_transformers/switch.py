@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvq_core.errors import ArgumentError
-from kvq_core.smoothing.calibration import Smoothings
+from kvq_core.smoothing.calibration import KEY_BIAS, Smoothings
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import Scales
@@ -30,7 +30,7 @@ def enable(
     block_size: int = 16,
     residual_length: int = 0,
     sink_tokens: int = 0,
-    smoothing: Smoothings = None,
+    smoothing: Smoothings = KEY_BIAS,
     k_scale: Scales = None,
     v_scale: Scales = None,
 ) -> M:
@@ -57,7 +57,7 @@ def enable(
     options: dict[str, Any] = {"max_cache_len": max_cache_len, "block_size": block_size, "smoothing": smoothing}
     options |= {"residual_length": residual_length, "sink_tokens": sink_tokens}
     # Refuses here rather than at the first generate, and settles what mappings say.
-    settled = KVQCache(model.config, mode, k_scale=k_scale, v_scale=v_scale, **options).settled | options
+    settled = KVQCache(model, mode, k_scale=k_scale, v_scale=v_scale, **options).settled | options
     if not _follows(model, text):
         if not was_on:
             switch_off(text)
@@ -73,7 +73,7 @@ def enable(
             name: value for name, value in kwargs.items() if name not in NAMES and not (name == "use_cache" and value is None)
         } | given
         if _wants_cache(self, config, kwargs):
-            cache = KVQCache(self.config, **settled)
+            cache = KVQCache(self, **settled)
             if getattr(config, "is_assistant", None):  # its drafts are rolled back
                 cache.activate_past_recording()
             kwargs[GENERATE] = cache

@@ -1,8 +1,7 @@
 """``PagedKVCache``: a paged, quantized KV cache for callers that have no block manager of their own.
 
-It allocates what a mode stores, hands out blocks to sequences, and calls the two doors of :mod:`kvq_core.backend` with the tensors they
-need. An engine that manages its own blocks needs none of that: the doors alone, with caches of its own making or the views that
-:meth:`PagedKVCache.layer` gives, are enough (``layout.cell_views`` serves caches in vLLM's interleaved cells).
+It allocates what a mode stores, hands out blocks to sequences, and calls the two doors of :mod:`kvq_core.backend`. An engine that manages
+its own blocks needs the doors alone, with the views that :meth:`PagedKVCache.layer` gives, or caches of its own making.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ class PagedKVCache:
         self._table = SequenceTable(BlockPool(geometry.num_blocks), geometry.block_size)
         self.backend, self.geometry = backend, geometry
         self._exact = ResidualRows.of(residual_length, sink_tokens, max_sequences, geometry, self.device)
-        layers = list(range(geometry.num_layers))
-        self._smoothings = LayerSmoothings(smoothing, layers, geometry.num_kv_heads, geometry.head_size, self.device)
+        self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), geometry.num_kv_heads, geometry.head_size, self.device)
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -254,8 +252,9 @@ class PagedKVCache:
         """
         g, caches = self.geometry, self.layer(layer)
         steps.check(step, self._table)
-        (self._exact or self._pages).check_rows("key", key, (step.num_tokens, g.num_kv_heads, g.head_size))
-        (self._exact or self._pages).check_rows("value", value, (step.num_tokens, g.num_kv_heads, g.head_size_v))
+        for name, rows, size in (("key", key, g.head_size), ("value", value, g.head_size_v)):
+            (self._exact or self._pages).check_rows(name, rows, (step.num_tokens, g.num_kv_heads, size))
+        smoothing = self._smoothings.for_write(layer, key)
         self.backend.reshape_and_cache(
             key,
             value,
@@ -264,7 +263,8 @@ class PagedKVCache:
             step.slot_mapping,
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
-            smoothing=self._smoothings.for_write(layer, key),
+            smoothing=smoothing,
+            positions=step.positions_for(smoothing),
         )
         if self._exact is not None and step.residual is not None:
             self._exact.pages.write(layer, key, value, step.residual)

@@ -20,7 +20,7 @@ from kvq_core.cache import tensorfile
 from kvq_core.cache.layout import Geometry
 from kvq_core.cache.tensorfile import TensorFile
 from kvq_core.call.spec import FLOATS
-from kvq_core.smoothing.calibration import ModelSmoothing
+from kvq_core.smoothing.calibration import ModelSmoothing, tensor_dtype
 
 FORMAT_VERSION: Final = 1
 SMOOTHED_VERSION: Final = 2
@@ -103,7 +103,7 @@ class Snapshot:
         if held is None:
             return None
         names = [name for name in self._file.entries if name.startswith("smoothing.")]
-        found = ModelSmoothing.of_tensors({name: self.tensor(name, torch.float32) for name in names})
+        found = ModelSmoothing.of_tensors({name: self.tensor(name, tensor_dtype(name)) for name in names})
         if found.fingerprint != held:
             raise self.error("its smoothing is not the one that its header names")
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from kvq_core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvq_core.residual.step import ResidualStep
+    from kvq_core.smoothing.calibration import KeySmoothing
 
 # Triton compiles anew when a pointer or a stride stops being a multiple of 16: keep both so from one step to the next.
 _ALIGNMENT = 64
@@ -36,6 +38,7 @@ class Step:
         max_seqlen_q, max_seqlen_k: the largest number of new tokens, and the largest length.
         num_tokens: new tokens in all.
         residual: where exact rows go and are read, in a cache that keeps some.
+        first_positions: [num_seqs] int32, keys of each sequence that are gone; ``None``: none are.
     """
 
     sequences: tuple[int, ...]
@@ -49,6 +52,20 @@ class Step:
     owner: object = field(repr=False)
     clock: int = field(repr=False)
     residual: ResidualStep | None = field(default=None, repr=False)
+    first_positions: torch.Tensor | None = field(default=None, repr=False)
+
+    def positions_for(self, smoothing: KeySmoothing | None) -> torch.Tensor | None:
+        """:attr:`positions` where a write with ``smoothing`` wants them."""
+        return None if smoothing is None or smoothing.rotary is None else self.positions
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[num_tokens] int32: each new token's place among its sequence's keys, those that are gone included."""
+        firsts, counts = self.seqused_k - self.cu_seqlens_q[1:], self.cu_seqlens_q.diff()
+        if self.first_positions is not None:
+            firsts = firsts + self.first_positions
+        rows = torch.arange(self.num_tokens, dtype=torch.int32, device=firsts.device)
+        return rows + firsts.repeat_interleave(counts, output_size=self.num_tokens)
 
 
 def build(rows: Rows[GrownRow], block_size: int, device: torch.device, owner: object, clock: int) -> Step:

@@ -17,7 +17,7 @@ _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
 
 
 class WriteArgs(NamedTuple):
-    """What ``kvq::<mode>_write`` takes: ``reshape_and_cache``'s arguments, the smoothing as two tensors."""
+    """What ``kvq::<mode>_write`` takes: ``reshape_and_cache``'s arguments, the smoothing as three tensors."""
 
     key: Tensor
     value: Tensor
@@ -28,10 +28,12 @@ class WriteArgs(NamedTuple):
     v_scale_cache: Written | None
     k_mean: Tensor | None = None
     k_factor: Tensor | None = None
+    k_rotary: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class ReadArgs(NamedTuple):
-    """What ``kvq::<mode>_read`` takes: ``unified_attention``'s arguments, the window as one number, the smoothing as two tensors."""
+    """What ``kvq::<mode>_read`` takes: ``unified_attention``'s arguments, the window as one number, the smoothing as three tensors."""
 
     q: Tensor
     k_cache: Tensor
@@ -62,6 +64,8 @@ class ReadArgs(NamedTuple):
     k_factor: Tensor | None = None
     lse: Written | None = None
     key_stops: Tensor | None = None
+    k_rotary: Tensor | None = None
+    first_positions: Tensor | None = None
 
 
 OpArgs = type[WriteArgs] | type[ReadArgs]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 
 from kvq_core.call.spec import Attention, Plane, Scoring
+from kvq_core.smoothing.rotary import pair_scores
 
 Gather = Callable[[Plane, torch.Tensor], torch.Tensor]
 
@@ -53,7 +54,12 @@ def attention_and_lse(attn: Attention, gather: Gather, dtype: torch.dtype = torc
         if batch.key_stops is not None:
             stored[max(0, int(batch.key_stops[seq])) :] = False
         rows = slice(first, last)
-        out[rows], lse[rows] = _one_sequence(q[rows], shift[rows], k, v, stored, attn.scoring, seq)
+        row_shift = shift[rows].t()[:, :, None]
+        if attn.smoothing is not None and attn.smoothing.rotary is not None:
+            start = 0 if batch.first_positions is None else int(batch.first_positions[seq])
+            positions = torch.arange(start, start + num_keys, device=q.device)
+            row_shift = row_shift + pair_scores(attn.smoothing.rotary, attn.q[rows].to(dtype), positions)
+        out[rows], lse[rows] = _one_sequence(q[rows], row_shift, k, v, stored, attn.scoring, seq)
     return out, lse
 
 
@@ -70,7 +76,7 @@ def _one_sequence(
 
     grouped = q.view(num_rows, num_kv_heads, group, -1)
     s = torch.einsum("ihgd,jhd->hgij", grouped, k).reshape(num_query_heads, num_rows, num_keys)
-    s = (s + shift.t()[:, :, None]) * scoring.softmax_scale
+    s = (s + shift) * scoring.softmax_scale
     if scoring.softcap > 0:
         s = scoring.softcap * torch.tanh(s / scoring.softcap)
     s = s.masked_fill(~seen, -torch.inf)

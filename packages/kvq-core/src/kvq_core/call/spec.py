@@ -15,6 +15,7 @@ import torch
 from kvq_core import checks
 from kvq_core.call.args import ReadArgs, WriteArgs
 from kvq_core.call.scratch import Scratch
+from kvq_core.call.smoothed import Smoothing, checked_positions
 from kvq_core.checks import need, need_rows, need_tensor, shape_of
 from kvq_core.errors import ArgumentError
 
@@ -86,49 +87,10 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Smoothing:
-    """How the keys in the pages differ from the model's (:mod:`kvq_core.smoothing.calibration`): ``mean`` and ``factor`` [Hkv, D] float32.
-
-    For a write, keys become ``(k - mean) * factor``. For a read, q becomes ``q * factor``, and ``q . mean`` is what a row's scores lack.
-    """
-
-    mean: torch.Tensor
-    factor: torch.Tensor | None = None
-
-    @classmethod
-    def given(cls, mean: torch.Tensor | None, factor: torch.Tensor | None) -> Smoothing | None:
-        return None if mean is None else cls(mean, factor)
-
-    def validate(self, num_kv_heads: int, head_size: int, device: torch.device) -> None:
-        for tensor in (self.mean, self.factor):
-            if tensor is None:
-                continue
-            need_tensor(tensor, "smoothing", 2, (torch.float32,), device)
-            need(
-                tensor.shape == (num_kv_heads, head_size) and tensor.is_contiguous(),
-                "smoothing",
-                f"one for {tensor.shape[0]} heads of {tensor.shape[1]}, strides {tensor.stride()}",
-                f"one for the {num_kv_heads} kv heads of {head_size}, contiguous",
-            )
-
-    def smooth(self, key: torch.Tensor) -> torch.Tensor:
-        """Of a write: keys [T, Hkv, D] as they are stored, in their own dtype."""
-        rows = key.float() - self.mean
-        return (rows if self.factor is None else rows * self.factor).to(key.dtype)
-
-    def of_queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a read: queries [T, Hq, D] of any float dtype as the stored keys need them, and q . mean [T, Hq]."""
-        grouped = q.unflatten(1, (self.mean.shape[0], -1))
-        shift = (grouped * self.mean.to(q.dtype)[:, None]).sum(-1).flatten(1)
-        balanced = grouped if self.factor is None else grouped * self.factor.to(q.dtype)[:, None]
-        return balanced.flatten(1, 2), shift
-
-
-@dataclass(frozen=True)
 class NewRows:
     """What one write stores: ``key`` [T, Hkv, D], ``value`` [T, Hkv, Dv], and ``slot_mapping`` [T] int64 saying where (more rows: padding).
 
-    ``batch_invariant``: as in :class:`Attention`.
+    ``batch_invariant``: as in :class:`Attention`. ``positions`` [T] int32: of the keys, where a rotary mean is taken off.
     """
 
     key: torch.Tensor
@@ -138,6 +100,7 @@ class NewRows:
     values: Plane
     batch_invariant: bool = False
     smoothing: Smoothing | None = None
+    positions: torch.Tensor | None = None
 
     @classmethod
     def checked(cls, backend: QuantKVBackend, args: WriteArgs, *, batch_invariant: bool = False) -> NewRows:
@@ -159,10 +122,12 @@ class NewRows:
         values = Plane(args.value_cache, args.v_scale_cache, value.shape[2])
         _check_planes(backend, {"key_cache": keys, "value_cache": values}, key.device, key.dtype)
         need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
-        smoothing = Smoothing.given(args.k_mean, args.k_factor)
+        smoothing, positions = Smoothing.given(args.k_mean, args.k_factor, args.k_rotary), args.positions
         if smoothing is not None:
             smoothing.validate(key.shape[1], key.shape[2], key.device)
-        return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing)
+            if smoothing.rotary is not None:
+                positions = checked_positions(positions, count, key.device)
+        return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing, positions)
 
 
 @dataclass(frozen=True)
@@ -170,7 +135,8 @@ class Batch:
     """Who attends to what: ``S`` sequences of ragged query rows over their keys in the pages.
 
     ``cu_seqlens_q`` [S + 1] int32, ``seqused_k`` [S] int32, ``block_table`` [S, max_blocks] int32. ``key_stops`` [S] int32: keys at these
-    positions and later are not seen; ``None``: all are.
+    positions and later are not seen; ``None``: all are. ``first_positions`` [S] int32: the rotary positions of the sequences' first keys;
+    ``None``: 0.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -179,6 +145,7 @@ class Batch:
     max_seqlen_q: int
     max_seqlen_k: int
     key_stops: torch.Tensor | None = None
+    first_positions: torch.Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -207,11 +174,12 @@ class Batch:
             "at least one column: a sequence's newest tokens are in the pages",
         )
         need_rows(self.block_table, "block_table")
-        if self.key_stops is not None:
-            need_tensor(self.key_stops, "key_stops", 1, (torch.int32,), device)
-            got = shape_of(self.key_stops)
-            need(self.key_stops.shape == self.seqused_k.shape, "key_stops", got, f"one for each of {self.num_seqs} sequences")
-        for name, tensor in (("seqused_k", self.seqused_k), ("cu_seqlens_q", self.cu_seqlens_q), ("key_stops", self.key_stops)):
+        of_sequences = {"key_stops": self.key_stops, "first_positions": self.first_positions}
+        for name, tensor in of_sequences.items():
+            if tensor is not None:
+                need_tensor(tensor, name, 1, (torch.int32,), device)
+                need(tensor.shape == self.seqused_k.shape, name, shape_of(tensor), f"one for each of {self.num_seqs} sequences")
+        for name, tensor in {"seqused_k": self.seqused_k, "cu_seqlens_q": self.cu_seqlens_q, **of_sequences}.items():
             if tensor is not None:
                 need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
         need(self.max_seqlen_q >= 0, "max_seqlen_q", self.max_seqlen_q, "a length of at least 0")
@@ -285,7 +253,15 @@ class Attention:
             out=args.out,
             keys=Plane(args.k_cache, args.k_scale_cache, sizes[0]),
             values=Plane(args.v_cache, args.v_scale_cache, sizes[1]),
-            batch=Batch(args.cu_seqlens_q, args.seqused_k, args.block_table, args.max_seqlen_q, args.max_seqlen_k, args.key_stops),
+            batch=Batch(
+                args.cu_seqlens_q,
+                args.seqused_k,
+                args.block_table,
+                args.max_seqlen_q,
+                args.max_seqlen_k,
+                args.key_stops,
+                args.first_positions,
+            ),
             scoring=Scoring(
                 args.softmax_scale,
                 args.window_left,
@@ -300,7 +276,7 @@ class Attention:
             scratch=Scratch.given(args.num_par_softmax_segments, args.softmax_segm_output, args.softmax_segm_max, args.softmax_segm_expsum),
             seq_threshold_3d=args.seq_threshold_3D,
             batch_invariant=batch_invariant,
-            smoothing=Smoothing.given(args.k_mean, args.k_factor),
+            smoothing=Smoothing.given(args.k_mean, args.k_factor, args.k_rotary),
             lse=args.lse,
         )
         attention.validate(backend)

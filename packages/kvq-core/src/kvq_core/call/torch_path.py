@@ -18,7 +18,7 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
     num_slots = rows.keys.num_blocks * rows.keys.block_size
     kept = (rows.slot_mapping >= 0) & (rows.slot_mapping < num_slots)
     slots = rows.slot_mapping[kept]
-    key = rows.key if rows.smoothing is None else rows.smoothing.smooth(rows.key)
+    key = rows.key if rows.smoothing is None else rows.smoothing.smooth(rows.key, rows.positions)
     key_half, value_half = backend.key_half, backend.value_half
     for x, plane, encode in ((key, rows.keys, key_half.encode), (rows.value, rows.values, value_half.encode_value)):
         given = None if backend.needs_scale_caches else plane.scales

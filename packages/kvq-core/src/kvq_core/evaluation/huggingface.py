@@ -15,7 +15,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.pretrained import MissingPackageError
 from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
-from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import KEY_BIAS, ModelSmoothing, Smoothings
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -124,7 +124,7 @@ class HuggingFaceSubject:
         generation = getattr(model, "generation_config", None)
         ends = None if generation is None else generation.eos_token_id
         self.stop_tokens: Collection[int] = frozenset([ends] if isinstance(ends, int) else ends or ())
-        self.smoothing: Smoothings = None
+        self.smoothing: Smoothings = KEY_BIAS
         self._scales: tuple[Passage, Smoothings, dict[str, Any]] | None = None
         self.device: torch.device = model.device
         self.rows_dtype: torch.dtype = model.dtype
@@ -159,12 +159,12 @@ class HuggingFaceSubject:
             raise ArgumentError("batch", len(passages), "1: Hugging Face models read one passage at a time here")
         smoothing = options.pop("smoothing", self.smoothing)
         scales = self._scales_from(calibration, smoothing) if backend.takes_scales else {}
-        cache = self.kvq.KVQCache(self.model.config, mode=backend, smoothing=smoothing, **scales, **options)
+        cache = self.kvq.KVQCache(self.model, mode=backend, smoothing=smoothing, **scales, **options)
         return HuggingFaceSession(self.model, cache, self.kvq.naming.cache_argument(self.model.forward))
 
-    def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
-        """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""
-        found: ModelSmoothing = self._calibrated(passage, "balanced" if balanced else "mean").smoothing
+    def calibrate(self, passage: Passage, kind: str = "mean") -> ModelSmoothing:
+        """The smoothing of the model's layers from a passage that is not scored; ``kind``: as ``kvq_transformers.calibrate`` takes it."""
+        found: ModelSmoothing = self._calibrated(passage, kind).smoothing
         return found
 
     def _scales_from(self, passage: Passage, smoothing: Smoothings) -> dict[str, Any]:

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any, Final
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, ModelSmoothing
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
     from kvq_core.evaluation.subject import Passage, Subject
+
+
+NOTHING: Final = "none"
+CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced")
+"""Kinds of smoothing that a text is read for."""
+_KINDS: Final = (NOTHING, KEY_BIAS, FIRST_PREFILL, *CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Option:
 
 
 def _smoothing(text: str) -> str:
-    if text not in (FIRST_PREFILL, "mean", "balanced") and not Path(text).is_file():
+    if text not in _KINDS and not Path(text).is_file():
         raise ValueError(text)
     return text
 
@@ -38,7 +44,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-SMOOTHING: Final = Option("smoothing", _smoothing, "first_prefill, mean, balanced, or a file that ModelSmoothing.save wrote")
+SMOOTHING: Final = Option(
+    "smoothing", _smoothing, f"{', '.join((NOTHING, KEY_BIAS, FIRST_PREFILL, *CALIBRATED))}, or a file that ModelSmoothing.save wrote"
+)
 RESIDUAL_LENGTH: Final = Option("residual_length", _count, "a number of tokens: the newest, which are kept exact")
 SINK_TOKENS: Final = Option("sink_tokens", _count, "a number of tokens: the first, which are kept exact")
 _BLOCK_SIZE: Final = 16
@@ -126,12 +134,12 @@ def check_supported(config: CacheConfig, subject: Subject) -> None:
 
 def cache_arguments(configs: Sequence[CacheConfig], subject: Subject, calibration: Passage) -> list[dict[str, Any]]:
     """The cache's keyword arguments for each of ``configs``. A smoothing from ``calibration`` is estimated once."""
-    known: dict[str, Any] = {FIRST_PREFILL: FIRST_PREFILL}
+    known: dict[str, Any] = {NOTHING: None, KEY_BIAS: KEY_BIAS, FIRST_PREFILL: FIRST_PREFILL}
 
     def smoothing(kind: str) -> Any:
         if kind not in known:
-            if kind in ("mean", "balanced"):
-                known[kind] = subject.calibrate(calibration, balanced=kind == "balanced")
+            if kind in CALIBRATED:
+                known[kind] = subject.calibrate(calibration, kind)
             else:
                 known[kind] = ModelSmoothing.load(kind, device=subject.device)
         return known[kind]

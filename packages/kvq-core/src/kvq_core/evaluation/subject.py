@@ -109,8 +109,8 @@ class Subject(Protocol):
         """
         ...
 
-    def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
-        """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""
+    def calibrate(self, passage: Passage, kind: str = "mean") -> ModelSmoothing:
+        """The smoothing of the model's layers from a passage that is not scored; ``kind``: as options spell it."""
         ...
 
     def bytes_per_token(self, backend: QuantKVBackend, dtype: torch.dtype | None = None) -> int:

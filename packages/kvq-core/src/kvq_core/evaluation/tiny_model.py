@@ -45,6 +45,13 @@ class Config:
         return self.head_size**-0.5
 
 
+def turned_channels(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Channels that :func:`rope` turns together [n, 2], and by how many radians a position [n]."""
+    half = config.head_size // 2
+    index = torch.arange(half)
+    return torch.stack((index, index + half), 1), config.rope_theta ** (-index.double() / half)
+
+
 def rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotate the halves of x [..., T, H, D] by ``positions`` [..., T]; float32 inside, the dtype of ``x`` outside."""
     half = x.shape[-1] // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +15,9 @@ from kvq_core.cache.paged import PagedKVCache
 from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
-from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales
+from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales, turned_channels
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.rotary import RotaryStatistics
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -100,16 +102,25 @@ class TinySubject:
         return fingerprint_of(self.model.parameters())
 
     @torch.inference_mode()
-    def calibrate(self, passage: Passage, *, balanced: bool = False) -> ModelSmoothing:
-        """The smoothing of the model's layers from a passage that is not scored; ``balanced``: with factors for the channels."""
+    def calibrate(self, passage: Passage, kind: str = "mean") -> ModelSmoothing:
+        """The smoothing of the model's layers from a passage that is not scored; ``kind``: one of ``kvq_core.evaluation.options``'."""
         found: dict[int, KeySmoothing] = {}
+        tokens = torch.tensor(passage.tokens, device=self.device)
+        positions = torch.arange(len(tokens), device=self.device)
+        pairs, rates = turned_channels(self.model.config)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            found[layer] = KeySmoothing.estimate(k, q if balanced else None)
+            rows, rotary = k, None
+            if kind.startswith("rotary"):
+                before = RotaryStatistics(pairs, rates)
+                before.add(k, positions)
+                rotary = before.mean()
+                rows = k - rotary.at(positions).to(k.dtype)
+            one = KeySmoothing.estimate(rows, q if kind.endswith("balanced") else None)
+            found[layer] = replace(one, rotary=rotary)
             return dense_attention(layer, q[None], k[None], v[None])[0]
 
-        tokens = torch.tensor(passage.tokens, device=self.device)
-        self.model.hidden(tokens, torch.arange(len(tokens), device=self.device), attend)
+        self.model.hidden(tokens, positions, attend)
         return ModelSmoothing(found)
 
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> TinySession:

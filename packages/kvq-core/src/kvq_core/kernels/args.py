@@ -29,7 +29,8 @@ class Rows(NamedTuple):
     """A [tokens, heads, channels] tensor with contiguous channels: q, out, or new K/V rows.
 
     Where keys are smoothed, ``mean`` and ``factor`` [kv heads, channels] float32 or None: new keys become ``(k - mean) * factor``; q
-    becomes ``q * factor``, and ``q . mean`` joins its scores.
+    becomes ``q * factor``, and ``q . mean`` joins its scores. ``rotary``: a table of a mean that turns with the position (:mod:`.rotary`),
+    or None; ``positions`` [tokens] int32: those of new keys.
     """
 
     ptr: Any
@@ -37,6 +38,8 @@ class Rows(NamedTuple):
     head_stride: Any
     mean: Any = None
     factor: Any = None
+    rotary: Any = None
+    positions: Any = None
 
 
 class Output(NamedTuple):
@@ -50,12 +53,14 @@ class Output(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Who attends to what. ``table_stride`` travels beside it, so that it is not specialized on. ``key_stops`` may be None."""
+    """Who attends to what. ``table_stride`` travels beside it, so that it is not specialized on. ``key_stops`` and ``first_positions`` may
+    be None."""
 
     cu_seqlens_q: Any
     seqused_k: Any
     block_table: Any
     key_stops: Any = None
+    first_positions: Any = None
 
 
 class Scoring(NamedTuple):
@@ -160,6 +165,22 @@ class QueryRows(NamedTuple):
     shift: Any
 
 
+class RotaryRows(NamedTuple):
+    """A rotary mean as a tile's query rows see it (:mod:`.rotary`), in log2 units.
+
+    ``along``, ``across``: A and B, [PAIRS, ROWS] if keys come first, else [ROWS, PAIRS]. ``steps``: of the pairs, in the shape of what they
+    turn. ``cosines``, ``sines``: of a few rows, those of a tile's keys counted from its first. ``first``: the position of the sequence's
+    first key.
+    """
+
+    along: Any
+    across: Any
+    steps: Any
+    cosines: Any
+    sines: Any
+    first: Any
+
+
 class Tiles(NamedTuple):
     """Numbers of key tiles: ``first`` up to ``last``, and from ``gap_at`` on ``gap`` more (scalars)."""
 
@@ -170,7 +191,7 @@ class Tiles(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The keys of a tile: [KEYS] vectors. ``valid``: in the work tile's range, and in a block that exists.
+    """The keys of a tile: [KEYS] vectors. ``valid``: in the work tile's range, and in a block that exists. ``first``: the first position.
 
     ``block``, ``slot``: of each key, or, in a tile that is not checked, of the first of every C.keys_an_id. ``row_block``, ``row_slot``:
     those of each row of lanes, [KEYS // FOLD].
@@ -182,3 +203,4 @@ class KeyTile(NamedTuple):
     valid: Any
     row_block: Any
     row_slot: Any
+    first: Any

@@ -29,6 +29,7 @@ from kvq_core.kernels.narrow_n import narrow, narrow_rows
 from kvq_core.kernels.paged_kv import first_blocks, key_tile, load_chunks, load_scales, seen_tiles, tile_offsets, tiles_of, unmasked_tiles
 from kvq_core.kernels.prefetch import prefetch_first
 from kvq_core.kernels.queries import load_queries, query_ways, scaled_queries
+from kvq_core.kernels.rotary import rotary_rows
 from kvq_core.kernels.scheduler import assigned_range, next_work_tile, query_rows
 from kvq_core.kernels.scores import finish_scores, score_base, score_unit, softmax_unit
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
@@ -91,10 +92,13 @@ def attend_work_tile(
     score_factor = unit
     if K.huge_scales:
         score_factor = tl.full(unit.shape, 1.0, tl.float32)
-    score_scale = softmax_unit(score_factor, scoring)
+    score_scale = softmax_unit(score_factor, scoring, C)
     state = softmax_start(C)
     acc = accumulator(C)
     largest = 1e-30
+    rotary = None
+    if C.features.rotary_pairs > 0:
+        rotary = rotary_rows(queries, rows, work, kv_head, score_unit(scoring), batch, C)
     unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
     for loop in tl.static_range(tl.constexpr(C.tile.loops)):
         tiles = tiles_of(work, unmasked, loop, C)
@@ -122,7 +126,7 @@ def attend_work_tile(
             s = scores(q, k, seed, C)
             if K.huge_scales:
                 s = s * by_row(unit, C)
-            s = finish_scores(s, score_factor, k_scale, scored, tile, work, scoring, loop, C)
+            s = finish_scores(s, score_factor, k_scale, rotary, scored, tile, work, scoring, loop, C)
             p, alpha, state = softmax_step(s, score_scale, state, C, EXACT=K.packed)
             zeros = None
             if V.scales == "row":

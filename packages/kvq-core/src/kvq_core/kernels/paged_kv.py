@@ -130,7 +130,7 @@ def key_tile(number, tiles, work, batch, table_stride, num_blocks, scoring, LOOP
     elif TOGETHER > 1:
         row_block = tl.reshape(tl.broadcast_to(block[:, None], [COUNT, TOGETHER]), [KEYS])
         _, row_slot = entries_of(number, tl.arange(0, KEYS), KEYS, C.shape.block_size)
-    return KeyTile(position, block, slot, valid, row_block, row_slot)
+    return KeyTile(position, block, slot, valid, row_block, row_slot, number * KEYS)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from kvq_core.kernels.args import LOG2E
 from kvq_core.kernels.masks import by_key, by_row, hide_invalid, hide_unseen
+from kvq_core.kernels.rotary import add_rotary_scores
 from kvq_core.kernels.rounding import reciprocal
 
 
@@ -35,14 +36,15 @@ def score_base(scoring):
 
 
 @triton.jit
-def finish_scores(s, unit, k_scale, rows, tile, work, scoring, LOOP: tl.constexpr, C: tl.constexpr):
-    """Key scales ([KEYS], or None), softcap, mask and biases, in the order of the specification. Unseen scores become -inf.
+def finish_scores(s, unit, k_scale, rotary, rows, tile, work, scoring, LOOP: tl.constexpr, C: tl.constexpr):
+    """Key scales ([KEYS], or None), a rotary mean (or None), softcap, mask and biases, in the order of the specification. Unseen scores
+    become -inf.
 
     ``unit`` ([ROWS], from :func:`score_unit`) is left to :func:`softmax_unit` where nothing but masks comes after it. ``s`` is finite where
     keys are invalid (codes are finite, CLEAR zeroes those that may not be), so that adding -inf hides it: one multiply-add with the scale.
     """
     CHECKED: tl.constexpr = LOOP == C.tile.loops - 1
-    if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
+    if in_log2_units(scoring, C):
         s = s * by_row(unit, C)
     if k_scale is not None:
         if CHECKED:
@@ -51,6 +53,8 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, LOOP: tl.constexp
             # A plain product may be merged with softmax_step's difference, and is then rounded otherwise than for the maximum: of huge
             # scores the largest would not be 0 away from it. (With a mask to add it is merged with that.)
             s = tl.fma(s, by_key(k_scale, C), 0.0)
+    if C.features.rotary_pairs > 0:
+        s = add_rotary_scores(s, rotary, tile, C)
     if scoring.softcap is not None:
         if C.features.shifted:
             s = s + by_row(rows.shift * tanh_unit(scoring), C)
@@ -72,9 +76,15 @@ def finish_scores(s, unit, k_scale, rows, tile, work, scoring, LOOP: tl.constexp
 
 
 @triton.jit
-def softmax_unit(unit, scoring):
+def in_log2_units(scoring, C: tl.constexpr):
+    """Whether something joins scores that is in these units, so that they must be, too."""
+    return scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None or C.features.rotary_pairs > 0
+
+
+@triton.jit
+def softmax_unit(unit, scoring, C: tl.constexpr):
     """What is left to multiply scores by, [ROWS]: log2 units for each of theirs. Above 0, so that -inf stays what it is."""
-    if scoring.softcap is not None or scoring.alibi_slopes is not None or scoring.qq_bias is not None:
+    if in_log2_units(scoring, C):
         score_scale = tl.full(unit.shape, 1.0, tl.float32)
     else:
         score_scale = tl.maximum(unit, 2.0**-126)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.rotary import turned_mean
 from kvq_core.kernels.rounding import to_nearest
 
 
@@ -76,17 +77,21 @@ def load_rows_at(channel, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
     offset = strides(rows.token, source.token_stride) + strides(rows.head, source.head_stride)
     x = tl.load(source.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
     if source.mean is not None:
-        x = smooth(x, source, rows.head[:, None] * HEADS.size + channel[None, :], mask, C.upcast_dots)
+        x = smooth(x, source, rows, channel, mask, HEADS, C)
     return x
 
 
 @triton.jit
-def smooth(x, source, at, mask, INTERPRETED: tl.constexpr):
+def smooth(x, source, rows, channel, mask, HEADS: tl.constexpr, C: tl.constexpr):
     """(x - mean) * factor, rounded to the rows' own dtype."""
+    at = rows.head[:, None] * HEADS.size + channel[None, :]
     y = x.to(tl.float32) - tl.load(source.mean + at, mask=mask, other=0.0)
+    if source.rotary is not None:
+        position = tl.load(source.positions + rows.token, mask=rows.exists, other=0)
+        y = y - turned_mean(source.rotary, rows.head, position, channel, mask, HEADS, C.use_asm)
     if source.factor is not None:
         y = y * tl.load(source.factor + at, mask=mask, other=0.0)
-    return to_nearest(y, x.dtype, INTERPRETED)
+    return to_nearest(y, x.dtype, C.upcast_dots)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ PREFETCHED_KEYS = 32
 def launch_attention(kernels: Kernels, attention: Attention) -> LaunchRecord:
     """Launch a mode's attention kernel, and the combine kernel where keys are split, for every class of query lengths in the batch."""
     record = LaunchRecord(attention.q.device)
-    sm90 = dispatch.sm90_kernels(kernels, dispatch.sm90_fits, attention, kernels.format)
+    sm90 = dispatch.sm90_reads(kernels, attention)
     problem = problem_of(attention, kernels.format, sm90)
     entries = {TRITON: kernels.attend, SM90_PREFILL: sm90.prefill, SM90_DECODE_MULTIROW: sm90.decode_multirow}
     with sole_use(attention.q.device):
@@ -91,7 +91,7 @@ def _launch(
         programs = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
     out = attention.out
     output = bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
-    lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops)
+    lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops, batch.first_positions)
     score = bundle_scoring(attention)
     splits, partials = _splits(record, attention, launch, items, config)
     record.start(
@@ -201,6 +201,7 @@ def _features(attention: Attention, form: Format, launch: planner.Launch) -> Fea
     return Features(
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         shifted=attention.smoothing is not None and attention.sees_shift,
+        rotary_pairs=0 if attention.smoothing is None else attention.smoothing.num_pairs,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
         mixed=form.value.rotated and launch.tile.family is TRITON,
         use_asm=device.use_asm,

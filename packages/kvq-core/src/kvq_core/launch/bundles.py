@@ -7,7 +7,8 @@ import math
 import torch
 
 from kvq_core.call.replay_cache import ALIGNMENT
-from kvq_core.call.spec import Attention, Plane, Smoothing
+from kvq_core.call.smoothed import Smoothing
+from kvq_core.call.spec import Attention, Plane
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.formats import PlaneFormat
@@ -33,11 +34,11 @@ def bundle_plane(plane: Plane, name: str, form: PlaneFormat) -> args.Plane:
     return args.Plane(codes, scales, block, slot, head, *scales.stride())
 
 
-def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None) -> args.Rows:
+def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None, positions: torch.Tensor | None = None) -> args.Rows:
     token, head, _ = tensor.stride()
     if smoothing is None:
         return args.Rows(tensor, token, head)
-    return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor)
+    return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor, smoothing.rotary, positions)
 
 
 def bundle_output(out: torch.Tensor, lse: torch.Tensor | None) -> args.Output:

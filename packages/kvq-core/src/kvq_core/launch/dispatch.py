@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kvq_core.call.spec import Attention, NewRows
-from kvq_core.kernels.formats import Format, Kernels, Sm90Kernels
+from kvq_core.kernels.formats import Kernels, Sm90Kernels
 from kvq_core.launch import families
 from kvq_core.launch.bundles import row_alignment, strides_of
 from kvq_core.launch.device import device_facts, interpreting
@@ -21,19 +20,23 @@ def machine_of(device: torch.device) -> families.Machine:
     return families.Machine(known.arch, known.use_asm, interpreting(), triton_is_known())
 
 
-def sm90_kernels(kernels: Kernels, fit: Callable[..., bool], *call: Any) -> Sm90Kernels:
-    """A mode's kernels for sm_90, if it has some and they can take a call."""
-    return kernels.sm90() if kernels.sm90 is not None and fit(*call) else Sm90Kernels()
-
-
-def sm90_fits(attention: Attention, form: Format) -> bool:
-    """Whether kernels of warp groups can take this call."""
+def sm90_reads(kernels: Kernels, attention: Attention) -> Sm90Kernels:
+    """A mode's read kernels for sm_90, of which it has some or none, that can take this call."""
+    if kernels.sm90 is None:
+        return Sm90Kernels()
     keys, values = attention.keys, attention.values
     row_bytes = min(row_alignment(keys), row_alignment(values))
-    call = families.Sm90Call(attention, not form.packed, row_bytes, keys.block_size * max(strides_of(keys) + strides_of(values)))
-    return families.SM90_PREFILL.takes(machine_of(attention.q.device), call)
+    block_reach = keys.block_size * max(strides_of(keys) + strides_of(values))
+    call = families.Sm90Call(attention, not kernels.format.packed, row_bytes, block_reach)
+    machine = machine_of(attention.q.device)
+    prefill, multirow = (family.takes(machine, call) for family in (families.SM90_PREFILL, families.SM90_DECODE_MULTIROW))
+    if not (prefill or multirow):
+        return Sm90Kernels()
+    found = kernels.sm90()
+    return Sm90Kernels(found.prefill if prefill else None, found.decode_multirow if multirow else None)
 
 
-def store_mma_fits(rows: NewRows) -> bool:
-    """Whether a mode's sm_90 write kernel can take these rows."""
-    return families.STORE_MMA.takes(machine_of(rows.key.device), rows)
+def sm90_write(kernels: Kernels, rows: NewRows) -> Any | None:
+    """A mode's write kernel for sm_90, if it has one that can take these rows."""
+    fits = kernels.sm90 is not None and families.STORE_MMA.takes(machine_of(rows.key.device), rows)
+    return kernels.sm90().write if fits and kernels.sm90 is not None else None

@@ -69,6 +69,15 @@ def _is_plain(call: Sm90Call) -> bool:
     )
 
 
+def _has_no_rotary_mean(call: Sm90Call) -> bool:
+    return call.attention.smoothing is None or call.attention.smoothing.rotary is None
+
+
+def _turns_16_pairs(call: Sm90Call) -> bool:
+    smoothing = call.attention.smoothing
+    return _has_no_rotary_mean(call) or (smoothing is not None and smoothing.num_pairs == 16 and not call.unquantized)
+
+
 def _has_heads_of_128(call: Sm90Call) -> bool:
     return call.attention.q.shape[2] == call.attention.out.shape[2] == 128 and call.attention.queries_per_kv <= 128
 
@@ -102,8 +111,18 @@ KERNELS: Final = Family(
     "reads and writes",
     (Rule("a GPU that torch can use, or TRITON_INTERPRET=1", lambda machine: bool(machine.arch) or machine.interpreting),),
 )
-SM90_PREFILL: Final = Family("sm_90 prefill kernels", "prefill", _HOPPER, _SM90_CALL)
-SM90_DECODE_MULTIROW: Final = Family("sm_90 multi-row decode kernels", "decode of several tokens a sequence", _HOPPER, _SM90_CALL)
+SM90_PREFILL: Final = Family(
+    "sm_90 prefill kernels",
+    "prefill",
+    _HOPPER,
+    (*_SM90_CALL, Rule("a rotary mean, if any, of 16 pairs, of packed keys", _turns_16_pairs)),
+)
+SM90_DECODE_MULTIROW: Final = Family(
+    "sm_90 multi-row decode kernels",
+    "decode of several tokens a sequence",
+    _HOPPER,
+    (*_SM90_CALL, Rule("no rotary mean", _has_no_rotary_mean)),
+)
 STORE_MMA: Final = Family(
     "sm_90 writes in the MMA layout",
     "writes of rotated modes",

@@ -22,7 +22,7 @@ def launch_rows(kernels: Kernels, rows: NewRows) -> LaunchRecord:
     device = device_facts(rows.key.device)
     plane = form.wider
     width = Heads(max(head_size, rows.value.shape[2]), plane.ways).width * plane.ways
-    store_mma = dispatch.sm90_kernels(kernels, dispatch.store_mma_fits, rows).write
+    store_mma = dispatch.sm90_write(kernels, rows)
     fit = store_mma is not None
     tile = planner.write_tile(device.arch, plane.variant, plane.ways, width, total, rows.batch_invariant, fit)
     config = WriteConfig(
@@ -40,7 +40,7 @@ def launch_rows(kernels: Kernels, rows: NewRows) -> LaunchRecord:
     record.start(
         store_mma if tile.store_mma and fit else kernels.write,
         (triton.cdiv(total, tile.rows), 2),
-        bundle_rows(rows.key, rows.smoothing),
+        bundle_rows(rows.key, rows.smoothing, rows.positions),
         bundle_rows(rows.value),
         bundle_plane(rows.keys, "key_cache", form.key),
         bundle_plane(rows.values, "value_cache", form.value),

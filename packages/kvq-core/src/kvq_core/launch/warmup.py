@@ -32,6 +32,7 @@ from kvq_core.launch.workspace import reserve
 from kvq_core.plan.planner import DECODE_QUERY_LEN, power_of_two
 from kvq_core.registry import get_backend
 from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.rotary import RotaryMean
 
 MOST_PROCESSES = 16
 _META = torch.device("meta")
@@ -81,7 +82,7 @@ class Demand:
     ``places``: of a layer's caches (:func:`places_of`). ``query_rows``: rows that all sequences have in steps that only decode (1, and 1 +
     the number of drafts). Every batch comes with this ``max_seqlen_k``, as in a captured graph, and the ``max_seqlen_q`` of
     :func:`rounded_query_len`. ``sinks``: their dtype. ``slopes``: whether there are ALiBi slopes; ``sqrt``: the square root's.
-    ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors.
+    ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors; ``rotary_pairs``: of its rotary mean, 0: none.
     """
 
     mode: str
@@ -101,6 +102,7 @@ class Demand:
     sqrt: bool = False
     smoothed: bool = False
     balanced: bool = False
+    rotary_pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,12 @@ class Call:
         scales: dict[str, Any] = {"k_scale_cache": k_scale, "v_scale_cache": v_scale}
         if wanted.smoothed:
             mean = torch.empty(key_cache.shape[2], wanted.head_size, device=_META)
-            scales["smoothing"] = KeySmoothing(mean, torch.empty_like(mean) if wanted.balanced else None)
+            balance = torch.empty_like(mean) if wanted.balanced else None
+            scales["smoothing"] = KeySmoothing(mean, balance, self._rotary(len(mean)))
         if not self.num_seqs:
             slots = torch.empty(self.num_tokens, dtype=torch.int64, device=_META)
+            if wanted.rotary_pairs:
+                scales["positions"] = indices(self.num_tokens)
             key, value = rows(key_cache.shape[2], wanted.head_size), rows(key_cache.shape[2], wanted.head_size_v)
             backend.reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
             return
@@ -153,6 +158,13 @@ class Call:
             use_alibi_sqrt=wanted.sqrt,
             **scales,
         )
+
+    def _rotary(self, heads: int) -> RotaryMean | None:
+        pairs = self.demand.rotary_pairs
+        if not pairs:
+            return None
+        channels, steps = (torch.empty(heads, pairs, *more, dtype=torch.int32, device=_META) for more in ((2,), ()))
+        return RotaryMean(channels, steps, torch.empty(heads, pairs, 2, device=_META), self.demand.head_size)
 
 
 def warm_up(demands: Sequence[Demand], device: torch.device, processes: int | None = None) -> int:

@@ -186,10 +186,16 @@ class ExactPages:
         self.window.check(**options)
         exact = self.read_from(layer, step)
         result, lse = _read(self._none, q, out.shape, exact, step.exact, sinks=sinks, qq_bias=qq_bias, **options)
-        if step.packed is not None:
+        if step.packed is None:
+            out.copy_(to_output_dtype(result, out.dtype, output_scale))
+        else:
             options |= {"k_scale_cache": packed.k_scale_cache, "v_scale_cache": packed.v_scale_cache, "smoothing": smoothing}
-            result, _ = combine(result, lse, *_read(backend, q, out.shape, packed, step.packed, key_stops=step.key_stops, **options))
-        out.copy_(to_output_dtype(result, out.dtype, output_scale))
+            options |= {"key_stops": step.key_stops, "first_positions": step.first_positions}
+            reads = result, lse, *_read(backend, q, out.shape, packed, step.packed, **options)
+            if output_scale is None and out.is_contiguous():
+                combine(*reads, result=out)
+            else:
+                out.copy_(to_output_dtype(combine(*reads)[0], out.dtype, output_scale))
 
     def release(self) -> None:
         """Give back what the last call was read from."""
@@ -207,9 +213,9 @@ class ExactPages:
 def _read(
     backend: QuantKVBackend, q: torch.Tensor, shape: torch.Size, caches: LayerCaches, read: Read, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One read's result, float32, and its log-sum-exp."""
-    result = torch.zeros(shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    """One read's result, float32, and its log-sum-exp. Every row is a sequence's, and so written."""
+    result = torch.empty(shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
     backend.unified_attention(
         q,
         caches.key_cache,

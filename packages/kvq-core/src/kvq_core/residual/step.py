@@ -46,7 +46,7 @@ class ResidualStep:
         staging: where the call is read, if it is not read where its rows stay.
         exact: the read of exact rows.
         packed: the read of packed rows, without the sinks; ``None`` if no sequence has any.
-        key_stops: [num_seqs] int32, of the packed read.
+        key_stops, first_positions: [num_seqs] int32, of the packed read.
     """
 
     copies: tuple[tuple[int, int], ...]
@@ -55,12 +55,20 @@ class ResidualStep:
     exact: Read
     packed: Read | None
     key_stops: torch.Tensor
+    first_positions: torch.Tensor
 
 
 def build(
-    rows: Sequence[GrownRow], planned: Sequence[ExactGrowth], block_size: int, packed_block_size: int, device: torch.device
+    rows: Sequence[GrownRow],
+    planned: Sequence[ExactGrowth],
+    block_size: int,
+    packed_block_size: int,
+    device: torch.device,
+    gone: Sequence[int] = (),
 ) -> ResidualStep:
-    """The :class:`ResidualStep` of ``rows`` and what is ``planned`` for them; one transfer to ``device``."""
+    """The :class:`ResidualStep` of ``rows`` and what is ``planned`` for them; one transfer to ``device``.
+
+    ``gone``: keys of each row that came before those it has; empty: none."""
     kept = [slot for growth, row in zip(planned, rows, strict=True) for slot in _kept_slots(growth, row, block_size)]
     copies = tuple(growth.copy for growth in planned if growth.copy is not None)
     copied: list[tuple[int, int]] = []
@@ -90,14 +98,15 @@ def build(
         padded_table(packed_tables),
         int32(packed_lengths),
         int32(stops),
+        int32(array("i", [shift + before for shift, before in zip(shifts, gone or [0] * len(rows), strict=True)])),
         torch.tensor(copied, dtype=torch.int64, device="cpu").view(-1, 2).t().contiguous(),
         torch.tensor(staged, dtype=torch.int64, device="cpu"),
     )
-    slots, table, used, packed_table, packed_used, key_stops, blocks_copied, staged_slots = to_device(parts, device)
+    slots, table, used, packed_table, packed_used, key_stops, firsts, blocks_copied, staged_slots = to_device(parts, device)
     exact = Read(table[:, : max(map(len, tables))], used, max(lengths))
     packed = Read(packed_table[:, : max(map(len, packed_tables))], packed_used, max(packed_lengths)) if max(stops) > 0 else None
     staging = Staging(num_blocks, blocks_copied[0], blocks_copied[1], staged_slots) if is_staged else None
-    return ResidualStep(copies, slots, staging, exact, packed, key_stops)
+    return ResidualStep(copies, slots, staging, exact, packed, key_stops, firsts)
 
 
 def _kept_slots(growth: ExactGrowth, row: GrownRow, block_size: int) -> list[int]:

@@ -6,7 +6,8 @@ For a fixed vector mu and factors g of a kv head, with ``k' = (k - mu) / g`` in 
 
 ``q.mu`` is the same for every key of a row, so that the softmax does not see it; where something else does (a softcap, sinks), the
 kernels add it back. Real keys have channels with a large mean (key biases, in Qwen2 and Qwen2.5), which would take up the levels that
-should tell keys apart. mu and g must be the same for all keys of a cache: they are part of what its bytes mean.
+should tell keys apart. mu and g must be the same for all keys of a cache: they are part of what its bytes mean. What turns with the
+position is taken off beside mu (:mod:`kvq_core.smoothing.rotary`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ import torch
 from kvq_core import checks
 from kvq_core.cache import tensorfile
 from kvq_core.errors import ArgumentError, described
+from kvq_core.smoothing.rotary import RotaryMean
 
 FIRST_PREFILL: Final = "first_prefill"
 """In place of a :class:`ModelSmoothing`: each layer's mean is that of the first keys it is given."""
+KEY_BIAS: Final = "key_bias"
+"""In place of a :class:`ModelSmoothing`, where the weights are at hand: the biases of the model's keys, if they have some."""
 Smoothings = Union["ModelSmoothing", str, None]
 """What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, or nothing."""
 _KEY: Final = "kvq_smoothing"
 _FORMAT_VERSION: Final = 1
-_TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance)")
+_TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance|rotary\.(channels|steps|bias))")
 _LARGEST_FACTOR: Final = 16.0
 
 
@@ -39,14 +43,15 @@ _LARGEST_FACTOR: Final = 16.0
 class KeySmoothing:
     """One layer's mean key ``mean`` [num_kv_heads, head_size] and channel factors ``balance`` (the same shape, positive), float32.
 
-    ``balance`` is optional. ``inverse`` is 1 / balance.
+    ``balance`` is optional, and so is ``rotary``, a mean that turns with the position and is taken off as well. ``inverse`` is 1 / balance.
 
     Raises:
-        ArgumentError: a tensor has another shape or dtype, or the two differ in shape or device.
+        ArgumentError: a tensor has another shape or dtype, or they differ in heads or device.
     """
 
     mean: torch.Tensor
     balance: torch.Tensor | None = None
+    rotary: RotaryMean | None = None
     inverse: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +64,12 @@ class KeySmoothing:
             if tensor.shape != self.mean.shape or tensor.device != self.mean.device:
                 raise ArgumentError(name, f"{tuple(tensor.shape)} on {tensor.device}", f"{tuple(self.mean.shape)} on {self.mean.device}")
             object.__setattr__(self, name, tensor.detach().contiguous())
+        if self.rotary is not None:
+            rotary = checks.instance("rotary", self.rotary, RotaryMean)
+            got, wanted = (len(rotary.steps), rotary.head_size), tuple(self.mean.shape)
+            if got != wanted or rotary.steps.device != self.mean.device:
+                need = f"{wanted} on {self.mean.device}: heads, and their size"
+                raise ArgumentError("rotary", f"{got} on {rotary.steps.device}", need)
         object.__setattr__(self, "inverse", None if self.balance is None else 1 / self.balance)
 
     @classmethod
@@ -70,23 +81,44 @@ class KeySmoothing:
         return cls(found.mean, found.balance)
 
     @property
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the doors take."""
+        turned = () if self.rotary is None else (self.rotary.channel_table, self.rotary.pair_table)
+        return tuple(tensor for tensor in (self.mean, self.balance, self.inverse, *turned) if tensor is not None)
+
+    @property
     def fingerprint(self) -> str:
         """What the numbers are, in 16 hexadecimal digits. Waits for the device."""
         digest = hashlib.sha256(str(tuple(self.mean.shape)).encode())
-        for tensor in (self.mean, self.balance):
+        for tensor in (self.mean, self.balance, *(self.rotary.tensors.values() if self.rotary else ())):
             digest.update(b"none" if tensor is None else tensor.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def to(self, device: torch.device | str) -> KeySmoothing:
         """The same on ``device``."""
         device = checks.device("device", device)
-        return KeySmoothing(self.mean.to(device), None if self.balance is None else self.balance.to(device))
+        balance, rotary = self.balance, self.rotary
+        return KeySmoothing(
+            self.mean.to(device), None if balance is None else balance.to(device), None if rotary is None else rotary.to(device)
+        )
+
+    def of_heads(self, heads: slice) -> KeySmoothing:
+        """That of some kv heads."""
+        balance, rotary = self.balance, self.rotary
+        return KeySmoothing(
+            self.mean[heads], None if balance is None else balance[heads], None if rotary is None else rotary.of_heads(heads)
+        )
 
     def check(self, num_kv_heads: int, head_size: int, argument: str = "smoothing") -> None:
         """Raise :class:`~kvq_core.ArgumentError` naming ``argument`` unless this is for so many heads of that size."""
         if self.mean.shape != (num_kv_heads, head_size):
             heads, size = self.mean.shape
             raise ArgumentError(argument, f"one for {heads} heads of {size}", f"one for {num_kv_heads} heads of {head_size}")
+
+
+def tensor_dtype(name: str) -> torch.dtype:
+    """Of the tensor called ``name`` in :meth:`ModelSmoothing.tensors`."""
+    return torch.int32 if name.endswith((".rotary.channels", ".rotary.steps")) else torch.float32
 
 
 class KeyStatistics:
@@ -246,26 +278,35 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
         return [self.layers[layer] for layer in layers]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name: ``smoothing.LAYER.mean`` and ``.balance``."""
+        """All tensors by name: ``smoothing.LAYER.mean``, ``.balance``, ``.rotary.channels``, ``.rotary.steps`` and ``.rotary.bias``."""
         found = {}
         for layer, one in self.layers.items():
             found[f"smoothing.{layer}.mean"] = one.mean
             if one.balance is not None:
                 found[f"smoothing.{layer}.balance"] = one.balance
+            if one.rotary is not None:
+                found |= {f"smoothing.{layer}.rotary.{name}": tensor for name, tensor in one.rotary.tensors.items()}
         return found
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> ModelSmoothing:
         """Undo :meth:`tensors`; :class:`~kvq_core.ArgumentError` if they have other names, or do not fit each other."""
         layers = sorted({int(match[1]) for match in map(_TENSOR.fullmatch, tensors) if match})
+
+        def layer_of(layer: int) -> KeySmoothing:
+            name = f"smoothing.{layer}"
+            mean, rotary = tensors[f"{name}.mean"], None
+            if f"{name}.rotary.steps" in tensors:
+                parts = {part: tensors[f"{name}.rotary.{part}"] for part in ("channels", "steps", "bias")}
+                rotary = RotaryMean(**parts, head_size=mean.shape[-1])
+            return KeySmoothing(mean, tensors.get(f"{name}.balance"), rotary)
+
         try:
-            found = cls(
-                {layer: KeySmoothing(tensors[f"smoothing.{layer}.mean"], tensors.get(f"smoothing.{layer}.balance")) for layer in layers}
-            )
+            found = cls({layer: layer_of(layer) for layer in layers})
         except KeyError as cause:
-            raise ArgumentError("tensors", f"no {cause}", "a mean for each layer") from None
+            raise ArgumentError("tensors", f"no {cause}", "a mean for each layer, and three tensors of a rotary mean") from None
         if found.tensors().keys() != tensors.keys():
-            raise ArgumentError("tensors", sorted(tensors), "smoothing.LAYER.mean and smoothing.LAYER.balance")
+            raise ArgumentError("tensors", sorted(tensors), "smoothing.LAYER.mean, .balance and .rotary.{channels,steps,bias}")
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -300,7 +341,7 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
                 raise file.error(f"its header is damaged: {type(cause).__name__} {cause}") from cause
             if type(version) is not int or version != _FORMAT_VERSION:
                 raise file.error(f"format version {version!r}, this kvq reads version {_FORMAT_VERSION}")
-            tensors = {name: file.empty(name, torch.float32) for name in file.entries}
+            tensors = {name: file.empty(name, tensor_dtype(name)) for name in file.entries}
             for name, tensor in tensors.items():
                 file.read_into(name, tensor)
             try:

@@ -14,7 +14,7 @@ Range = tuple[int, int]
 
 LAYOUTS = ("head_major", "token_major", "paired", "interleaved")
 ROWS = ("contiguous", "fused", "transposed")
-SMOOTHINGS = ("", "mean", "balanced")
+SMOOTHINGS = ("", "mean", "balanced", "rotary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class Case:
     vLLM's cell [K codes | K scale | V codes | V scale] per slot and head; ``padding`` bytes that are nobody's follow each block.
     ``rows`` says how key, value, q and out lie: ``contiguous``, ``fused`` (columns of one wide projection) or ``transposed``
     [head, token]. ``smoothing``: keys share a mean, in some channels thirty times what they
-    differ in, which is known (``mean``), with a factor for each channel (``balanced``), or not (empty). The block table has
+    differ in, which is known (``mean``), with a factor for each channel (``balanced``), and with a part that turns with the position, of
+    sequences that begin anywhere (``rotary``), or not (empty). The block table has
     ``spare_columns`` more than the longest sequence needs. ``shared``: every sequence begins with the blocks of the first, as far as both
     fill them, and with the keys and values that are in them. ``key_stops``: keys at these positions and later are not seen.
     """
@@ -117,6 +118,15 @@ OPTIONS = (
 )
 """Every option of the attention alone."""
 
+TURNED = (
+    Case(**_MIXED, smoothing="rotary", shared=True),
+    Case(**_LONG, smoothing="rotary", softcap=20.0, head_size=96, dtype=torch.bfloat16),
+    Case(**_LONG, smoothing="rotary", dtype=torch.float32, rows="fused", layout="interleaved", sinks=True, alibi=True),
+    Case(query_lens=(20, 3), seq_lens=(90, 65), num_kv_heads=1, queries_per_kv=8, head_size=24, smoothing="rotary"),
+)
+"""Keys with a mean that turns with the position."""
+TURNED_LARGE = (Case(query_lens=(1, 700), seq_lens=(3000, 700), head_size=128, dtype=torch.bfloat16, smoothing="rotary"),)
+
 SMOOTHED = (
     Case(**_MIXED, smoothing="mean"),
     Case(**_MIXED, smoothing="balanced", head_size=80, queries_per_kv=3, window=23),
@@ -127,6 +137,9 @@ SMOOTHED = (
     Case(query_lens=(1, 1), seq_lens=(560, 270), num_kv_heads=2, smoothing="balanced", sinks=True),
     Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, sinks=True, window=300, smoothing="mean"),
     Case(query_lens=(2, 20, 0), seq_lens=(300, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, smoothing="mean"),
+    *TURNED,
+    Case(query_lens=(1, 1), seq_lens=(560, 270), num_kv_heads=2, smoothing="rotary", sinks=True),
+    Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, window=300, smoothing="rotary", key_stops=(390,)),
 )
 """Keys whose mean is taken off: prefill, decode and split keys, with what sees the difference (sinks, a softcap) and what does not."""
 
@@ -179,6 +192,8 @@ LARGE = (
         layout="token_major",
         rows="fused",
     ),
+    Case(query_lens=(513, 2), seq_lens=(700, 3000), head_size=128, dtype=torch.bfloat16, smoothing="rotary"),
+    Case(query_lens=(1,) * 9, seq_lens=tuple(range(500, 5000, 500)), queries_per_kv=8, head_size=128, sinks=True, smoothing="rotary"),
     Case(query_lens=(200,), seq_lens=(1700,), queries_per_kv=4, head_size=128, dtype=torch.bfloat16, score_gain=400.0, layout="paired"),
 )
 """Shapes that only a GPU gets through in time."""

@@ -37,7 +37,7 @@ _RANGES = replace(_ROWS_WINDOWED, mm_prefix=(((12, 69), (0, 1)), ((2, 9), (48, 6
 
 
 class ReadTests(Subject):
-    @places.each(SMOOTHED, quick=SMOOTHED[4:5])
+    @places.each(SMOOTHED, quick=(SMOOTHED[4], SMOOTHED[9]))
     def test_smoothed_attention(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """As over the keys that the pages stand for, mean and all: to rounding of what is stored, not of the mean."""
         built = self.build(backend, case, place)
@@ -53,6 +53,8 @@ class ReadTests(Subject):
             mean, balance = built.smoothing.mean.double(), built.smoothing.balance
             group = case.queries_per_kv
             keys = exact.k[::group].transpose(0, 1) * (1.0 if balance is None else balance.double()) + mean
+            if built.smoothing.rotary is not None:
+                keys = keys + built.smoothing.rotary.at(built.positions[built.first_key(seq) :][: case.seq_lens[seq]])
             first = built.first_row(seq)
             q = built.q[first : first + case.query_lens[seq]]
             present = torch.ones(case.seq_lens[seq], dtype=torch.bool, device=place.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.rotary import RotaryMean
 from kvq_core.testing import layouts
 from kvq_core.testing.cases import Case
 from kvq_core.testing.poison import Poisoned, lay_out
@@ -28,7 +29,7 @@ _BESIDE = (3, 5)
 @dataclass
 class Scene:
     """Everything :func:`build` made of a case. ``key`` and ``value`` hold all keys of all sequences, in order; ``slots`` where they go.
-    ``own`` [keys] bool: those whose slot is not an earlier sequence's, too.
+    ``own`` [keys] bool: those whose slot is not an earlier sequence's, too. ``positions`` [keys]: rotary ones.
 
     Pages, rows, output, scratch and workspace lie embedded in poison, and :meth:`write` and :meth:`read` fail if a byte changes that is
     not theirs to change.
@@ -46,6 +47,7 @@ class Scene:
     block_table: torch.Tensor
     given_scales: dict[str, torch.Tensor]
     options: dict[str, Any]
+    positions: torch.Tensor
     smoothing: KeySmoothing | None = None
     inputs: tuple[Poisoned, ...] = ()
     scratches: list[Poisoned] = field(default_factory=list)
@@ -75,7 +77,10 @@ class Scene:
     def write_arguments(self) -> dict[str, Any]:
         caches = {name: self.pages[name] for name in ("key_cache", "value_cache")}
         arguments = {"key": self.key, "value": self.value, **caches, "slot_mapping": self.slots, **self.scales}
-        return arguments if self.smoothing is None else arguments | {"smoothing": self.smoothing}
+        if self.smoothing is None:
+            return arguments
+        positions = {} if self.smoothing.rotary is None else {"positions": self.positions}
+        return arguments | {"smoothing": self.smoothing} | positions
 
     def write(self, **overrides: Any) -> None:
         """Store all rows through the door; nothing but their slots may have changed."""
@@ -119,6 +124,8 @@ class Scene:
         if self.smoothing is None:
             return self.key
         rows = self.key.float() - self.smoothing.mean
+        if self.smoothing.rotary is not None:
+            rows = rows - self.smoothing.rotary.at(self.positions).float()
         return (rows if self.smoothing.inverse is None else rows * self.smoothing.inverse).to(self.key.dtype)
 
     def encoded(self, half: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -174,6 +181,8 @@ class Scene:
             arguments["mm_prefix_range"] = arguments["mm_prefix_range"][list(seqs)]
         if arguments["key_stops"] is not None:
             arguments["key_stops"] = arguments["key_stops"][list(seqs)]
+        if arguments["first_positions"] is not None:
+            arguments["first_positions"] = arguments["first_positions"][list(seqs)]
         return arguments
 
     def fresh_out(self, num_rows: int | None = None) -> Poisoned:
@@ -232,9 +241,13 @@ def build(
     queries = torch.randn(num_rows, case.num_query_heads, case.head_size, generator=generator) * case.score_gain
     smoothing = _smoothing(case, seed, device)
     differing = key
+    firsts = _first_positions(case, seed)
+    positions = torch.tensor([first + i for first, n in zip(firsts, case.seq_lens, strict=True) for i in range(n)], dtype=torch.int32)
     if smoothing is not None:
         key = key + smoothing.mean.cpu()
         differing = differing if smoothing.inverse is None else differing * smoothing.inverse.cpu()
+        if smoothing.rotary is not None:
+            key = key + smoothing.rotary.to("cpu").at(positions).float()
 
     needed = sum(-(-n // case.block_size) for n in case.seq_lens)
     num_blocks = needed + spare_blocks
@@ -243,7 +256,7 @@ def build(
     slots = [blocks[j // case.block_size] * case.block_size + j % case.block_size for j, blocks in _keys(case, owners)]
     first = {slot: row for row, slot in reversed([*enumerate(slots)])}
     same_as = torch.tensor([first[slot] for slot in slots], dtype=torch.int64)
-    key, value = key[same_as], value[same_as]
+    key, value, positions = key[same_as], value[same_as], positions[same_as]
 
     built = Scene(
         case=case,
@@ -257,7 +270,8 @@ def build(
         q=rows(num_rows + PADDING_ROWS, case.num_query_heads, case.head_size, queries),
         block_table=_block_table(owners, case.spare_columns, permuted[:SPARE_BLOCKS], device),
         given_scales=_given_scales(backend, differing, value, device),
-        options=_options(case, generator, device),
+        options=_options(case, generator, device) | {"first_positions": _on(case, firsts, device)},
+        positions=positions.to(device),
         smoothing=smoothing,
     )
     built.inputs = tuple(inputs)
@@ -310,14 +324,34 @@ def _uneven(tokens: int, heads: int, size: int, generator: torch.Generator) -> t
 
 
 def _smoothing(case: Case, seed: int, device: torch.device) -> KeySmoothing | None:
-    """A mean of about thirty in every seventh channel, and factors around one. From a generator of their own: other values stay."""
+    """A mean of about thirty in every seventh channel, factors around one, and as much again in pairs of channels that turn, each at a rate
+    of its own. From a generator of their own: other values stay."""
     if not case.smoothing:
         return None
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (case.num_kv_heads, case.head_size)
     mean = 30 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 1 / 7)
-    balance = torch.exp(0.5 * torch.randn(shape, generator=generator)) if case.smoothing == "balanced" else None
-    return KeySmoothing(mean.to(device), None if balance is None else balance.to(device))
+    balance = torch.exp(0.5 * torch.randn(shape, generator=generator)) if case.smoothing in ("balanced", "rotary") else None
+    rotary = None
+    if case.smoothing == "rotary":
+        bias = 20 * torch.randn(shape, generator=generator)
+        pairs = torch.randperm(case.head_size, generator=generator).view(-1, 2)
+        rates = torch.pi * torch.rand(len(pairs), generator=generator) ** 3
+        rotary = RotaryMean.of_bias(bias, pairs, rates, num_pairs=16 << seed % 2)
+    return KeySmoothing(mean, balance, rotary).to(device)
+
+
+def _first_positions(case: Case, seed: int) -> list[int]:
+    """Rotary positions of the sequences' first keys: of sequences that share blocks the same."""
+    if case.smoothing != "rotary":
+        return [0] * case.num_seqs
+    drawn = torch.randint(-9, 10**5, (case.num_seqs,), generator=torch.Generator().manual_seed(seed + 2)).tolist()
+    return drawn[:1] * case.num_seqs if case.shared else drawn
+
+
+def _on(case: Case, firsts: list[int], device: torch.device) -> torch.Tensor | None:
+    """``firsts`` as the read door takes them."""
+    return torch.tensor(firsts, dtype=torch.int32, device=device) if case.smoothing == "rotary" else None
 
 
 def _given_scales(backend: QuantKVBackend, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvq_core.hadamard import block_of, single_rht
 from kvq_core.testing import places, strategies
-from kvq_core.testing.cases import QUICK, SHAPES, SMOOTHED, Case
+from kvq_core.testing.cases import QUICK, SHAPES, SMOOTHED, TURNED, TURNED_LARGE, Case
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
-from kvq_core.testing.subject import Subject
+from kvq_core.testing.subject import Subject, assert_within
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -32,6 +32,20 @@ class WriteTests(Subject):
     def test_written_rows(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         built = self.build(backend, case, place)
         self.assert_write(built, str(built.case))
+
+    @places.each(TURNED, large=TURNED_LARGE, quick=TURNED[:1])
+    def test_written_rows_less_a_rotary_mean(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """No further off than ``encode`` leaves them, but for a rounding to the rows' dtype that may go the other way: the mean is of sines
+        that hardware approximates."""
+        built = self.build(backend, case, place)
+        built.write()
+        rows = built.stored_key
+        codes, scales = built.encoded("key", rows)
+        given = scales if backend.needs_scale_caches else built.given_scales.get("k_scale_cache")
+        wanted = built.half("key").decode(codes, given).double()
+        off, allowed = ((x - rows.double()).norm(dim=-1) for x in (built.decoded("key", built.slots), wanted))
+        rounding = torch.finfo(case.dtype).eps * rows.double().norm(dim=-1) + 2.0**-16 * 30
+        assert_within(off, torch.zeros_like(off), 1.1 * allowed + 4 * rounding, "distance of stored keys from rows [row, head]")
 
     def test_random_rows(self, backend: QuantKVBackend, place: Place) -> None:
         """Rows of every kind, in random layouts, some of them padding or out of the cache."""

@@ -8,6 +8,7 @@ from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, store_output
+from kvq_core.kernels.sm90.rotary import load_turned_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
 
 LOG2E = gl.constexpr(_LOG2E.value)
@@ -16,13 +17,18 @@ LN2 = gl.constexpr(_LN2.value)
 
 @gluon.jit
 def multiply_tiles(
-    GROUP: gl.constexpr, work, span, shared,
+    GROUP: gl.constexpr, work, span, shared, turning,
     SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ADJACENT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
     D: gl.constexpr = C.shape.head_size
     score_scale = load_queries(work, GROUP, BALANCED, ADJACENT, C)
+    row_scale = score_scale
+    if C.features.rotary_pairs > 0:
+        # In log2 units, as what joins the scores is.
+        load_turned_queries(work, turning, GROUP, C)
+        score_scale = gl.full_like(row_scale, 1.0)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
     acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
@@ -30,10 +36,15 @@ def multiply_tiles(
     largest = gl.full([HALF], 1e-30, gl.float32, ROWS)
     whole = gl.where(all_exist(0, span.whole * C.tile.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
+    turned = turning.tile.index(GROUP)
     for n in range(0, whole):
-        acc, top, total, largest = multiply(n, acc, top, total, largest, score_scale, position, query, shared, SCALED, False, C)
+        acc, top, total, largest = multiply(
+            n, acc, top, total, largest, row_scale, score_scale, position, query, turned, shared, SCALED, False, C
+        )
     for n in range(whole, span.last):
-        acc, top, total, largest = multiply(n, acc, top, total, largest, score_scale, position, query, shared, SCALED, True, C)
+        acc, top, total, largest = multiply(
+            n, acc, top, total, largest, row_scale, score_scale, position, query, turned, shared, SCALED, True, C
+        )
     scale, top, total = take_sink(top, total, score_scale, head, valid, work, SINKS)
     if LSE:
         at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
@@ -46,7 +57,7 @@ def multiply_tiles(
 
 @gluon.jit
 def multiply(
-    n, acc, top, total, largest, score_scale, position, query, shared,
+    n, acc, top, total, largest, row_scale, score_scale, position, query, turned, shared,
     SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
@@ -59,11 +70,18 @@ def multiply(
     if SCALED:
         k_scale = shared.k_scales.index(at).load(COLUMNS)
     s = warpgroup_mma_wait(0, deps=(s,))
-    if not EDGE:
+    if not EDGE and C.features.rotary_pairs == 0:
         mbarrier.arrive(shared.k_free.index(at), count=1)
     if SCALED:
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
         s = gl.fma(s, nothing + k_scale[None, :], nothing)
+    if C.features.rotary_pairs > 0:
+        # After the scales of keys and rows, which are not those of this.
+        s = s * row_scale[:, None]
+        s = warpgroup_mma(turned, shared.turned.index(at).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        if not EDGE:
+            mbarrier.arrive(shared.k_free.index(at), count=1)
     if EDGE:
         key_position = shared.positions.index(at).load(COLUMNS)
         mbarrier.arrive(shared.k_free.index(at), count=1)

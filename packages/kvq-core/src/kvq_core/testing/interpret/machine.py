@@ -40,8 +40,9 @@ class Shared:
     def permute(self, order: Any) -> Shared:
         return Shared(self.dtype, self.array.transpose([int(i) for i in order]))
 
-    def slice(self, start: Any, length: Any) -> Shared:
-        return Shared(self.dtype, self.array[_integer(start) : _integer(start) + _integer(length)])
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> Shared:
+        part = slice(_integer(start), _integer(start) + _integer(length))
+        return Shared(self.dtype, self.array[(slice(None),) * _integer(dim) + (part,)])
 
     def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         assert self.array.flags.c_contiguous

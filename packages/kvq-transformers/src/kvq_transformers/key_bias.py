@@ -1,0 +1,188 @@
+"""What keys of a model share before their rotary embeddings: how these turn it, and what the biases of key projections say of it.
+
+Nothing is assumed of a family's kind of rotary embedding. The model runs once, on a few tokens at chosen positions, with its key
+projections reduced to constants: the keys that reach the cache are then these constants, turned. Rates and pairs of channels that explain
+them are looked for among the model's own, and taken only if they do.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvq_core.errors import ArgumentError
+from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.rotary import RotaryMean
+from kvq_transformers.naming import cache_argument
+from kvq_transformers.support import decoder_config
+
+_LOG: Final = logging.getLogger(__name__)
+_PROJECTIONS: Final = ("k_proj", "qkv_proj", "query_key_value", "key_proj", "c_attn", "Wqkv")
+"""What families call the linear layers that keys come from."""
+_POSITIONS: Final = (0, 1, 2, 3, 7, 50, 400, 3000)
+_TOLERANCE: Final = 0.03
+"""Of the largest bias: keys may be bfloat16."""
+_CHANGING: Final = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose rates follow the length of the text."""
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Channels that a layer's rotary embedding turns together, ``pairs`` [n, 2], and by how many radians a position, ``rates`` [n]."""
+
+    pairs: torch.Tensor
+    rates: torch.Tensor
+
+
+_Known = tuple[tuple[Any, ...], dict[int, KeySmoothing]]
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, _Known] = weakref.WeakKeyDictionary()
+
+
+def key_biases(model: PreTrainedModel) -> dict[int, KeySmoothing]:
+    """The smoothing of each layer of ``model`` whose keys have a bias: its rotary mean, and the mean of channels that do not turn.
+
+    Empty for a model without key biases. What cannot be told is left out, with a warning: keys are then stored as they are.
+    """
+    found = [projection for projection in key_projections(model) if isinstance(projection.bias, torch.Tensor)]
+    state = tuple((id(bias), 0 if bias.is_inference() else bias._version, bias.device) for bias in (one.bias for one in found))
+    known = _KNOWN.get(model)
+    if known is None or known[0] != state:
+        known = _KNOWN[model] = state, _probed(model, found) if found else {}
+    return known[1]
+
+
+def embeddings(model: PreTrainedModel) -> dict[int, Embedding]:
+    """The rotary embedding of each attention layer of ``model``; without pairs in a layer that has none.
+
+    Raises:
+        ArgumentError: the model cannot be asked, or turns keys in a way that is not known.
+    """
+    projections = key_projections(model)
+    if not projections:
+        raise ArgumentError("model", f"{type(model).__name__}, without {' or '.join(_PROJECTIONS)}", "one whose key projections are known")
+    generator = torch.Generator().manual_seed(0)
+    try:
+        keys = _turned(model, {one: torch.randn(one.weight.shape[0], generator=generator) for one in projections})
+        found = {layer: _explained(turned.double(), _rates(model)) for layer, turned in keys.items()}
+    except UnknownEmbeddingError as problem:
+        raise ArgumentError("model", f"{type(model).__name__}: {problem}", "one whose rotary embeddings are known") from problem
+    unknown = [layer for layer, embedding in found.items() if embedding is None]
+    if unknown:
+        raise ArgumentError(
+            "model", f"{type(model).__name__}, keys of layers {unknown} turned as no known rotary embedding does", "another"
+        )
+    return {layer: embedding for layer, embedding in found.items() if embedding is not None}
+
+
+class UnknownEmbeddingError(Exception):
+    """How a model's keys turn cannot be told."""
+
+
+def key_projections(model: torch.nn.Module) -> list[Any]:
+    """The linear layers that keys may come from."""
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS and hasattr(module, "bias")]
+
+
+def _probed(model: PreTrainedModel, projections: list[Any]) -> dict[int, KeySmoothing]:
+    found, unexplained = {}, []
+    try:
+        for layer, turned in _turned(model, {projection: projection.bias for projection in projections}).items():
+            bias = turned[0].float()
+            if not bool(bias.any()):
+                continue
+            embedding = _explained(turned.double(), _rates(model))
+            if embedding is None:
+                unexplained.append(layer)
+                continue
+            found[layer] = KeySmoothing(bias)
+            if len(embedding.pairs):
+                mean = bias.clone()
+                mean[:, embedding.pairs.flatten()] = 0.0
+                found[layer] = KeySmoothing(mean, None, RotaryMean.of_bias(bias, embedding.pairs, embedding.rates))
+    except UnknownEmbeddingError as problem:
+        _LOG.warning("key biases are left in the keys of %s: %s", type(model).__name__, problem)
+        return {}
+    if unexplained:
+        _LOG.warning("key biases are left in the keys of layers %s: no known rotary embedding turns them so", unexplained)
+    return found
+
+
+def _rates(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Of all rotary embeddings that the model has, radians a position."""
+    return [buffer.detach().double() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and "original" not in name]
+
+
+def _changing_kinds(text: Any) -> list[str]:
+    """Which of :data:`_CHANGING` the model has; its parameters may be nested by type of layer."""
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
+    return sorted({kind for part in parts if (kind := part.get("rope_type", part.get("type"))) in _CHANGING})
+
+
+@torch.no_grad()
+def _turned(model: Any, constants: Mapping[Any, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By layer, the keys [positions, num_kv_heads, head_size] that ``constants``, in place of what projections give, make.
+
+    Raises:
+        UnknownEmbeddingError: they would not be those of other texts, or the model does not run on tokens and positions alone.
+    """
+    text = decoder_config(model.config)
+    if kinds := _changing_kinds(text):
+        raise UnknownEmbeddingError(f"rotary embeddings of kind {', '.join(kinds)} change with the length of the text")
+    if model.device.type == "meta":
+        raise UnknownEmbeddingError("its weights are not there")
+    cache = DynamicCache(config=text)
+    positions = torch.tensor([_POSITIONS], device=model.device)
+    with ExitStack() as stack:
+        for projection, constant in constants.items():
+            stack.enter_context(_constant(projection, constant))
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        tokens = torch.zeros_like(positions)
+        try:
+            model(input_ids=tokens, position_ids=positions, use_cache=True, **{cache_argument(model.forward): cache})
+        except Exception as problem:  # a model's own code, which may want more
+            raise UnknownEmbeddingError(f"it does not run on tokens and positions alone ({problem})") from problem
+    held = {index: getattr(layer, "keys", None) for index, layer in enumerate(cache.layers)}
+    return {index: keys[0].transpose(0, 1) for index, keys in held.items() if isinstance(keys, torch.Tensor) and keys.dim() == 4}
+
+
+@contextmanager
+def _constant(projection: Any, constant: torch.Tensor) -> Iterator[None]:
+    handle = projection.register_forward_hook(lambda module, inputs, out: constant.to(out).expand_as(out))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _explained(turned: torch.Tensor, candidates: list[torch.Tensor]) -> Embedding | None:
+    """What makes the keys ``turned`` [positions, heads, size] of the first of them; ``None`` if no embedding of ``candidates``' rates."""
+    bias, size = turned[0], turned.shape[2]
+    allowed = _TOLERANCE * float(bias.abs().amax())
+    positions = torch.tensor(_POSITIONS, dtype=torch.float64, device=turned.device)
+    if float((turned - bias).abs().amax()) <= allowed:
+        return Embedding(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+    for rates in candidates:
+        count = len(rates)
+        if 2 * count > size:
+            continue
+        index = torch.arange(count, device=turned.device)
+        for pairs in (torch.stack((index, index + count), 1), torch.stack((2 * index, 2 * index + 1), 1)):
+            angle = positions[:, None, None] * rates.to(turned.device)
+            x, y = bias[:, pairs].unbind(-1)
+            wanted = turned.clone()
+            wanted[:] = bias
+            wanted[..., pairs[:, 0]] = x * angle.cos() - y * angle.sin()
+            wanted[..., pairs[:, 1]] = y * angle.cos() + x * angle.sin()
+            if float((turned - wanted).abs().amax()) <= allowed:
+                return Embedding(pairs, rates)
+    return None

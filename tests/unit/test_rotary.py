@@ -1,0 +1,179 @@
+"""Rotary key means: what they take off keys, what is refused, and what a file keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvq_core import ArgumentError, PagedKVCache
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
+
+HEADS, SIZE = 2, 48
+HALVES = torch.stack((torch.arange(20), torch.arange(20) + 20), 1)
+"""Of a partial embedding: eight channels do not turn."""
+RATES = 10_000.0 ** (-torch.arange(20, dtype=torch.float64) / 20)
+
+
+def turned(rows: torch.Tensor, positions: torch.Tensor, pairs: torch.Tensor = HALVES, rates: torch.Tensor = RATES) -> torch.Tensor:
+    """``rows`` [n, heads, size] behind a rotary embedding, float64, as complex numbers turn."""
+    out = rows.double().clone()
+    numbers = torch.complex(out[..., pairs[:, 0]], out[..., pairs[:, 1]])
+    angle = positions.double()[:, None] * rates
+    numbers = numbers * torch.polar(torch.ones_like(angle), angle)[:, None]
+    out[..., pairs[:, 0]], out[..., pairs[:, 1]] = numbers.real, numbers.imag
+    return out
+
+
+def bias_of(few: int) -> torch.Tensor:
+    """A bias in ``few`` of the pairs, others in each head."""
+    bias = torch.zeros(HEADS, SIZE)
+    for head in range(HEADS):
+        pairs = torch.randperm(20, generator=torch.Generator().manual_seed(head))[:few]
+        bias[head, HALVES[pairs].flatten()] = 30 * torch.randn(2 * few, generator=torch.Generator().manual_seed(9 + head))
+    return bias
+
+
+@pytest.mark.quick
+def test_it_is_the_bias_as_the_embedding_turns_it() -> None:
+    bias = bias_of(16)
+    mean = RotaryMean.of_bias(bias, HALVES, RATES)
+    positions = torch.tensor([0, 1, 2, 77, 4095, 131_071, -3])
+    wanted = turned(bias.expand(len(positions), -1, -1), positions)
+    # A step is a whole number of 2^-32 turns: at the largest position, 2^-16 of a turn off at most.
+    torch.testing.assert_close(mean.at(positions), wanted, rtol=0, atol=30 * 4 * 2 * torch.pi * 2.0**-16)
+    torch.testing.assert_close(mean.at(positions[:4]), wanted[:4], rtol=0, atol=1e-4)
+
+
+def test_the_pairs_with_most_of_the_bias_are_taken() -> None:
+    bias = torch.ones(1, SIZE) * torch.linspace(1, 2, SIZE)
+    mean = RotaryMean.of_bias(bias, HALVES, RATES)
+    assert sorted(mean.channels[0, :, 0].tolist()) == list(range(4, 20))
+    left = bias - mean.at(torch.tensor([0]))[0]
+    assert left[0, 4:20].abs().max() < 1e-6 and torch.equal(left[0, :4].float(), bias[0, :4]) and left[0, 40:].min() > 1
+    # Fewer pairs than are asked for: the others stand empty.
+    few = RotaryMean.of_bias(bias, HALVES[:3], RATES[:3])
+    assert few.steps.shape == (1, 16) and (few.bias[:, 3:] == 0).all()
+
+
+@pytest.mark.parametrize("chunks", [(300,), (1, 200, 99)])
+def test_a_text_tells_the_mean(chunks: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    bias, positions = bias_of(16), torch.arange(300)
+    rows = bias + 0.1 * torch.randn(300, HEADS, SIZE, generator=generator)
+    keys = turned(rows, positions).float()
+    found = RotaryStatistics(HALVES, RATES)
+    for part, at in zip(keys.split(chunks), positions.split(chunks), strict=True):
+        found.add(part, at)
+    torch.testing.assert_close(found.mean().at(positions).float(), turned(bias.expand(300, -1, -1), positions).float(), rtol=0, atol=0.1)
+    with pytest.raises(ArgumentError, match="none so far"):
+        RotaryStatistics(HALVES, RATES).mean()
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    mean = RotaryMean.of_bias(bias_of(16), HALVES, RATES)
+    return {"channels": mean.channels, "steps": mean.steps, "bias": mean.bias, "head_size": SIZE} | changes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("steps", {"steps": torch.zeros(HEADS, 12, dtype=torch.int32)}),
+        ("steps", {"steps": torch.zeros(HEADS, 16)}),
+        ("channels", {"channels": torch.zeros(HEADS, 16, 2)}),
+        ("channels", {"channels": torch.full((HEADS, 16, 2), SIZE, dtype=torch.int32)}),
+        ("channels", {"channels": torch.full((HEADS, 16, 2), -1, dtype=torch.int32)}),
+        ("channels", {"channels": torch.zeros(HEADS, 16, 2, dtype=torch.int32)}),
+        ("bias", {"bias": torch.zeros(HEADS, 16, 2).double()}),
+        ("bias", {"bias": torch.zeros(1, 16, 2)}),
+        ("head_size", {"head_size": 0}),
+    ],
+)
+def test_what_is_none_is_refused(argument: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{argument}: "):
+        RotaryMean(**tensors(**changes))
+
+
+def test_other_heads_than_the_means_are_refused() -> None:
+    mean = RotaryMean(**tensors())
+    for shape in ((HEADS + 1, SIZE), (HEADS, SIZE + 8)):
+        with pytest.raises(ArgumentError, match=r"^rotary: "):
+            KeySmoothing(torch.zeros(shape), None, mean)
+    with pytest.raises(ArgumentError, match=r"^rates: "):
+        RotaryMean.of_bias(bias_of(16), HALVES, RATES[:-1])
+
+
+def smoothing() -> ModelSmoothing:
+    balance = torch.rand(HEADS, SIZE) + 0.5
+    turning = KeySmoothing(torch.ones(HEADS, SIZE), balance, RotaryMean(**tensors()))
+    return ModelSmoothing({0: turning, 3: KeySmoothing(torch.ones(HEADS, SIZE))})
+
+
+def test_a_file_keeps_it(tmp_path: Path) -> None:
+    given = smoothing()
+    given.save(tmp_path / "smoothing")
+    found = ModelSmoothing.load(tmp_path / "smoothing")
+    assert found.fingerprint == given.fingerprint and found[3].rotary is None
+    positions = torch.arange(50)
+    assert found[0].rotary is not None and given[0].rotary is not None
+    assert torch.equal(found[0].rotary.at(positions), given[0].rotary.at(positions))
+    moved = RotaryMean(**tensors(steps=given[0].rotary.steps + 1))
+    assert KeySmoothing(given[0].mean, given[0].balance, moved).fingerprint != given[0].fingerprint
+    missing = {name: tensor for name, tensor in given.tensors().items() if not name.endswith("rotary.bias")}
+    with pytest.raises(ArgumentError, match=r"^tensors: "):
+        ModelSmoothing.of_tensors(missing)
+
+
+def test_some_heads_of_it() -> None:
+    whole = smoothing()[0]
+    part = whole.of_heads(slice(1, 2))
+    positions = torch.arange(9)
+    assert part.rotary is not None and whole.rotary is not None and part.balance is not None and whole.balance is not None
+    assert torch.equal(part.rotary.at(positions), whole.rotary.at(positions)[:, 1:])
+    assert torch.equal(part.mean, whole.mean[1:]) and torch.equal(part.balance, whole.balance[1:])
+
+
+@pytest.mark.parametrize("mode", ["none", "int8", "int4"])
+@pytest.mark.parametrize("window", [{}, {"residual_length": 24, "sink_tokens": 4, "max_sequences": 4}], ids=str)
+def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, int], tmp_path: Path) -> None:
+    """Whatever became of its sequences. Keys in mode none are wrong by the whole bias where a position is."""
+    rotary, generator = RotaryMean(**tensors()), torch.Generator().manual_seed(3)
+    given = ModelSmoothing({0: KeySmoothing(torch.zeros(HEADS, SIZE), None, rotary)})
+    options: dict[str, Any] = {"num_blocks": 40, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
+    cache = PagedKVCache(mode, **options, smoothing=given, **window)
+    texts: dict[int, torch.Tensor] = {}
+
+    def grow(**counts: int) -> None:
+        step = cache.append({int(name[1:]): count for name, count in counts.items()})
+        rows, queries = [], []
+        for seq in step.sequences:
+            count = counts[f"s{seq}"]
+            start = len(texts.get(seq, ()))
+            new = torch.randn(count, HEADS, SIZE, generator=generator) + rotary.at(torch.arange(start, start + count)).float()
+            texts[seq] = torch.cat((texts.get(seq, new[:0]), new))
+            rows.append(new)
+            queries.append(torch.randn(count, HEADS, SIZE, generator=generator))
+        key, q = torch.cat(rows), torch.cat(queries)
+        cache.write(0, key, key, step)
+        out = cache.attend(0, q, step)
+        for seq, mine, found in zip(step.sequences, queries, out.split([len(x) for x in rows]), strict=True):
+            keys = texts[seq].transpose(0, 1)
+            causal = torch.ones(len(mine), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(mine))
+            wanted = torch.nn.functional.scaled_dot_product_attention(mine.transpose(0, 1), keys, keys, attn_mask=causal).transpose(0, 1)
+            allowed = {"none": 1e-3, "int8": 0.03, "int4": 0.35}[mode]
+            assert float((found - wanted).norm() / wanted.norm()) < allowed, (seq, cache.length(seq))
+
+    first, second = cache.allocate_sequence(), cache.allocate_sequence()
+    grow(**{f"s{first}": 19, f"s{second}": 40})
+    grow(**{f"s{first}": 1, f"s{second}": 3})
+    third = cache.fork(second)
+    texts[third] = texts[second]
+    grow(**{f"s{third}": 1, f"s{first}": 30})
+    cache.truncate(second, 33)
+    texts[second] = texts[second][:33]
+    grow(**{f"s{second}": 2, f"s{third}": 1})
+    cache.save(tmp_path / "cache")
+    cache = PagedKVCache.load(tmp_path / "cache")
+    grow(**{f"s{first}": 1, f"s{second}": 1, f"s{third}": 9})

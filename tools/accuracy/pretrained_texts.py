@@ -1,0 +1,29 @@
+"""The eight texts of docs/accuracy.md's pretrained model, of this repository's own pages and sources: ``pretrained_texts.py FOLDER``."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CORE = "packages/kvq-core/src/kvq_core"
+TEXTS = {
+    "prose-accuracy": ("docs/accuracy.md", "docs/faq.md", "docs/start-here.md", "docs/choosing-a-mode.md"),
+    "prose-performance": ("docs/performance.md", "docs/tuning.md", "docs/kernels.md"),
+    "prose-engines": ("docs/engine-guide.md", "docs/vllm.md", "docs/transformers.md"),
+    "prose-backends": ("docs/write-a-backend.md", "docs/testing.md", "docs/architecture.md"),
+    "code-cache": (f"{CORE}/cache/*.py",),
+    "code-kernels": (f"{CORE}/kernels/*.py",),
+    "code-plan": (f"{CORE}/plan/*.py",),
+    "code-transformers": ("packages/kvq-transformers/src/kvq_transformers/*.py",),
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, patterns in TEXTS.items():
+        files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+        (folder / name).write_text("".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

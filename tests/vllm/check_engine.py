@@ -42,7 +42,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvq_core.smoothing.calibration import ModelSmoothing
+from kvq_core.smoothing.calibration import KEY_BIAS, ModelSmoothing, Smoothings
 from kvq_transformers import calibrate
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES
@@ -59,7 +59,8 @@ COMMON = {"dtype": "float32", "max_num_batched_tokens": CHUNK}
 class Case:
     """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``, ``None`` without one.
 
-    ``control``: modes that the comparison must tell from these. ``smoothed``: with a calibration file, which the control lacks.
+    ``control``: modes that the comparison must tell from these, over keys as they are. ``smoothed``: with a calibration file, in place of
+    what the weights say.
     """
 
     modes: str | Mapping[Any, str] | None
@@ -91,6 +92,7 @@ CASES = {
     "int3, a third party's": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head"), control="int4"),
     "k8v4": Case("k8v4", CARRIER, options=carried("k8v4"), control="int4"),
     "a skipped layer": Case({"default": "int8", 0: "none"}, CARRIER, options={"kv_cache_dtype_skip_layers": ["0"]}),
+    "key biases": Case("int4", INT4, Tiny("qwen2"), block_size=32, control="int4"),
     "smoothed keys": Case("int4", INT4, Tiny("qwen2"), control="int4", smoothed=True),
     "softcap": Case("int4", INT4, Tiny("gemma2")),
     "windows": Case("int8", "int8_per_token_head", Tiny("gemma3")),
@@ -169,7 +171,8 @@ def check(name: str, case: Case, folder: Path) -> str:
     Returns what was found; ends the program if it is not right. Leaves the engine's texts in ``folder``.
     """
     started = time.perf_counter()
-    model, further, smoothing = case.model.make(folder), {}, None
+    model, further = case.model.make(folder), {}
+    smoothing: Smoothings = KEY_BIAS
     if case.smoothed:
         file, smoothing = calibrated(model)
         further["additional_config"] = {"kvq": {"smoothing": str(file)}}

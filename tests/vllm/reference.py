@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.bloom.modeling_bloom import BloomMLP
 
-from kvq_core.smoothing.calibration import ModelSmoothing
+from kvq_core.smoothing.calibration import KEY_BIAS, Smoothings
 from kvq_transformers import KVQCache
 
 TRIALS = 4
@@ -68,7 +68,7 @@ class Reference:
     """A model with caches in ``modes``, or ``None``: without a cache, for models that take no ``KVQCache``; ``control``: modes in which it
     must differ, or ``WITHOUT_ALIBI``."""
 
-    def __init__(self, folder: Path, modes: Any, control: Any, smoothing: ModelSmoothing | None = None) -> None:
+    def __init__(self, folder: Path, modes: Any, control: Any, smoothing: Smoothings = KEY_BIAS) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for module in self._model.modules():
             if isinstance(module, BloomMLP):
@@ -116,7 +116,7 @@ class Reference:
         return largest
 
     @torch.no_grad()
-    def _read(self, texts: list[Text], modes: Any, smoothing: ModelSmoothing | None) -> Likelihood:
+    def _read(self, texts: list[Text], modes: Any, smoothing: Smoothings) -> Likelihood:
         known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         for text in texts:
             key = (*text.prompt, *text.tokens)
@@ -129,7 +129,7 @@ class Reference:
                 with patch.object(type(self._model.transformer), "build_alibi_tensor", _no_alibi):
                     logits = self._model(input_ids=tokens, use_cache=False).logits
             else:
-                cache = KVQCache(self._model.config, modes, smoothing=smoothing)
+                cache = KVQCache(self._model, modes, smoothing=smoothing)
                 logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
             steps = logits[0, len(text.prompt) - 1 :].log_softmax(-1)
             chosen = steps.gather(-1, torch.tensor(text.tokens)[:, None])[:, 0]

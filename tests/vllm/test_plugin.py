@@ -18,6 +18,7 @@ from kvq_core.cache.layout import cell_size, fields
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import short_pairs
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.smoothing.rotary import RotaryMean
 from kvq_core.testing import places
 from kvq_vllm import plugin, probe
 from kvq_vllm.demands import demand_of
@@ -26,7 +27,7 @@ from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
 from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, explained, head_size_reason
 from kvq_vllm.settings import Settings
-from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
+from kvq_vllm.smoothing import check_smoothed, lacks_smoothing, load, smooth_layers
 
 pytestmark = pytest.mark.quick
 
@@ -311,14 +312,28 @@ def test_layers_get_the_smoothing_of_their_heads(calibrated: Path, heads: int, w
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        ({"heads": 2}, "layer 0: got one for 4 heads of 16, need one for 2 kv heads of 16: a file of ModelSmoothing"),
-        ({"head_size": 32}, "layer 0: got one for 4 heads of 16, need one for 4 kv heads of 32: a file of ModelSmoothing"),
-        ({"names": ("model.layers.0.attn", "model.layers.7.attn")}, r"has layers \[0, 1\], need one with layer 7 \(model.layers.7.attn\)"),
+        ({"heads": 2}, "layer model.layers.0.attn: got one for 4 heads of 16, need one for 2 kv heads of 16"),
+        (
+            {"head_size": 32},
+            "layer model.layers.0.attn: got one for 4 heads of 16, need one for 4 kv heads of 32: a file of ModelSmoothing",
+        ),
+        (
+            {"names": ("model.layers.0.attn", "model.layers.7.attn")},
+            r"layer model.layers.7.attn: got layers \[0, 1\], need one with layer 7",
+        ),
     ],
 )
 def test_a_file_of_another_model_is_refused(calibrated: Path, further: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=r"--additional-config kvq\.smoothing.*keys\.safetensors'.* " + message):
         smooth_layers(layers(calibrated, **further), 1, 0)
+
+
+@pytest.mark.usefixtures("layer_index")
+def test_keys_stay_as_they_are_where_that_is_asked_for() -> None:
+    found = layers(Path("none"))
+    smooth_layers(found, 1, 0)
+    check_smoothed(found, ["model.layers.0.attn"])
+    assert all(lacks_smoothing(layer) for name, layer in found.compilation_config.static_forward_context.items() if "attn" in name)
 
 
 def test_a_file_that_holds_no_smoothing_is_refused(tmp_path: Path) -> None:
@@ -344,6 +359,9 @@ def test_what_the_warm_up_is_told(calibrated: Path) -> None:
     assert (smoothed.smoothed, smoothed.balanced) == (True, True)
     impl.smoothing = KeySmoothing(impl.smoothing.mean)
     assert not demand_of(impl, asked, 4, 16, torch.bfloat16).balanced
+    rotary = RotaryMean.of_bias(torch.ones(4, 16), torch.arange(16).view(8, 2), torch.rand(8))
+    impl.smoothing = KeySmoothing(impl.smoothing.mean, None, rotary)
+    assert demand_of(impl, asked, 4, 16, torch.bfloat16).rotary_pairs == 16
 
 
 def test_the_doctor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

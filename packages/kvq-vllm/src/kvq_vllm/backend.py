@@ -17,7 +17,7 @@ from kvq_vllm.names import VLLM_NAMES, mode_of
 from kvq_vllm.pages import content_bytes
 from kvq_vllm.plugin import SLOT
 from kvq_vllm.refusals import explained, head_size_reason
-from kvq_vllm.settings import SECTION, current
+from kvq_vllm.settings import NOTHING, SECTION, current
 from kvq_vllm.smoothing import load
 
 
@@ -84,7 +84,7 @@ class KVQBackend(AttentionBackend):
             settings = current()
             mode = mode_of(facts.get("kv_cache_dtype") or "auto", settings.override)
             unfit = None if mode is None else head_size_reason(mode, facts["head_size"])
-            if settings.smoothing is not None:
+            if settings.smoothing not in (None, NOTHING):
                 load(settings.smoothing)
         except KVQError as problem:
             unfit = str(problem)

@@ -13,12 +13,12 @@ from kvq_core.launch.warmup import rounded_query_len
 from kvq_vllm.demands import has_kernels, query_rows, warm_up_group
 from kvq_vllm.refusals import WITHOUT_KVQ, check_group
 from kvq_vllm.settings import Settings
-from kvq_vllm.smoothing import check_smoothed
+from kvq_vllm.smoothing import check_smoothed, has_rotary_mean
 
 
 @dataclass
 class KVQMetadata:
-    """A step's batch; the names are vLLM's."""
+    """A step's batch; the names are vLLM's. ``positions``: of its tokens, where a layer takes off what turns with them."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -27,6 +27,7 @@ class KVQMetadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    positions: torch.Tensor | None = None
 
 
 class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
@@ -38,6 +39,14 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         check_smoothed(vllm_config, layer_names)
         self._query_rows, self._longest = query_rows(vllm_config), vllm_config.model_config.max_model_len
         warm_up_group(kv_cache_spec, layer_names, vllm_config, device)
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        self._positions: torch.Tensor | None = None
+        if any(has_rotary_mean(layer) for layer in layers):
+            most = max(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+            # At one address, which captured graphs read.
+            self._positions = torch.zeros(most, dtype=torch.int32, device=device)
+            for layer in layers:
+                layer.impl.positions = self._positions
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -58,7 +67,20 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
             seq_lens=batch.seq_lens,
             block_table=batch.block_table_tensor,
             slot_mapping=batch.slot_mapping,
+            positions=self._positions_of(batch),
         )
+
+    def _positions_of(self, batch: Any) -> torch.Tensor | None:
+        """Each row's place among its sequence's keys. Rows of padding have any."""
+        if self._positions is None:
+            return None
+        ends = batch.query_start_loc[1:]
+        row = torch.arange(batch.num_actual_tokens, dtype=ends.dtype, device=ends.device)
+        sequence = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+        found = (row + (batch.seq_lens[: len(ends)] - ends)[sequence]).to(torch.int32)
+        if len(found) > len(self._positions):
+            return found
+        return self._positions[: len(found)].copy_(found)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> KVQMetadata:
         """Short sequences: what is captured depends on ``max_seq_len`` alone, and its rehearsals are over sooner."""

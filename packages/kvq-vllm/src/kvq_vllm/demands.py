@@ -60,6 +60,7 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
         sqrt=impl.use_alibi_sqrt,
         smoothed=impl.smoothing is not None,
         balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
+        rotary_pairs=0 if impl.smoothing is None or impl.smoothing.rotary is None else impl.smoothing.rotary.steps.shape[1],
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl
 
 from kvq_core.cache.layout import LayerCaches
@@ -16,6 +17,7 @@ from kvq_core.plan.planner import set_batch_invariant
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
+from kvq_vllm.key_bias import listen
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, head_size_reason
 from kvq_vllm.settings import current
@@ -56,7 +58,9 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.use_alibi_sqrt = use_alibi_sqrt
         self.smoothing: KeySmoothing | None = None
+        self.positions: torch.Tensor | None = None
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
+        listen()
         if envs.VLLM_BATCH_INVARIANT:
             set_batch_invariant(True)
 
@@ -76,6 +80,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
     ) -> None:
         """Store the step's rows. ``slot_mapping`` may be shorter: the other rows are padding."""
         caches = self._caches(layer, kv_cache, key.dtype, value.shape[2])
+        turns = self.smoothing is not None and self.smoothing.rotary is not None
         self.kvq.reshape_and_cache(
             key,
             value,
@@ -85,6 +90,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
             smoothing=self.smoothing,
+            positions=self._positions_of(layer, slot_mapping) if turns else None,
         )
 
     def forward(
@@ -139,3 +145,14 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
                 caches = LayerCaches(caches.key_cache, caches.value_cache, layer._k_scale, layer._v_scale)
             self._views = key, caches
         return self._views[1]
+
+    def _positions_of(self, layer: Any, slot_mapping: torch.Tensor) -> torch.Tensor | None:
+        """Those of the step's rows. Where vLLM captures graphs without a batch, they will be where the batches' are."""
+        metadata: Any = get_forward_context().attn_metadata
+        if isinstance(metadata, list):  # with drafts, the first is the served model's
+            metadata = metadata[0]
+        batch = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
+        if batch is not None:
+            found: torch.Tensor | None = batch.positions
+            return found
+        return None if self.positions is None else self.positions[: len(slot_mapping)]

@@ -13,9 +13,11 @@ from kvq_core.registry import get_backend
 from kvq_vllm.names import VLLM_NAMES, mode_of
 
 SECTION: Final = "kvq"
-"""The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE}``, both optional."""
+"""The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE or "none"}``, both optional."""
 SMOOTHING: Final = f"--additional-config {SECTION}.smoothing"
 """What messages call the second."""
+NOTHING: Final = "none"
+"""In place of a file: keys are stored as they are."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Settings:
     """What kvq takes from a configuration.
 
     ``kv_cache_dtype``: the option's value. ``override``: the mode of layers with one of vLLM's own quantized names.
-    ``smoothing``: a file of :meth:`kvq_core.smoothing.calibration.ModelSmoothing.save`. ``dtype``: of the model's K/V rows.
+    ``smoothing``: a file of :meth:`kvq_core.smoothing.calibration.ModelSmoothing.save`, :data:`NOTHING`, or ``None``: what the weights say.
+    ``dtype``: of the model's K/V rows.
     """
 
     kv_cache_dtype: str = "auto"
@@ -51,7 +54,7 @@ class Settings:
         full = None if override is None else get_backend(override).mode
         dtype = torch.bfloat16 if model is None else model.dtype
         smoothing = section.get("smoothing")
-        if smoothing is not None:
+        if smoothing not in (None, NOTHING):
             _check_smoothed_mode(smoothing, name, mode_of(name, full))
         return cls(name, full, smoothing, dtype)
 

@@ -1,4 +1,4 @@
-"""Smoothed keys: from the file that ``--additional-config`` names to the layers of this process."""
+"""Smoothed keys: from the weights, or the file that ``--additional-config`` names, to the layers of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
-from kvq_vllm.settings import SMOOTHING, Settings
+from kvq_vllm.settings import NOTHING, SMOOTHING, Settings
 
 _NEED: Final = "a file of ModelSmoothing.save, calibrated on the model that is served (kvq_transformers.calibrate)"
 
@@ -33,51 +33,66 @@ def of_rank(one: KeySmoothing, num_kv_heads: int, head_size: int, world_size: in
     else:
         need = f"one for {num_kv_heads * world_size} kv heads of {head_size}: {_NEED}"
         raise ArgumentError(argument, f"one for {total} heads of {size}", need)
-    heads = slice(first, first + num_kv_heads)
-    return KeySmoothing(one.mean[heads], None if one.balance is None else one.balance[heads])
+    return one.of_heads(slice(first, first + num_kv_heads))
 
 
 def smooth_layers(config: Any, world_size: int, rank: int) -> None:
-    """Give every quantized layer of ``config`` that has none yet its smoothing.
+    """Give every quantized layer of ``config`` that has none yet its smoothing: that of a file, or else what its key biases say.
 
     Called while weights are loaded: what is allocated then survives vLLM's sleep, buffers of modules also its deepest.
 
     Raises:
         ArgumentError: the file lacks a layer, or does not fit its heads.
     """
-    settings = Settings.of(config)
-    if settings.smoothing is None:
+    settings, layers = Settings.of(config), config.compilation_config.static_forward_context
+    waiting = {name: layer for name, layer in layers.items() if lacks_smoothing(layer)}
+    if not waiting or settings.smoothing == NOTHING:
         return
-    waiting = {name: layer for name, layer in config.compilation_config.static_forward_context.items() if lacks_smoothing(layer)}
-    if not waiting:
-        return
-    found = load(settings.smoothing)
+    found = None if settings.smoothing is None else load(settings.smoothing)
     for name, layer in waiting.items():
-        impl = layer.impl
         # Keys are those of the layer that stores them.
-        index = _index(impl.kv_sharing_target_layer_name or name)
-        if index not in found:
-            got = f"{settings.smoothing!r}, which has layers {sorted(found)}"
-            raise ArgumentError(SMOOTHING, got, f"one with layer {index} ({name}): {_NEED}")
-        argument = f"{SMOOTHING} {settings.smoothing!r}, layer {index}"
-        part = of_rank(found[index], impl.num_kv_heads, impl.head_size, world_size, rank, argument)
-        impl.smoothing = part = part.to(config.device_config.device)
-        for kind, tensor in (("mean", part.mean), ("balance", part.balance), ("inverse", part.inverse)):
-            layer.register_buffer(f"kvq_key_{kind}", tensor, persistent=False)
+        stored_by = layer.impl.kv_sharing_target_layer_name or name
+        if found is None:
+            part = _key_bias(layers[stored_by])
+        else:
+            part = _part(found, _index(stored_by), layer.impl, world_size, rank, f"{SMOOTHING} {settings.smoothing!r}, layer {name}")
+        if part is not None:
+            layer.impl.smoothing = part = part.to(config.device_config.device)
+            for number, tensor in enumerate(part.operands):
+                layer.register_buffer(f"kvq_smoothing_{number}", tensor, persistent=False)
+
+
+def _part(found: ModelSmoothing, index: int, impl: Any, world_size: int, rank: int, argument: str) -> KeySmoothing:
+    if index not in found:
+        raise ArgumentError(argument, f"layers {sorted(found)}", f"one with layer {index}: {_NEED}")
+    return of_rank(found[index], impl.num_kv_heads, impl.head_size, world_size, rank, argument)
 
 
 def lacks_smoothing(layer: Any) -> bool:
-    """Whether ``layer`` is a quantized one of kvq's without a smoothing. Keys in mode ``none`` are stored as they are."""
+    """Whether ``layer`` is a quantized one of kvq's without a smoothing. Keys in mode ``none`` are stored as they are, and so are those
+    whose scale is the checkpoint's."""
     impl: Any = getattr(layer, "impl", None)
-    return hasattr(impl, "smoothing") and impl.kvq.mode != "none" and impl.smoothing is None
+    return hasattr(impl, "smoothing") and impl.kvq.mode != "none" and not impl.kvq.takes_scales and impl.smoothing is None
+
+
+def has_rotary_mean(layer: Any) -> bool:
+    """Whether keys of ``layer`` lack something that turns with their positions."""
+    smoothing: KeySmoothing | None = getattr(layer.impl, "smoothing", None)
+    return smoothing is not None and smoothing.rotary is not None
 
 
 def check_smoothed(config: Any, layer_names: list[str]) -> None:
     """Raise :class:`ArgumentError` if a smoothing is asked for that vLLM has not let kvq give to these layers."""
-    layers = config.compilation_config.static_forward_context
-    if Settings.of(config).smoothing is not None and any(lacks_smoothing(layers[name]) for name in layer_names):
-        got = f"{Settings.of(config).smoothing!r}, but layers without it"
+    layers, asked = config.compilation_config.static_forward_context, Settings.of(config).smoothing
+    if asked not in (None, NOTHING) and any(lacks_smoothing(layers[name]) for name in layer_names):
+        got = f"{asked!r}, but layers without it"
         raise ArgumentError(SMOOTHING, got, "a vLLM that calls process_weights_after_loading of attention layers")
+
+
+def _key_bias(layer: Any) -> KeySmoothing | None:
+    from kvq_vllm.key_bias import key_bias
+
+    return key_bias(layer)
 
 
 def _index(layer_name: str) -> int:

@@ -1,0 +1,86 @@
+"""Key biases of a served model: read from its own weights and turned as its rotary embeddings turn them.
+
+vLLM tells an attention layer nothing of the module that it is part of, which holds the projection and the embedding. torch does: whoever
+asks hears of every module that becomes part of another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from typing import Any, Final
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.rotary import RotaryMean
+
+_LOG: Final = logging.getLogger("vllm.kvq")
+_CHECKED: Final = (2, 3, 50, 400)
+"""Positions at which an embedding must turn as its rates say."""
+_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Of attention layers, the modules that they are part of."""
+_LISTENING: list[Any] = []
+
+
+def listen() -> None:
+    """From now on remember whose part attention layers become."""
+    if not _LISTENING:
+        _LISTENING.append(register_module_module_registration_hook(_remember))
+
+
+def _remember(owner: Any, name: str, module: Any) -> None:
+    if hasattr(module, "impl") and hasattr(module.impl, "kvq"):
+        _OWNERS[module] = weakref.ref(owner)
+
+
+def key_bias(layer: Any) -> KeySmoothing | None:
+    """What the keys of an attention layer share by their projection's bias, on this rank; ``None`` if that is nothing, or not known."""
+    remembered = _OWNERS.get(layer)
+    owner = None if remembered is None else remembered()
+    if owner is None:
+        return None
+    projections = [module for module in owner.children() if isinstance(module, QKVParallelLinear)]
+    # Between a bias and a key there must be nothing but the embedding.
+    if len(projections) != 1 or any("norm" in name for name, _ in owner.named_children()):
+        return None
+    (projection,) = projections
+    if not isinstance(projection.bias, torch.Tensor):
+        return None
+    size, first = projection.head_size, projection.num_heads * projection.head_size
+    bias = projection.bias.detach()[first : first + projection.num_kv_heads * size].float().view(-1, size)
+    if not bool(bias.any()):
+        return None
+    turning = [module for module in owner.children() if isinstance(module, RotaryEmbedding)]
+    if not turning:
+        return KeySmoothing(bias)
+    found = _turned(turning[0], bias)
+    if found is None:
+        _LOG.warning("kvq: key biases of %s stay in its keys: %s is not known", layer.layer_name, type(turning[0]).__name__)
+    return found
+
+
+def _turned(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None:
+    try:
+        table = embedding._compute_cos_sin_cache().double()
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    count = embedding.rotary_dim // 2
+    if table.dim() != 2 or table.shape[1] != 2 * count or len(table) <= max(_CHECKED):
+        return None
+    cosine, sine = table.split(count, 1)
+    gain, rates = cosine[0], torch.atan2(sine[1], cosine[1])
+    for position in _CHECKED:
+        off = torch.atan2(sine[position], cosine[position]) - rates * position
+        if bool(((off + math.pi).remainder(2 * math.pi) - math.pi).abs().max() > 1e-3):
+            return None
+    index = torch.arange(count)
+    pairs = torch.stack((index, index + count) if embedding.is_neox_style else (2 * index, 2 * index + 1), 1)
+    mean, scaled = bias.clone(), bias.clone()
+    mean[:, : 2 * count] = 0.0
+    scaled[:, pairs] *= gain.to(bias)[:, None]
+    return KeySmoothing(mean, None, RotaryMean.of_bias(scaled, pairs, rates))

@@ -276,7 +276,9 @@ class Engine:
         slots += [-1] * padding
         width = max(len(request.blocks) for request, _ in work)
         table = [request.blocks + [0] * (width - len(request.blocks)) for request, _ in work]
+        rows = torch.tensor(positions, dtype=torch.int32, device=self.device)
         attend = self._attend(
+            rows,
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=self.device),
             seqused_k=torch.tensor([request.computed for request, _ in work], dtype=torch.int32, device=self.device),
@@ -284,9 +286,9 @@ class Engine:
             max_seqlen_q=max(count for _, count in work),
             max_seqlen_k=max(request.computed for request, _ in work),
         )
-        return torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device), attend
+        return torch.tensor(tokens, device=self.device), rows.long(), attend
 
-    def _attend(self, slot_mapping: torch.Tensor, **batch: Any) -> Attend:
+    def _attend(self, positions: torch.Tensor, slot_mapping: torch.Tensor, **batch: Any) -> Attend:
         """The model's attention in this step: write the new rows to the pages, then attend over the pages. Here the engine meets kvq."""
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -295,7 +297,7 @@ class Engine:
             query, key, value = (x.to(self.rows_dtype) for x in (q, k, v))
             out = torch.zeros_like(query) if self.padded else torch.empty_like(query)  # padding rows get no result
             scales["smoothing"] = self.smoothings.for_write(layer, key)
-            self.backend.reshape_and_cache(key, value, cache.key, cache.value, slot_mapping, **scales)
+            self.backend.reshape_and_cache(key, value, cache.key, cache.value, slot_mapping, positions=positions, **scales)
             self.backend.unified_attention(
                 query,
                 cache.key,

@@ -103,8 +103,10 @@ def test_a_calibration_pass_is_shared_by_the_modes_that_ask_for_it(
     calibrate = subject.calibrate
     monkeypatch.setattr(subject, "calibrate", lambda p, kind: (asked.append(kind), calibrate(p, kind))[1])
     spelled = ["none", "int4:smoothing=mean", "int2:smoothing=mean,sink_tokens=1", "int2:smoothing=first_prefill"]
-    configs = [parse_mode(text) for text in [*spelled, f"int2:smoothing={tmp_path / 'saved'}"]]
-    none, int4, int2, first, file = cache_arguments(configs, subject, passage)
-    assert (none, first) == ({}, {"smoothing": "first_prefill"}) and asked == ["mean"]
+    further = [f"int2:smoothing={tmp_path / 'saved'}", "int2:smoothing=none", "int4:smoothing=rotary_balanced"]
+    configs = [parse_mode(text) for text in [*spelled, *further]]
+    none, int4, int2, first, file, plain, rotary = cache_arguments(configs, subject, passage)
+    assert (none, first, plain) == ({}, {"smoothing": "first_prefill"}, {"smoothing": None}) and asked == ["mean", "rotary_balanced"]
+    assert all(one.rotary is not None and one.balance is not None for one in rotary["smoothing"].values())
     assert int4["smoothing"] is int2["smoothing"] and int2["sink_tokens"] == 1
     assert isinstance(file["smoothing"], ModelSmoothing) and file["smoothing"].fingerprint == saved.fingerprint

@@ -14,8 +14,10 @@ import torch
 
 import nano_engine
 from kvq_core import get_backend, list_backends, register_backend, unregister_backend
-from kvq_core.evaluation.tiny_model import TinyModel, dense_attention
+from kvq_core.evaluation.tiny_model import TinyModel, dense_attention, turned_channels
 from kvq_core.none import NoneBackend
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.smoothing.rotary import RotaryMean
 from nano_engine import Engine, Request, Stats, encode
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "nano_engine.py"
@@ -63,6 +65,17 @@ def alone(model: TinyModel) -> list[list[int]]:
         assert request.finished and len(request.output) == len(chosen)
         assert ((logits.amax(-1) - chosen) < 1e-3).all()
     return [request.output for request in todo]
+
+
+def test_what_turns_with_the_position_is_given_back(model: TinyModel, alone: list[list[int]]) -> None:
+    """In mode none: a position that is not the same for a write and a read would be off by the whole mean."""
+    config = model.config
+    pairs, rates = turned_channels(config)
+    rotary = RotaryMean.of_bias(20 * torch.randn(config.num_kv_heads, config.head_size), pairs, rates)
+    one = KeySmoothing(torch.zeros(config.num_kv_heads, config.head_size), None, rotary)
+    todo = requests()
+    stats = run(exact_engine(model, chunk=7, num_blocks=30, smoothing=ModelSmoothing(dict.fromkeys(range(config.num_layers), one))), todo)
+    assert stats.mixed_steps and [request.output for request in todo] == alone
 
 
 @pytest.mark.parametrize(

@@ -239,5 +239,22 @@ def test_a_config_alone_is_warned_about(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.message.count("KVQCache(model) takes them off") for record in caplog.records] == [1]
 
 
-def test_a_probe_fits_any_vocabulary() -> None:
+def test_a_probe_fits_any_vocabulary_and_context() -> None:
     assert key_biases(biased("Qwen2", vocab_size=1)) != {}
+    asked: list[torch.Tensor] = []
+    model = biased("Qwen2", max_position_embeddings=60)
+    model.model.rotary_emb.register_forward_hook(lambda module, inputs, out: asked.append(inputs[1]))
+    assert set(key_biases(model)) == {0, 1} and max(int(positions.max()) for positions in asked) == 50
+
+
+def test_positions_of_another_kind_are_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of a table, past whose end a GPU's process dies."""
+    shape = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 40}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**shape, ffn_dim=64, word_embed_proj_dim=64)).eval()
+    torch.nn.init.normal_(model.model.decoder.layers[0].self_attn.k_proj.bias)
+    model.register_forward_pre_hook(lambda *arguments: pytest.fail("it was asked"))
+    with caplog.at_level(logging.WARNING):
+        assert key_biases(model) == {}
+    assert "no rotary embedding" in caplog.text
+    with pytest.raises(ArgumentError, match=r"^model: .*no rotary embedding"):
+        embeddings(model)

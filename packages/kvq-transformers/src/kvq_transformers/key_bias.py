@@ -70,7 +70,7 @@ def embeddings(model: PreTrainedModel) -> dict[int, Embedding]:
     generator = torch.Generator().manual_seed(0)
     try:
         keys = _turned(model, {one: torch.randn(one.weight.shape[0], generator=generator) for one in projections})
-        found = {layer: _explained(turned.double(), _rates(model)) for layer, turned in keys.items()}
+        found = {layer: _explained(turned.double(), _positions(model), _rates(model)) for layer, turned in keys.items()}
     except UnknownEmbeddingError as problem:
         raise ArgumentError("model", f"{type(model).__name__}: {problem}", "one whose rotary embeddings are known") from problem
     unknown = [layer for layer, embedding in found.items() if embedding is None]
@@ -97,7 +97,7 @@ def _probed(model: PreTrainedModel, projections: list[Any]) -> dict[int, KeySmoo
             bias = turned[0].float()
             if not bool(bias.any()):
                 continue
-            embedding = _explained(turned.double(), _rates(model))
+            embedding = _explained(turned.double(), _positions(model), _rates(model))
             if embedding is None:
                 unexplained.append(layer)
                 continue
@@ -119,6 +119,12 @@ def _rates(model: PreTrainedModel) -> list[torch.Tensor]:
     return [buffer.detach().double() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and "original" not in name]
 
 
+def _positions(model: PreTrainedModel) -> torch.Tensor:
+    """Positions to ask the model at, all that it has."""
+    most = getattr(decoder_config(model.config), "max_position_embeddings", None) or max(_POSITIONS) + 1
+    return torch.tensor([position for position in _POSITIONS if position < most])
+
+
 def _changing_kinds(text: Any) -> list[str]:
     """Which of :data:`_CHANGING` the model has; its parameters may be nested by type of layer."""
     given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -138,8 +144,11 @@ def _turned(model: Any, constants: Mapping[Any, torch.Tensor]) -> dict[int, torc
         raise UnknownEmbeddingError(f"rotary embeddings of kind {', '.join(kinds)} change with the length of the text")
     if model.device.type == "meta":
         raise UnknownEmbeddingError("its weights are not there")
+    if not _rates(model):
+        # Positions of another kind may be rows of a table, past whose end a GPU does not forgive.
+        raise UnknownEmbeddingError("it has no rotary embedding")
     cache = DynamicCache(config=text)
-    positions = torch.tensor([_POSITIONS], device=model.device)
+    positions = _positions(model).to(model.device)[None]
     with ExitStack() as stack:
         for projection, constant in constants.items():
             stack.enter_context(_constant(projection, constant))
@@ -164,11 +173,12 @@ def _constant(projection: Any, constant: torch.Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def _explained(turned: torch.Tensor, candidates: list[torch.Tensor]) -> Embedding | None:
-    """What makes the keys ``turned`` [positions, heads, size] of the first of them; ``None`` if no embedding of ``candidates``' rates."""
+def _explained(turned: torch.Tensor, positions: torch.Tensor, candidates: list[torch.Tensor]) -> Embedding | None:
+    """What makes the keys ``turned`` [n, heads, size] at ``positions`` [n] of those at the first, 0; ``None`` if no embedding of
+    ``candidates``' rates."""
     bias, size = turned[0], turned.shape[2]
     allowed = _TOLERANCE * float(bias.abs().amax())
-    positions = torch.tensor(_POSITIONS, dtype=torch.float64, device=turned.device)
+    positions = positions.to(turned.device, torch.float64)
     if float((turned - bias).abs().amax()) <= allowed:
         return Embedding(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     for rates in candidates:

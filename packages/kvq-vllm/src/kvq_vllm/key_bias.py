@@ -24,6 +24,8 @@ _CHECKED: Final = (2, 3, 50, 400)
 """Positions at which an embedding must turn as its rates say."""
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Of attention layers, the modules that they are part of."""
+_TURNS: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor] | None] = weakref.WeakKeyDictionary()
+"""Of embeddings, which layers share: their tables are as long as the context."""
 _LISTENING: list[Any] = []
 
 
@@ -45,42 +47,52 @@ def key_bias(layer: Any) -> KeySmoothing | None:
     if owner is None:
         return None
     projections = [module for module in owner.children() if isinstance(module, QKVParallelLinear)]
-    # Between a bias and a key there must be nothing but the embedding.
-    if len(projections) != 1 or any("norm" in name for name, _ in owner.named_children()):
+    if len(projections) != 1 or not isinstance(projections[0].bias, torch.Tensor):
         return None
     (projection,) = projections
-    if not isinstance(projection.bias, torch.Tensor):
-        return None
     size, first = projection.head_size, projection.num_heads * projection.head_size
     bias = projection.bias.detach()[first : first + projection.num_kv_heads * size].float().view(-1, size)
     if not bool(bias.any()):
         return None
     turning = [module for module in owner.children() if isinstance(module, RotaryEmbedding)]
-    if not turning:
-        return KeySmoothing(bias)
-    found = _turned(turning[0], bias)
-    if found is None:
-        _LOG.warning("kvq: key biases of %s stay in its keys: %s is not known", layer.layer_name, type(turning[0]).__name__)
-    return found
+    # Between a bias and a key there must be nothing but the embedding.
+    if len(turning) == 1 and not any("norm" in name for name, _ in owner.named_children()):
+        found = _turned(turning[0], bias)
+        if found is not None:
+            return found
+    _LOG.warning("kvq: key biases of %s stay in its keys: what becomes of them is not known", layer.layer_name)
+    return None
 
 
 def _turned(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None:
-    try:
-        table = embedding._compute_cos_sin_cache().double()
-    except (AttributeError, TypeError, RuntimeError):
+    if embedding not in _TURNS:
+        _TURNS[embedding] = _turns_of(embedding)
+    turns = _TURNS[embedding]
+    if turns is None:
         return None
-    count = embedding.rotary_dim // 2
-    if table.dim() != 2 or table.shape[1] != 2 * count or len(table) <= max(_CHECKED):
-        return None
-    cosine, sine = table.split(count, 1)
-    gain, rates = cosine[0], torch.atan2(sine[1], cosine[1])
-    for position in _CHECKED:
-        off = torch.atan2(sine[position], cosine[position]) - rates * position
-        if bool(((off + math.pi).remainder(2 * math.pi) - math.pi).abs().max() > 1e-3):
-            return None
+    gain, rates = turns
+    count = len(rates)
     index = torch.arange(count)
     pairs = torch.stack((index, index + count) if embedding.is_neox_style else (2 * index, 2 * index + 1), 1)
     mean, scaled = bias.clone(), bias.clone()
     mean[:, : 2 * count] = 0.0
     scaled[:, pairs] *= gain.to(bias)[:, None]
     return KeySmoothing(mean, None, RotaryMean.of_bias(scaled, pairs, rates))
+
+
+def _turns_of(embedding: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What an embedding multiplies pairs of channels by, and by how many radians it turns them a position; ``None`` if that changes."""
+    count, least = embedding.rotary_dim // 2, max(_CHECKED) + 1
+    try:
+        table = embedding._compute_cos_sin_cache()[:least].double()
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    if table.shape != (least, 2 * count):
+        return None
+    cosine, sine = table.split(count, 1)
+    rates = torch.atan2(sine[1], cosine[1])
+    for position in _CHECKED:
+        off = torch.atan2(sine[position], cosine[position]) - rates * position
+        if bool(((off + math.pi).remainder(2 * math.pi) - math.pi).abs().max() > 1e-3):
+            return None
+    return cosine[0], rates

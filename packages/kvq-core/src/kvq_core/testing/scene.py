@@ -335,7 +335,7 @@ def _smoothing(case: Case, seed: int, device: torch.device) -> KeySmoothing | No
     rotary = None
     if case.smoothing == "rotary":
         bias = 20 * torch.randn(shape, generator=generator)
-        pairs = torch.randperm(case.head_size, generator=generator).view(-1, 2)
+        pairs = torch.randperm(case.head_size, generator=generator)[: case.head_size // 2 * 2].view(-1, 2)
         rates = torch.pi * torch.rand(len(pairs), generator=generator) ** 3
         rotary = RotaryMean.of_bias(bias, pairs, rates, num_pairs=16 << seed % 2)
     return KeySmoothing(mean, balance, rotary).to(device)

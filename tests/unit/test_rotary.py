@@ -1,14 +1,17 @@
 """Rotary key means: what they take off keys, what is refused, and what a file keeps."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvq_core import ArgumentError, PagedKVCache
+from kvq_core import ArgumentError, PagedKVCache, get_backend
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
+from kvq_core.testing import scene
+from kvq_core.testing.cases import Case
 
 HEADS, SIZE = 2, 48
 HALVES = torch.stack((torch.arange(20), torch.arange(20) + 20), 1)
@@ -103,6 +106,21 @@ def test_other_heads_than_the_means_are_refused() -> None:
             KeySmoothing(torch.zeros(shape), None, mean)
     with pytest.raises(ArgumentError, match=r"^rates: "):
         RotaryMean.of_bias(bias_of(16), HALVES, RATES[:-1])
+
+
+@pytest.mark.parametrize("door", ["write", "read"])
+def test_the_other_door_s_table_is_refused(door: str) -> None:
+    """By the ops themselves, whose kernels would read past its end."""
+    backend, one = get_backend("int4"), KeySmoothing(torch.zeros(2, 64), None, RotaryMean.of_bias(torch.ones(2, 64), HALVES, RATES))
+    built = scene.build(Case(smoothing="rotary"), backend, torch.device("cpu"))
+    assert one.rotary is not None
+    swapped = replace(one.rotary)
+    for name, table in (("channel_table", one.rotary.pair_table), ("pair_table", one.rotary.channel_table)):
+        object.__setattr__(swapped, name, table)
+    arguments = built.write_arguments() if door == "write" else built.read_arguments() | {"out": built.fresh_out()["rows"]}
+    call = backend.reshape_and_cache if door == "write" else backend.unified_attention
+    with pytest.raises(ArgumentError, match=r"^smoothing: got a rotary table of"):
+        call(**arguments | {"smoothing": KeySmoothing(one.mean, None, swapped)})
 
 
 def smoothing() -> ModelSmoothing:

@@ -19,7 +19,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvq_core.errors import ArgumentError
 from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.smoothing.rotary import RotaryMean
 from kvq_transformers.naming import cache_argument
 from kvq_transformers.support import decoder_config
 
@@ -101,11 +100,7 @@ def _probed(model: PreTrainedModel, projections: list[Any]) -> dict[int, KeySmoo
             if embedding is None:
                 unexplained.append(layer)
                 continue
-            found[layer] = KeySmoothing(bias)
-            if len(embedding.pairs):
-                mean = bias.clone()
-                mean[:, embedding.pairs.flatten()] = 0.0
-                found[layer] = KeySmoothing(mean, None, RotaryMean.of_bias(bias, embedding.pairs, embedding.rates))
+            found[layer] = KeySmoothing.of_bias(bias, embedding.pairs, embedding.rates)
     except UnknownEmbeddingError as problem:
         _LOG.warning("key biases are left in the keys of %s: %s", type(model).__name__, problem)
         return {}

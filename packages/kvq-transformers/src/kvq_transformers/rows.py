@@ -153,8 +153,8 @@ class RowTable:
             index = None
             if mask is not None and rank is not None:
                 index = (mask & (rank >= first) & (rank < last)).flatten().nonzero().squeeze(1)
-            gone = dict(zip(self._rows, self._dropped, strict=True))
-            dropped = tuple(gone[row.sequence] for row in growth.rows)
+            of_rows = dict(zip(self._rows, self._dropped, strict=True))
+            dropped = tuple(of_rows[row.sequence] for row in growth.rows)
             pieces.append(Piece(first, last, growth, self.residual, exact, dropped, index, self._sequences.clock))
             self._drop_unseen()
         self.pieces = tuple(pieces)

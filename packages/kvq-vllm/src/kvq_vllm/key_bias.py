@@ -17,7 +17,6 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.smoothing.rotary import RotaryMean
 
 _LOG: Final = logging.getLogger("vllm.kvq")
 _CHECKED: Final = (2, 3, 50, 400)
@@ -74,10 +73,9 @@ def _turned(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None:
     count = len(rates)
     index = torch.arange(count)
     pairs = torch.stack((index, index + count) if embedding.is_neox_style else (2 * index, 2 * index + 1), 1)
-    mean, scaled = bias.clone(), bias.clone()
-    mean[:, : 2 * count] = 0.0
+    scaled = bias.clone()
     scaled[:, pairs] *= gain.to(bias)[:, None]
-    return KeySmoothing(mean, None, RotaryMean.of_bias(scaled, pairs, rates))
+    return KeySmoothing.of_bias(scaled, pairs, rates)
 
 
 def _turns_of(embedding: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

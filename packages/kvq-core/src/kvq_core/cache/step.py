@@ -38,7 +38,7 @@ class Step:
         max_seqlen_q, max_seqlen_k: the largest number of new tokens, and the largest length.
         num_tokens: new tokens in all.
         residual: where exact rows go and are read, in a cache that keeps some.
-        first_positions: [num_seqs] int32, keys of each sequence that are gone; ``None``: none are.
+        first_positions: [num_seqs] int32, dropped keys of each sequence, before its first; ``None``: none are.
     """
 
     sequences: tuple[int, ...]
@@ -60,7 +60,7 @@ class Step:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[num_tokens] int32: each new token's place among its sequence's keys, those that are gone included."""
+        """[num_tokens] int32: each new token's place among its sequence's keys, dropped ones included."""
         firsts, counts = self.seqused_k - self.cu_seqlens_q[1:], self.cu_seqlens_q.diff()
         if self.first_positions is not None:
             firsts = firsts + self.first_positions

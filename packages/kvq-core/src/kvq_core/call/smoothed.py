@@ -33,7 +33,7 @@ class Smoothing:
         """The pairs of channels that turn, of a read; 0 without a rotary mean."""
         return 0 if self.rotary is None else self.rotary.shape[2]
 
-    def validate(self, num_kv_heads: int, head_size: int, device: torch.device) -> None:
+    def validate(self, num_kv_heads: int, head_size: int, device: torch.device, *, of_read: bool) -> None:
         for tensor in (self.mean, self.factor):
             if tensor is None:
                 continue
@@ -46,6 +46,14 @@ class Smoothing:
             )
         if self.rotary is not None:
             need_tensor(self.rotary, "smoothing", 3, (torch.float32,), device)
+            pairs = self.rotary.shape[2]
+            fits = pairs in (16, 32, 64, 128) if of_read else pairs == head_size
+            need(
+                fits and self.rotary.shape[:2] == (num_kv_heads, 5 if of_read else 3) and self.rotary.is_contiguous(),
+                "smoothing",
+                f"a rotary table of {tuple(self.rotary.shape)}, strides {self.rotary.stride()}",
+                f"[{num_kv_heads}, 5, 16 to 128] of pairs, contiguous" if of_read else f"[{num_kv_heads}, 3, {head_size}], contiguous",
+            )
 
     def smooth(self, key: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Of a write: keys [T, Hkv, D] at ``positions`` [T] as they are stored, in their own dtype."""

@@ -124,7 +124,7 @@ class NewRows:
         need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
         smoothing, positions = Smoothing.given(args.k_mean, args.k_factor, args.k_rotary), args.positions
         if smoothing is not None:
-            smoothing.validate(key.shape[1], key.shape[2], key.device)
+            smoothing.validate(key.shape[1], key.shape[2], key.device, of_read=False)
             if smoothing.rotary is not None:
                 positions = checked_positions(positions, count, key.device)
         return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing, positions)
@@ -318,7 +318,7 @@ class Attention:
         if self.scratch is not None:
             self.scratch.validate(q.shape[1], out.shape[2], device)
         if self.smoothing is not None:
-            self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device)
+            self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device, of_read=True)
         if self.lse is not None:
             need_tensor(self.lse, "lse", 2, (torch.float32,), device)
             need(self.lse.shape == q.shape[:2], "lse", shape_of(self.lse), f"the {tuple(q.shape[:2])} tokens and heads of q")

@@ -38,5 +38,6 @@ def sm90_reads(kernels: Kernels, attention: Attention) -> Sm90Kernels:
 
 def sm90_write(kernels: Kernels, rows: NewRows) -> Any | None:
     """A mode's write kernel for sm_90, if it has one that can take these rows."""
-    fits = kernels.sm90 is not None and families.STORE_MMA.takes(machine_of(rows.key.device), rows)
-    return kernels.sm90().write if fits and kernels.sm90 is not None else None
+    if kernels.sm90 is None or not families.STORE_MMA.takes(machine_of(rows.key.device), rows):
+        return None
+    return kernels.sm90().write

@@ -64,11 +64,11 @@ def build(
     block_size: int,
     packed_block_size: int,
     device: torch.device,
-    gone: Sequence[int] = (),
+    dropped: Sequence[int] = (),
 ) -> ResidualStep:
     """The :class:`ResidualStep` of ``rows`` and what is ``planned`` for them; one transfer to ``device``.
 
-    ``gone``: keys of each row that came before those it has; empty: none."""
+    ``dropped``: keys of each row that came before those it has; empty: none."""
     kept = [slot for growth, row in zip(planned, rows, strict=True) for slot in _kept_slots(growth, row, block_size)]
     copies = tuple(growth.copy for growth in planned if growth.copy is not None)
     copied: list[tuple[int, int]] = []
@@ -98,7 +98,7 @@ def build(
         padded_table(packed_tables),
         int32(packed_lengths),
         int32(stops),
-        int32(array("i", [shift + before for shift, before in zip(shifts, gone or [0] * len(rows), strict=True)])),
+        int32(array("i", [shift + before for shift, before in zip(shifts, dropped or [0] * len(rows), strict=True)])),
         torch.tensor(copied, dtype=torch.int64, device="cpu").view(-1, 2).t().contiguous(),
         torch.tensor(staged, dtype=torch.int64, device="cpu"),
     )

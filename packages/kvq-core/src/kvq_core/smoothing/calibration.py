@@ -80,6 +80,14 @@ class KeySmoothing:
         found = statistics.smoothing(balanced=queries is not None)
         return cls(found.mean, found.balance)
 
+    @classmethod
+    def of_bias(cls, bias: torch.Tensor, pairs: torch.Tensor, rates: torch.Tensor) -> Self:
+        """What keys share by a ``bias`` [num_kv_heads, head_size] that comes before a rotary embedding, which turns channels ``pairs``
+        [n, 2] by ``rates`` [n] radians a position: a rotary mean, and the mean of channels that do not turn."""
+        mean = bias.float().clone()
+        mean[:, pairs.flatten()] = 0.0
+        return cls(mean, None, RotaryMean.of_bias(bias.float(), pairs, rates) if len(pairs) else None)
+
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the doors take."""

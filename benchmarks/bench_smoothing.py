@@ -1,0 +1,95 @@
+"""What exactness costs: a rotary key mean, and a residual window, against neither: ``python benchmarks/bench_smoothing.py [MODE ...]``.
+
+Reads and writes of 8 KV heads of 128, and a layer's ``PagedKVCache.write`` and ``attend`` at 64 sequences of 8192 tokens; microseconds, as
+in ``run.py`` (:mod:`timing`), and their ratio.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import checkout
+
+checkout.use()
+
+import torch  # noqa: E402
+
+import problems  # noqa: E402
+from kvq_core import PagedKVCache, QuantKVBackend, get_backend  # noqa: E402
+from kvq_core.smoothing.calibration import KeySmoothing  # noqa: E402
+from shapes import DTYPE, Read, Write  # noqa: E402
+from timing import COLD_SETS, Timer  # noqa: E402
+
+HEADS, SIZE = 8, 128
+READS = (
+    Read("decode, 64 x 8192", (8192,) * 64),
+    Read("decode, 1 x 131072", (131072,)),
+    Read("decode, 32 x 2048", (2048,) * 32),
+    Read("4 rows, 32 x 8192", (8192,) * 32, query_len=4),
+    Read("prefill, 8192", (8192,), query_len=8192),
+    Read("prefill, 2048 of 32768", (32768,), query_len=2048),
+)
+WRITES = (Write("write, 64", 64), Write("write, 8192", 8192))
+WINDOW: dict[str, Any] = {"residual_length": 64, "sink_tokens": 4, "max_sequences": 64}
+
+
+def rotary(device: torch.device) -> KeySmoothing:
+    """A random bias under an embedding of base 10^6."""
+    half = torch.arange(SIZE // 2)
+    rates = 1e6 ** (-half.double() / len(half))
+    return KeySmoothing.of_bias(torch.randn(HEADS, SIZE), torch.stack((half, half + len(half)), 1), rates).to(device)
+
+
+def line(mode: str, name: str, before: float, after: float) -> None:
+    print(f"{mode:24} {name:24} {before:9.2f} {after:9.2f} {after / before:6.3f}", flush=True)
+
+
+def doors(backend: QuantKVBackend, timer: Timer, device: torch.device) -> None:
+    """Both doors without a rotary mean and with one."""
+    smoothing, large = rotary(device), COLD_SETS * timer.l2_bytes
+    for setting in READS:
+        read = partial(backend.unified_attention, **problems.read(backend, setting, device))
+        before, after = timer.measure(read, large), timer.measure(partial(read, smoothing=smoothing), large)
+        line(backend.mode, setting.name, before.device_us, after.device_us)
+        del read
+        torch.cuda.empty_cache()
+    for rows in WRITES:
+        write = partial(backend.reshape_and_cache, **problems.write(backend, rows, device))
+        positions = torch.arange(rows.tokens, dtype=torch.int32, device=device)
+        before, after = timer.measure(write, 0), timer.measure(partial(write, smoothing=smoothing, positions=positions), 0)
+        line(backend.mode, rows.name, before.device_us, after.device_us)
+
+
+def layer(backend: QuantKVBackend, timer: Timer, device: torch.device, **window: Any) -> tuple[float, float]:
+    """A decode step of one layer of a cache, (read, write)."""
+    cache = PagedKVCache(backend, num_blocks=64 * 513, num_kv_heads=HEADS, head_size=SIZE, device=device, dtype=DTYPE, **window)
+
+    def rows(count: int, heads: int = HEADS) -> torch.Tensor:
+        return torch.randn(count, heads, SIZE, device=device, dtype=DTYPE)
+
+    sequences = [cache.allocate_sequence() for _ in range(64)]
+    for sequence in sequences:
+        prompt = rows(8191)
+        cache.write(0, prompt, prompt, cache.append({sequence: 8191}))
+    step, new, q = cache.append(dict.fromkeys(sequences, 1)), rows(64), rows(64, 4 * HEADS)
+    cache.write(0, new, new, step)
+    read = timer.measure(partial(cache.attend, 0, q, step), COLD_SETS * timer.l2_bytes)
+    return read.device_us, timer.measure(partial(cache.write, 0, new, new, step), 0).device_us
+
+
+def main() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    timer = Timer(device)
+    print(torch.cuda.get_device_name(device))
+    for mode in sys.argv[1:] or ["int8", "int4", "int2"]:
+        backend = get_backend(mode)
+        doors(backend, timer, device)
+        before, after = layer(backend, timer, device), layer(backend, timer, device, **WINDOW)
+        for name, plain, exact in zip(("window, read", "window, write"), before, after, strict=True):
+            line(backend.mode, name, plain, exact)
+
+
+if __name__ == "__main__":
+    main()

@@ -71,7 +71,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         )
 
     def _positions_of(self, batch: Any) -> torch.Tensor | None:
-        """Each row's place among its sequence's keys. Rows of padding have any."""
+        """Each row's place among its sequence's keys. Graphs in pieces write rows of padding after the batch's: these have any."""
         if self._positions is None:
             return None
         ends = batch.query_start_loc[1:]
@@ -80,7 +80,8 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         found = (row + (batch.seq_lens[: len(ends)] - ends)[sequence]).to(torch.int32)
         if len(found) > len(self._positions):
             return found
-        return self._positions[: len(found)].copy_(found)
+        self._positions[: len(found)] = found
+        return self._positions
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> KVQMetadata:
         """Short sequences: what is captured depends on ``max_seq_len`` alone, and its rehearsals are over sooner."""

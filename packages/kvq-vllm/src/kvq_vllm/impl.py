@@ -90,7 +90,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
             smoothing=self.smoothing,
-            positions=self._positions_of(layer, slot_mapping) if turns else None,
+            positions=self._positions_of(layer) if turns else None,
         )
 
     def forward(
@@ -146,13 +146,10 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             self._views = key, caches
         return self._views[1]
 
-    def _positions_of(self, layer: Any, slot_mapping: torch.Tensor) -> torch.Tensor | None:
-        """Those of the step's rows. Where vLLM captures graphs without a batch, they will be where the batches' are."""
+    def _positions_of(self, layer: Any) -> torch.Tensor | None:
+        """Those of the step's rows and of any padding. Where vLLM captures graphs without a batch, they will be where the batches' are."""
         metadata: Any = get_forward_context().attn_metadata
         if isinstance(metadata, list):  # with drafts, the first is the served model's
             metadata = metadata[0]
-        batch = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
-        if batch is not None:
-            found: torch.Tensor | None = batch.positions
-            return found
-        return None if self.positions is None else self.positions[: len(slot_mapping)]
+        batch: KVQMetadata | None = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
+        return self.positions if batch is None else batch.positions

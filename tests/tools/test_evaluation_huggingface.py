@@ -9,7 +9,7 @@ import torch
 
 from command_line import kvq
 from kvq_core import ArgumentError, get_backend
-from kvq_core.evaluation import Document, evaluate
+from kvq_core.evaluation import Document, evaluate, parse_mode
 from kvq_core.evaluation.huggingface import HuggingFaceSubject, load
 
 pytest.importorskip("kvq_transformers")
@@ -80,6 +80,24 @@ def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject,
     assert 0 < int8.kl.mean < int2.kl.mean
     assert (none.bytes_per_token, int2.bytes_per_token) == (2 * 2 * 64 * 2, 2 * 2 * (16 + 4)), "layers, K and V; bf16, whatever the rows"
     assert (none.times_smaller, int2.times_smaller) == (1, 128 / 20) and (none.bits, int2.bits) == (16, 2.5)
+
+
+@pytest.mark.parametrize("mode", ["none", "int4", "int2:residual_length=16,sink_tokens=4"])
+def test_rows_of_a_batch_are_read_as_they_are_alone(mode: str, subject: HuggingFaceSubject) -> None:
+    """Chunks of different lengths, some of them empty."""
+    config = parse_mode(mode)
+    passages = [subject.passages([Document("a", TEXT[n : n + length].encode())], length)[0] for n, length in ((0, 90), (7, 41), (20, 64))]
+    parts = [[passage.tokens[first : first + 32] for passage in passages] for first in range(0, 96, 32)]
+    parts[1][0], parts[2][0] = parts[1][0][:5], (*parts[1][0][5:], *parts[2][0])
+    with torch.inference_mode():
+        together = subject.open(config.backend, passages, passages[0], **config.options)
+        found = [together.feed(rows) for rows in parts]
+        for n, passage in enumerate(passages):
+            alone = subject.open(config.backend, [passage], passages[0], **config.options)
+            for rows, logits in zip(parts, found, strict=True):
+                assert len(logits[n]) == len(rows[n])
+                if rows[n]:
+                    torch.testing.assert_close(logits[n], alone.feed([rows[n]])[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["mean", "balanced", "first_prefill"])

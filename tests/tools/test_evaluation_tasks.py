@@ -30,20 +30,23 @@ class Scripted(TinySubject):
     def __init__(self, model: TinyModel, answers: Callable[[str, bytes], int]) -> None:
         super().__init__(model)
         self.answers = answers
-        self.fed: list[int] = []
+        self.fed: list[list[int]] = []
 
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> Any:
-        subject, mode, seen, room = self, backend.mode, bytearray(), len(passages[0].tokens)
+        subject, mode, seen = self, backend.mode, [bytearray() for _ in passages]
 
         class Session:
             def feed(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-                logits = torch.zeros(len(rows[0]), 256)
-                for n, token in enumerate(rows[0]):
-                    seen.append(token)
-                    logits[n, subject.answers(mode, bytes(seen))] = 1
-                subject.fed.append(len(rows[0]))
-                assert len(seen) <= room, "more than the cache was opened for"
-                return [logits]
+                found = []
+                for row, text, passage in zip(rows, seen, passages, strict=True):
+                    logits = torch.zeros(len(row), 256)
+                    for n, token in enumerate(row):
+                        text.append(token)
+                        logits[n, subject.answers(mode, bytes(text))] = 1
+                    assert len(text) <= len(passage.tokens), "more than the cache was opened for"
+                    found.append(logits)
+                subject.fed.append([len(row) for row in rows])
+                return found
 
         return Session()
 
@@ -62,21 +65,23 @@ def run(subject: TinySubject, task: str, configs: Sequence[CacheConfig] = (NONE,
 @pytest.mark.quick
 def test_answers_are_held_against_the_right_tokens_before_them(small_model: TinyModel) -> None:
     subject = Scripted(small_model, lambda mode, seen: seen[-1] + 1 if seen[-1] != ord("c") else ord("x"))
-    session = subject.open(get_backend("none"), [Passage((0,) * 9, 0)], PASSAGE)
-    assert forced(session, Item((0, *b"a"), tuple(b"bcdef")), 1) == [True, True, False, True, True]
-    assert subject.fed == [1, 5], "the prompt in chunks but for its last token"
+    items = [Item((0, *b"aaa"), tuple(b"bcdef")), Item((0, *b"x"), tuple(b"yz"))]
+    right = [[True, True, False, True, True], [True, True]]
+    assert forced(subject.open(get_backend("none"), [item.space for item in items], PASSAGE), items, 2) == right
+    assert subject.fed == [[2, 1], [1, 0], [2, 2], [2, 0], [1, 0]], "prompts in chunks but for their last tokens, then answers"
 
 
 @pytest.mark.quick
 def test_greedy_text_ends_where_it_should(small_model: TinyModel) -> None:
     subject = Scripted(small_model, lambda mode, seen: seen[-1] + 1)
     for room, done, expected in (
-        (3, lambda found: False, b"bcd"),
-        (9, lambda found: b"d"[0] in found, b"bcd"),
-        (0, lambda found: False, b""),
+        (3, lambda found: False, [b"bcd", b"b"]),
+        (9, lambda found: b"d"[0] in found, [b"bcd", b"b"]),
+        (0, lambda found: False, [b"", b"b"]),
     ):
-        session = subject.open(get_backend("none"), [Passage((0,) * 12, 0)], PASSAGE)
-        assert bytes(greedy(session, Item((0, *b"a"), room=room), 100, done)) == expected
+        items = [Item((0, *b"a"), room=room), Item((0, *b"xxxa"), room=1)]
+        session = subject.open(get_backend("none"), [item.space for item in items], PASSAGE)
+        assert [bytes(text) for text in greedy(session, items, 100, done)] == expected
 
 
 def test_one_token_at_a_time_is_what_all_at_once_is(small_model: TinyModel) -> None:
@@ -84,11 +89,13 @@ def test_one_token_at_a_time_is_what_all_at_once_is(small_model: TinyModel) -> N
     subject = TinySubject(small_model)
     prompt = PASSAGE.tokens[:30]
     with torch.inference_mode():
-        text = greedy(subject.open(get_backend("none"), [Passage((0,) * 60, 0)], PASSAGE), Item(prompt, room=12), 7, lambda found: False)
-        item = Item(prompt, tuple(text))
-        assert all(forced(subject.open(get_backend("none"), [item.space], PASSAGE), item, 64))
-        wrong = Item(prompt, (*text[:5], (text[5] + 1) % 256, *text[6:]))
-        assert not forced(subject.open(get_backend("none"), [wrong.space], PASSAGE), wrong, 64)[5]
+        (text,) = greedy(
+            subject.open(get_backend("none"), [Passage((0,) * 60, 0)], PASSAGE), [Item(prompt, room=12)], 7, lambda found: False
+        )
+        wrong = (*text[:5], (text[5] + 1) % 256, *text[6:])
+        items = [Item(prompt, tuple(text)), Item(prompt, wrong)]
+        right, other = forced(subject.open(get_backend("none"), [item.space for item in items], PASSAGE), items, 64)
+        assert all(right) and other[:5] == [True] * 5 and not other[5]
 
 
 # -- tasks ------------------------------------------------------------------------------------------------------------------
@@ -188,6 +195,13 @@ def test_texts_are_compared_with_nones(small_model: TinyModel) -> None:
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["copy", "arithmetic"])
+def test_items_side_by_side_are_those_one_by_one(name: str, small_model: TinyModel) -> None:
+    """Prompts of different lengths, texts that end at different tokens."""
+    alone, together = (run(TinySubject(small_model), name, [NONE, INT2], count=3, batch=batch) for batch in (1, 3))
+    assert alone == together
 
 
 def test_coarse_modes_leave_the_text_of_none(small_model: TinyModel) -> None:

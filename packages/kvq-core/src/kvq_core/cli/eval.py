@@ -107,7 +107,11 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
     type=click.IntRange(min=1),
     help=f"Tokens of a passage that are fed at once.  [default: 128; 512 for a --length above {_LONG:,}]",
 )
-@click.option("--batch", type=click.IntRange(min=1), help="Passages side by side.  [default: 16; 1 for a Hugging Face model]")
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Passages, or items of a task, side by side.  [default: 16; 1 for a Hugging Face model]",
+)
 @click.option(
     "--smoothing",
     metavar="KIND",
@@ -188,7 +192,7 @@ def evaluate(
             )
         failures += [f"{mode}: {told(problem)}" for mode, problem in found.failures.items()]
     for task in others:
-        runs.append(_run(task, subject, configs, passages, calibration, length, items, chunk, journal))
+        runs.append(_run(task, subject, configs, passages, calibration, length, items, chunk, batch, journal))
         failures += [f"{task.name}, {mode}: {told(problem)}" for mode, problem in runs[-1].failures.items()]
     facts = _facts(subject, passages, length, chunk) | ({"smoothing": smoothing} if smoothing else {})
     eval_report.tell(found, runs, facts, failures, form, out)
@@ -251,6 +255,7 @@ def _run(
     length: int,
     count: int,
     chunk: int,
+    batch: int,
     journal: Journal,
 ) -> TaskRun:
     """One task, with its progress."""
@@ -273,6 +278,7 @@ def _run(
             length=length,
             count=count,
             chunk=chunk,
+            batch=batch,
             report=report,
             journal=journal,
         )

@@ -92,25 +92,36 @@ def _load(name: str, source: str, options: dict[str, str], dtype: torch.dtype | 
 
 
 class HuggingFaceSession:
-    """One passage in one cache, which the model takes as its argument ``name``."""
+    """Passages in the rows of one cache, which the model takes as its argument ``name``."""
 
-    def __init__(self, model: Any, cache: Any, name: str) -> None:
+    def __init__(self, model: Any, cache: Any, name: str, count: int) -> None:
         self.model, self.cache, self.name = model, cache, name
+        self._real = torch.ones(count, 0, dtype=torch.int64)
+        """[count, columns]: 1 where a row has a token, 0 where it is padded to the length of the longest row of its chunk."""
 
     def feed(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """See :class:`~kvq_core.evaluation.subject.Session`."""
-        (row,) = rows
-        ids = torch.tensor([row], device=self.model.device)
-        return [self.model(input_ids=ids, use_cache=True, **{self.name: self.cache}).logits[0]]
+        logits = self._forward(rows)
+        return [found[: len(row)] for found, row in zip(logits, rows, strict=True)]
 
-    def prefill(self, row: Sequence[int]) -> None:
+    def prefill(self, rows: Sequence[Sequence[int]]) -> None:
         """See :class:`~kvq_core.evaluation.subject.Prefilling`: the head, a third of a small model's work, sees one position."""
-        ids = torch.tensor([row], device=self.model.device)
-        self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.name: self.cache})
+        self._forward(rows, logits_to_keep=1)
+
+    def _forward(self, rows: Sequence[Sequence[int]], **given: Any) -> torch.Tensor:
+        columns, device = max(map(len, rows)), self.model.device
+        ids = torch.tensor([[*row, *([0] * (columns - len(row)))] for row in rows], device=device)
+        new = torch.tensor([[1] * len(row) + [0] * (columns - len(row)) for row in rows])
+        self._real = torch.cat([self._real, new], 1)
+        if not self._real.all():
+            positions = (self._real.cumsum(1)[:, -columns:] - 1).clamp(min=0)
+            given |= {"attention_mask": self._real.to(device), "position_ids": positions.to(device)}
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=True, **given, **{self.name: self.cache}).logits
+        return logits
 
 
 class HuggingFaceSubject:
-    """See :class:`~kvq_core.evaluation.subject.Subject`. One passage at a time.
+    """See :class:`~kvq_core.evaluation.subject.Subject`.
 
     Passages open with what the tokenizer puts before a text: a beginning-of-text token, if its settings say so, else the text's first.
     """
@@ -155,12 +166,10 @@ class HuggingFaceSubject:
         return fingerprint_of(self.model.parameters())
 
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> HuggingFaceSession:
-        if len(passages) != 1:
-            raise ArgumentError("batch", len(passages), "1: Hugging Face models read one passage at a time here")
         smoothing = options.pop("smoothing", self.smoothing)
         scales = self._scales_from(calibration, smoothing) if backend.takes_scales else {}
         cache = self.kvq.KVQCache(self.model, mode=backend, smoothing=smoothing, **scales, **options)
-        return HuggingFaceSession(self.model, cache, self.kvq.naming.cache_argument(self.model.forward))
+        return HuggingFaceSession(self.model, cache, self.kvq.naming.cache_argument(self.model.forward), len(passages))
 
     def calibrate(self, passage: Passage, kind: str = "mean") -> ModelSmoothing:
         """The smoothing of the model's layers from a passage that is not scored; ``kind``: as ``kvq_transformers.calibrate`` takes it."""

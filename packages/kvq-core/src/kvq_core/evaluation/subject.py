@@ -50,19 +50,19 @@ class Session(Protocol):
 class Prefilling(Protocol):
     """A session that can leave out logits."""
 
-    def prefill(self, row: Sequence[int]) -> None:
-        """:meth:`Session.feed` of one passage, without the logits."""
+    def prefill(self, rows: Sequence[Sequence[int]]) -> None:
+        """:meth:`Session.feed` without the logits."""
         ...
 
 
-def prefill(session: Session, row: Sequence[int], chunk: int) -> None:
-    """Append ``row`` to the one passage of ``session`` in chunks, where nobody needs the logits."""
-    for first in range(0, len(row), chunk):
-        part = row[first : first + chunk]
+def prefill(session: Session, rows: Sequence[Sequence[int]], chunk: int) -> None:
+    """Append ``rows`` to the passages of ``session`` in chunks, where nobody needs the logits."""
+    for first in range(0, max(map(len, rows)), chunk):
+        parts = [row[first : first + chunk] for row in rows]
         if isinstance(session, Prefilling):
-            session.prefill(part)
+            session.prefill(parts)
         else:
-            session.feed([part])
+            session.feed(parts)
 
 
 class Subject(Protocol):

@@ -61,14 +61,17 @@ class Arithmetic(Task):
             found.append(Item(tuple(subject.opening(f"{text}Question: {question}\nAnswer:")), expected=str(result), room=_ROOM))
         return found
 
-    def read(self, subject: Subject, session: Session, item: Item, chunk: int) -> Record:
+    def read(self, subject: Subject, session: Session, items: Sequence[Item], chunk: int) -> list[Record]:
         def done(tokens: list[int]) -> bool:
             return bool(tokens) and (tokens[-1] in subject.stop_tokens or "\n" in subject.decode(tokens).lstrip())
 
-        text = subject.decode(greedy(session, item, chunk, done))
-        strict, numbers = _STRICT.search(text), _FLEXIBLE.findall(text)
-        scores = {
-            "strict": [int(is_number(strict and strict[1], item.expected)), 1],
-            "flexible": [int(is_number(numbers[-1] if numbers else None, item.expected)), 1],
-        }
-        return {"scores": scores, "text": text}
+        return [_matched(item, subject.decode(tokens)) for item, tokens in zip(items, greedy(session, items, chunk, done), strict=True)]
+
+
+def _matched(item: Item, text: str) -> Record:
+    strict, numbers = _STRICT.search(text), _FLEXIBLE.findall(text)
+    scores = {
+        "strict": [int(is_number(strict and strict[1], item.expected)), 1],
+        "flexible": [int(is_number(numbers[-1] if numbers else None, item.expected)), 1],
+    }
+    return {"scores": scores, "text": text}

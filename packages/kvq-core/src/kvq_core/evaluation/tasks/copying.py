@@ -46,10 +46,13 @@ class Copying(Task):
             found.append(Item((*opening, *words, *again), tuple(words)))
         return found
 
-    def read(self, subject: Subject, session: Session, item: Item, chunk: int) -> Record:
-        right = forced(session, item, chunk)
-        scores = {ALL: [sum(right), len(right)]}
-        for n, label in enumerate(_QUARTERS):
-            part = right[n * len(right) // 4 : (n + 1) * len(right) // 4]
-            scores[label] = [sum(part), len(part)]
-        return {"scores": scores}
+    def read(self, subject: Subject, session: Session, items: Sequence[Item], chunk: int) -> list[Record]:
+        return [_by_quarter(right) for right in forced(session, items, chunk)]
+
+
+def _by_quarter(right: Sequence[bool]) -> Record:
+    scores = {ALL: [sum(right), len(right)]}
+    for n, label in enumerate(_QUARTERS):
+        part = right[n * len(right) // 4 : (n + 1) * len(right) // 4]
+        scores[label] = [sum(part), len(part)]
+    return {"scores": scores}

@@ -26,9 +26,9 @@ class Generation(Task):
     def items(self, subject: Subject, passages: Sequence[Passage], length: int, count: int) -> list[Item]:
         return [Item(passage.tokens, room=_ROOM) for passage in passages[:count]]
 
-    def read(self, subject: Subject, session: Session, item: Item, chunk: int) -> Record:
-        tokens = greedy(session, item, chunk, lambda found: bool(found) and found[-1] in subject.stop_tokens)
-        return {"tokens": tokens, "text": subject.decode(tokens)}
+    def read(self, subject: Subject, session: Session, items: Sequence[Item], chunk: int) -> list[Record]:
+        texts = greedy(session, items, chunk, lambda found: bool(found) and found[-1] in subject.stop_tokens)
+        return [{"tokens": tokens, "text": subject.decode(tokens)} for tokens in texts]
 
     def scores(self, record: Record, exact: Record) -> Scores:
         mine, reference = record["tokens"], exact["tokens"]

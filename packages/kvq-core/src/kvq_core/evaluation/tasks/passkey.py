@@ -41,6 +41,6 @@ class Passkey(Task):
             found.append(Item(prompt, tuple(answer), group=f"{depth} %"))
         return found
 
-    def read(self, subject: Subject, session: Session, item: Item, chunk: int) -> Record:
-        right = int(all(forced(session, item, chunk)))
-        return {"scores": {ALL: [right, 1], item.group: [right, 1]}}
+    def read(self, subject: Subject, session: Session, items: Sequence[Item], chunk: int) -> list[Record]:
+        right = [int(all(tokens)) for tokens in forced(session, items, chunk)]
+        return [{"scores": {ALL: [one, 1], item.group: [one, 1]}} for item, one in zip(items, right, strict=True)]

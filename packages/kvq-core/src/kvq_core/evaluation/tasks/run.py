@@ -1,11 +1,11 @@
-"""Tasks in every mode, item by item."""
+"""Tasks in every mode, some items at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from kvq_core.evaluation.results import Estimate
 from kvq_core.evaluation.subject import Passage, Subject
 
 if TYPE_CHECKING:
-    from kvq_core.evaluation.tasks.task import Record, Scores, Task
+    from kvq_core.evaluation.tasks.task import Item, Scores, Task
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def run_task(
     length: int,
     count: int,
     chunk: int = 128,
+    batch: int = 1,
     report: Callable[[int, Mapping[str, Scores]], object] = lambda count, scores: None,
     journal: Journal | None = None,
 ) -> TaskRun:
@@ -62,6 +63,7 @@ def run_task(
     Args:
         passages: text for tasks that want some. ``calibration``: as of :func:`kvq_core.evaluation.evaluate`.
         length, count: of the items, as of :meth:`Task.items`.
+        chunk, batch: as of :func:`kvq_core.evaluation.evaluate`; ``batch`` items are read side by side.
         report: called after each item, with how many there are and what each mode did.
         journal: what it holds is not done again; what is done is added.
 
@@ -73,27 +75,26 @@ def run_task(
     items = task.items(subject, passages, length, count)
     failures: dict[str, BaseException] = {}
     scores: dict[str, list[Scores]] = {config.label: [] for config in configs}
-    for item in items:
-        exact: Record | None = None
+    for first in range(0, len(items), batch):
+        group = items[first : first + batch]
         for config, given in zip(configs, arguments, strict=True):
             if config.label in failures:
                 continue
-            record = journal.get(task.name, config.label, item.digest)
-            if record is None:
-                try:
-                    session = subject.open(config.backend, [item.space], calibration, **given)
-                    record = dict(task.read(subject, session, item, chunk))
-                except KeyboardInterrupt:
+            try:
+                _read(task, subject, config, given, group, calibration, chunk, journal)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:  # SystemExit, too: a mode's own code runs here
+                if config is configs[0]:
                     raise
-                except BaseException as problem:  # SystemExit, too: a mode's own code runs here
-                    if config is configs[0]:
-                        raise
-                    failures[config.label] = problem
-                    continue
-                journal.add(task.name, config.label, item.digest, record)
-            exact = record if exact is None else exact
-            scores[config.label].append(task.scores(record, exact))
-        report(len(items), {label: found[-1] for label, found in scores.items() if label not in failures})
+                failures[config.label] = problem
+        for item in group:
+            records = {label: journal.get(task.name, label, item.digest) for label in scores if label not in failures}
+            exact = records[configs[0].label]
+            for label, record in records.items():
+                if record is not None and exact is not None:
+                    scores[label].append(task.scores(record, exact))
+            report(len(items), {label: scores[label][-1] for label in records})
     reference = scores[configs[0].label]
     results = [
         _result(task, label, each, found, reference)
@@ -102,6 +103,24 @@ def run_task(
         for each in dict.fromkeys(name for score in found for name in score)
     ]
     return TaskRun(task, tuple(results), failures)
+
+
+def _read(
+    task: Task,
+    subject: Subject,
+    config: CacheConfig,
+    given: Mapping[str, Any],
+    group: Sequence[Item],
+    calibration: Passage,
+    chunk: int,
+    journal: Journal,
+) -> None:
+    """Add to the journal what it lacks of a mode's records of ``group``."""
+    absent = [item for item in group if journal.get(task.name, config.label, item.digest) is None]
+    if absent:
+        session = subject.open(config.backend, [item.space for item in absent], calibration, **given)
+        for item, record in zip(absent, task.read(subject, session, absent, chunk), strict=True):
+            journal.add(task.name, config.label, item.digest, record)
 
 
 def _result(task: Task, mode: str, label: str, found: Sequence[Scores], reference: Sequence[Scores]) -> TaskResult:

@@ -55,29 +55,38 @@ class Task(ABC):
         """About ``count`` items, of about ``length`` tokens where that can be chosen; the same ones at every call."""
 
     @abstractmethod
-    def read(self, subject: Subject, session: Session, item: Item, chunk: int) -> Record:
-        """What a mode does with ``item`` through an empty ``session``, in plain JSON values."""
+    def read(self, subject: Subject, session: Session, items: Sequence[Item], chunk: int) -> list[Record]:
+        """What a mode does with each of ``items``, side by side through an empty ``session``, in plain JSON values."""
 
     def scores(self, record: Record, exact: Record) -> Scores:
         """By label, how much of how much is right in a record of :meth:`read`; ``exact`` is that of ``none``."""
         return {label: (right, of) for label, (right, of) in record["scores"].items()}
 
 
-def forced(session: Session, item: Item, chunk: int) -> list[bool]:
-    """Whether each token of the answer is the likeliest after the right ones before it. All are where greedy decoding gives the answer."""
-    *before, last = item.prompt
-    prefill(session, before, chunk)
-    (logits,) = session.feed([[last, *item.answer[:-1]]])
-    return (logits.argmax(-1) == torch.tensor(item.answer, device=logits.device)).tolist()
+def forced(session: Session, items: Sequence[Item], chunk: int) -> list[list[bool]]:
+    """Whether each token of the answers is the likeliest after the right ones before it. All are where greedy decoding gives the answer.
+
+    Answers are fed in chunks, too: a chunk's own tokens are exact in a cache with a residual window.
+    """
+    prefill(session, [item.prompt[:-1] for item in items], chunk)
+    right: list[list[bool]] = [[] for _ in items]
+    for first in range(0, max(len(item.answer) for item in items), chunk):
+        answers = [item.answer[first : first + chunk] for item in items]
+        before = [(item.prompt[-1], *item.answer)[first : first + len(part)] for item, part in zip(items, answers, strict=True)]
+        for found, logits, part in zip(right, session.feed(before), answers, strict=True):
+            found += (logits.argmax(-1) == torch.tensor(part, dtype=torch.int64, device=logits.device)).tolist()
+    return right
 
 
-def greedy(session: Session, item: Item, chunk: int, done: Callable[[list[int]], bool]) -> list[int]:
-    """At most ``item.room`` tokens after the prompt, the likeliest each time, until they are ``done``."""
-    *before, last = item.prompt
-    prefill(session, before, chunk)
-    found: list[int] = []
-    while len(found) < item.room and not done(found):
-        (logits,) = session.feed([[last]])
-        last = int(logits[-1].argmax())
-        found.append(last)
-    return found
+def greedy(session: Session, items: Sequence[Item], chunk: int, done: Callable[[list[int]], bool]) -> list[list[int]]:
+    """At most ``room`` tokens after each prompt, the likeliest each time, until they are ``done``."""
+    prefill(session, [item.prompt[:-1] for item in items], chunk)
+    found: list[list[int]] = [[] for _ in items]
+    while True:
+        active = [n for n, item in enumerate(items) if len(found[n]) < item.room and not done(found[n])]
+        if not active:
+            return found
+        rows = [[(found[n] or item.prompt)[-1]] if n in active else [] for n, item in enumerate(items)]
+        logits = session.feed(rows)
+        for n, token in zip(active, torch.stack([logits[n][-1] for n in active]).argmax(-1).tolist(), strict=True):
+            found[n].append(token)

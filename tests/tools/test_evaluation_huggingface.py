@@ -14,7 +14,6 @@ from kvq_core.evaluation.huggingface import HuggingFaceSubject, load
 
 pytest.importorskip("kvq_transformers")
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(12))
 
@@ -25,25 +24,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as ``save_pretrained`` leaves it: four layers of random weights, bytes as tokens after a beginning-of-text."""
-    path = tmp_path_factory.mktemp("llama")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(["<s>", *alphabet])}, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(path)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.LlamaConfig(vocab_size=257, head_dim=64, max_position_embeddings=512, initializer_range=0.2, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def subject(folder: Path) -> HuggingFaceSubject:
-    return load(str(folder), torch.device("cpu"))
+def subject(llama_folder: Path) -> HuggingFaceSubject:
+    return load(str(llama_folder), torch.device("cpu"))
 
 
 def test_passages_count_the_bytes_they_predict(subject: HuggingFaceSubject) -> None:
@@ -63,9 +45,9 @@ def test_a_passage_opens_as_the_tokenizer_says(subject: HuggingFaceSubject) -> N
     assert bare.decode(passage.tokens) == "abcd"
 
 
-def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject, folder: Path) -> None:
+def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject, llama_folder: Path) -> None:
     passages = subject.passages([Document("a", TEXT.encode())], 100)
-    dense = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    dense = transformers.LlamaForCausalLM.from_pretrained(llama_folder, dtype=torch.float32, attn_implementation="eager")
     nats = 0.0
     for passage in passages:
         ids = torch.tensor([passage.tokens])
@@ -101,9 +83,9 @@ def test_rows_of_a_batch_are_read_as_they_are_alone(mode: str, subject: HuggingF
 
 
 @pytest.mark.parametrize("kind", ["mean", "balanced", "first_prefill"])
-def test_the_command_line_takes_a_folder_and_smooths_keys(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_the_command_line_takes_a_folder_and_smooths_keys(kind: str, llama_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    given = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--modes", "int2,fp8_per_tensor", "--length", "60"]
+    given = ["--model", str(llama_folder), "--text", str(tmp_path / "text.txt"), "--modes", "int2,fp8_per_tensor", "--length", "60"]
     told = [kvq("eval", *given, "--device", "cpu", "--json", *more).json for more in ([], ["--smoothing", kind])]
     assert told[1]["smoothing"] == kind and not told[1]["failures"]
     plain, smoothed = ({line["mode"]: line["kl"] for line in one["results"]} for one in told)
@@ -127,8 +109,8 @@ def test_modes_that_take_scales_are_given_them(kind: str | None, subject: Huggin
         subject.smoothing = None
 
 
-def test_folders_without_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
-    for config in ((folder / "config.json").read_text(), "{}"):
+def test_folders_without_a_model_are_refused(llama_folder: Path, tmp_path: Path) -> None:
+    for config in ((llama_folder / "config.json").read_text(), "{}"):
         (tmp_path / "config.json").write_text(config)
         with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):
             load(str(tmp_path), torch.device("cpu"))

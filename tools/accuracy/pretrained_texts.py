@@ -1,10 +1,15 @@
-"""The eight texts of docs/accuracy.md's pretrained model, of this repository's own pages and sources: ``pretrained_texts.py FOLDER``."""
+"""The eight texts of docs/accuracy.md's pretrained model, of this repository's own pages and sources: ``pretrained_texts.py FOLDER``.
+
+Each is cut at the same length, for ``kvq eval`` spreads passages over all text.
+"""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE = "packages/kvq-core/src/kvq_core"
+LENGTH = 32_000
+"""Characters of a text: more than 8,192 tokens of SmolLM2's."""
 TEXTS = {
     "prose-accuracy": ("docs/accuracy.md", "docs/faq.md", "docs/start-here.md", "docs/choosing-a-mode.md"),
     "prose-performance": ("docs/performance.md", "docs/tuning.md", "docs/kernels.md"),
@@ -22,7 +27,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, patterns in TEXTS.items():
         files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
-        (folder / name).write_text("".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8")
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        (folder / name).write_text(text[:LENGTH], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def evaluate(
         eval_report.writable(out, kl=KL in tasks, tasks=bool(others))
     subject = load_subject(model, usable_device(device) if device else default_device())
     _check(configs, subject, named=bool(modes))
-    passages, calibration = _passages(subject, documents_of(texts, model), length, most)
+    passages, calibration = passages_of(subject, documents_of(texts, model), length, most)
     chunk = chunk or (128 if length <= _LONG else 512)
     batch = batch or (1 if is_huggingface(subject) else 16)
     journal = Journal(resume, _identity(subject, calibration, chunk))
@@ -370,7 +370,7 @@ def documents_of(texts: Sequence[Path], model: str | None) -> list[Document]:
     return [Document(f"{text}: {d.name}", d.text) if names.count(d.name) > 1 else d for text, d in found]
 
 
-def _passages(subject: Subject, documents: Sequence[Document], length: int, most: int) -> tuple[list[Passage], Passage]:
+def passages_of(subject: Subject, documents: Sequence[Document], length: int, most: int) -> tuple[list[Passage], Passage]:
     """What is scored, and what calibrates and warms up: the last passage, kept out of the score if there are others."""
     every = [p for p in subject.passages(documents, length) if p.num_predicted]
     if not every:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 TASK: Final = "kl"
-_MOST_SCORES: Final = 2**21
-"""Of the log-probabilities that are compared at once: few enough to stay in a CPU's cache."""
+_MOST_SCORES: Final = {"cpu": 2**21}
+"""Log-probabilities that are compared at once, by device: few enough to stay in a CPU's cache."""
+_MOST_ELSEWHERE: Final = 2**25
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _step(run: _Run, memory: _Memory, rows: Sequence[Sequence[int]], following: 
 
 def _count(tally: Tally, p: torch.Tensor, q: torch.Tensor, targets: torch.Tensor) -> None:
     """Add up logits or log-probabilities ``q`` [n, vocab] of one mode beside log-probabilities ``p`` of the first, a few rows at a time."""
-    size = max(_MOST_SCORES // p.shape[-1], 1)
+    size = max(_MOST_SCORES.get(p.device.type, _MOST_ELSEWHERE) // p.shape[-1], 1)
     for exact, logits, target in zip(p.split(size), q.split(size), targets.split(size), strict=True):
         log_q = logits if q is p else logits.float().log_softmax(-1)
         tally.nats -= float(log_q.gather(1, target[:, None]).double().sum())

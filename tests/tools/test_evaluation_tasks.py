@@ -157,6 +157,14 @@ def test_word_problems_are_right() -> None:
 
 
 @pytest.mark.quick
+def test_worked_examples_are_of_the_problems_kind(small_model: TinyModel) -> None:
+    words = (" got ", " gave ", " boxes ", " lost ")
+    for n, item in enumerate(TASKS["arithmetic"].items(TinySubject(small_model), [], 0, 8)):
+        questions = [line for line in bytes(item.prompt).decode().splitlines() if "Question" in line]
+        assert len(questions) == 9 and all(words[n % 4] in question for question in questions)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("form", "strict", "flexible"),
     [

@@ -1,4 +1,4 @@
-"""Word problems of one or two steps after worked examples, in the form of GSM8K, for small models."""
+"""Word problems of one or two steps after worked examples of their kind, in the form of GSM8K: what models of 135 M parameters can do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Arithmetic(Task):
         found = []
         for n in range(count):
             draw = random.Random(f"arithmetic {n}")
-            shots = [problem(draw, kind % 4) for kind in range(_SHOTS)]
+            shots = [problem(draw, n % 4) for _ in range(_SHOTS)]
             question, _, result = problem(draw, n % 4)
             text = "".join(f"Question: {asked}\nAnswer: {answer}\n\n" for asked, answer, _ in shots)
             found.append(Item(tuple(subject.opening(f"{text}Question: {question}\nAnswer:")), expected=str(result), room=_ROOM))

@@ -393,21 +393,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     cuda = subject.device.type == "cuda"
     device = torch.cuda.get_device_name(subject.device) if cuda else cpu_name()
     facts = {"model": subject.name, "device": device, "torch": torch.__version__, "dtype": str(subject.rows_dtype), "chunk": given.chunk}
-    told, records = [], [facts]
+    done: list[tuple[list[Line], dict[str, str]]] = []
     for length in given.length:
         passages, calibration = passages_of(subject, documents_of(given.text, given.model), length, given.documents)
         with spare_the_allocator():
             lines, missing = measure(subject, configs, passages, calibration, given.chunk, given.batch)
+            write([*done, (lines, missing)], facts, given.out)
             if given.copy:
                 lines, uncopied = with_copies(lines, subject, configs, calibration, length, given.copy, given.chunk, given.batch)
                 missing |= {f"{mode}, copy": why for mode, why in uncopied.items() if mode not in missing}
-        told.append(table(lines, missing))
-        records += [{"length": length, "peer": line.is_peer, **_record(line)} for line in lines]
-        print(told[-1], flush=True)
-        if given.out:
-            given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / "peers.md").write_text("\n".join(told), encoding="utf-8")
-            (given.out / "peers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        done.append((lines, missing))
+        write(done, facts, given.out)
+        print(table(lines, missing), flush=True)
+
+
+def write(done: Sequence[tuple[Sequence[Line], dict[str, str]]], facts: dict[str, Any], folder: Path | None) -> None:
+    """What there is so far."""
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        records = [facts, *({"peer": line.is_peer, **_record(line)} for lines, _ in done for line in lines)]
+        (folder / "peers.md").write_text("\n".join(table(*one) for one in done), encoding="utf-8")
+        (folder / "peers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def leftover(wanted: Demand) -> tuple[int, list[object]]:
                 rows = [rng.choice(wanted.query_rows)] * num_seqs
             bound = rounded_query_len(max(rows), sum(rows), num_seqs, wanted.query_rows)
             Call(wanted, sum(rows))()
-            Call(wanted, sum(rows), num_seqs, bound, wanted.max_seqlen_k)()
+            Call(wanted, sum(rows), num_seqs, bound, wanted.longest_keys(bound))()
     if max(planned.spaces) > reserved:
         raise SystemExit(f"a workspace of {max(planned.spaces)} elements, {reserved} are reserved")
     return len(planned.launches), [launch[1:] for launch in planned.launches if _identity(launch) not in known]
@@ -54,6 +54,7 @@ def main() -> None:
             {},
             {"window": 127, "softcap": 30.0, "smoothed": True, "balanced": True},
             {"query_rows": (1, 5), "sinks": torch.bfloat16},
+            {"partial": True, **({"decodes": (16, 96)} if mode == "none" else {"key_stops": True})},
         ):
             count, left = leftover(demand(mode, **further))
             launched += count

@@ -11,9 +11,12 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl
 
+from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import LayerCaches
+from kvq_core.call.cascade import combine
 from kvq_core.errors import ArgumentError
 from kvq_core.plan.planner import set_batch_invariant
+from kvq_core.registry import get_backend
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
@@ -59,6 +62,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.use_alibi_sqrt = use_alibi_sqrt
         self.smoothing: KeySmoothing | None = None
         self.positions: torch.Tensor | None = None
+        self.residual: Any = None
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
         listen()
         if envs.VLLM_BATCH_INVARIANT:
@@ -73,6 +77,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         config = get_current_vllm_config_or_none()
         if config is not None:
             smooth_layers(config, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+            _add_windows(config)
             reserve_for(self, config, act_dtype, config.device_config.device)
 
     def do_kv_cache_update(
@@ -92,6 +97,9 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             smoothing=self.smoothing,
             positions=self._positions_of(layer) if turns else None,
         )
+        if self.residual is not None:
+            slots: Any = get_forward_context().slot_mapping
+            self.residual.write(key, value, slots[self.residual.layer_name])
 
     def forward(
         self,
@@ -107,32 +115,63 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
     ) -> torch.Tensor:
         """Attend over the pages, which hold the step's own rows already. Without metadata (memory profiling) there are no pages."""
         if attn_metadata is None:
+            if self.residual is not None:
+                # So that vLLM's memory profiling sees what two reads take.
+                _ = [torch.empty(output.shape, dtype=torch.float32, device=output.device) for _ in range(2)]
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ArgumentError("output_scale", "a fused quantization of the output", f"none: kvq offers no such fusion; {WITHOUT_KVQ}")
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
         caches = self._caches(layer, kv_cache, query.dtype, output.shape[2])
-        self.kvq.unified_attention(
-            query[:rows],
+        packed = {
+            "seqused_k": batch.seq_lens,
+            "max_seqlen_k": batch.max_seq_len,
+            "block_table": batch.block_table,
+            "k_scale_cache": caches.k_scale_cache,
+            "v_scale_cache": caches.v_scale_cache,
+            "smoothing": self.smoothing,
+        }
+        if self.residual is None:
+            self._read(self.kvq, query[:rows], caches, output[:rows], batch, sinks=self.sinks, **packed)
+            return output
+        exact = self._metadata_of(self.residual)
+        options = {"seqused_k": exact.seqused_k, "max_seqlen_k": exact.max_seqlen_k, "block_table": exact.block_table, "sinks": self.sinks}
+        cells = self.residual.caches(query.dtype)
+        if exact.nothing_packed:
+            self._read(_NONE, query[:rows], cells, output[:rows], batch, **options)
+            return output
+        newest = self._part(_NONE, query[:rows], cells, output[:rows], batch, **options)
+        older = self._part(self.kvq, query[:rows], caches, output[:rows], batch, key_stops=exact.key_stops, **packed)
+        combine(*newest, *older, result=output[:rows])
+        return output
+
+    def _part(
+        self, backend: QuantKVBackend, query: torch.Tensor, caches: LayerCaches, output: torch.Tensor, batch: KVQMetadata, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The float32 result, shaped as ``output``, and the log-sum-exp of a read of some of the keys."""
+        result = torch.empty(output.shape, dtype=torch.float32, device=output.device)
+        lse = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
+        self._read(backend, query, caches, result, batch, lse=lse, **options)
+        return result, lse
+
+    def _read(
+        self, backend: QuantKVBackend, query: torch.Tensor, caches: LayerCaches, output: torch.Tensor, batch: KVQMetadata, **options: Any
+    ) -> None:
+        """Attention of the step's rows over keys of ``caches``, with the layer's own options."""
+        backend.unified_attention(
+            query,
             caches.key_cache,
             caches.value_cache,
-            output[:rows],
+            output,
             cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=batch.max_seq_len,
             softmax_scale=self.scale,
             window_size=self.window,
-            block_table=batch.block_table,
             softcap=self.softcap,
-            sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
             use_alibi_sqrt=self.use_alibi_sqrt,
-            k_scale_cache=caches.k_scale_cache,
-            v_scale_cache=caches.v_scale_cache,
-            smoothing=self.smoothing,
+            **options,
         )
-        return output
 
     def _caches(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int) -> LayerCaches:
         """The layer's views of its pages."""
@@ -148,8 +187,23 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
 
     def _positions_of(self, layer: Any) -> torch.Tensor | None:
         """Those of the step's rows and of any padding. Where vLLM captures graphs without a batch, they will be where the batches' are."""
+        batch = self._metadata_of(layer)
+        found: torch.Tensor | None = self.positions if batch is None else batch.positions
+        return found
+
+    @staticmethod
+    def _metadata_of(layer: Any) -> Any:
+        """The step's, as the builder of the layer's group made it; ``None`` outside of a step."""
         metadata: Any = get_forward_context().attn_metadata
         if isinstance(metadata, list):  # with drafts, the first is the served model's
             metadata = metadata[0]
-        batch: KVQMetadata | None = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
-        return self.positions if batch is None else batch.positions
+        return metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
+
+
+_NONE = get_backend("none")
+
+
+def _add_windows(config: Any) -> None:
+    from kvq_vllm.residual import add_windows  # whose layers have this module's backend
+
+    add_windows(config)

@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "int4 decoded without its zero point", "kvq_int4/codec.py", "(unpack(codes).float() - [-zero[..., None]-]{+8+})", suite=INT4_SUITE
     ),
-    # A mean that turns with the position.
+    # A rotary mean.
     Mutant(
         "phase of a tile's first key lost", "kvq_core/kernels/rotary.py", "rotary.steps * [-(rotary.first + tile.first)-]{+rotary.first+}"
     ),
@@ -205,7 +205,7 @@ MUTANTS = (
         "[-tl.load(batch.first_positions + work.seq)-]{+0+}",
     ),
     Mutant(
-        "mean turned the other way in the write",
+        "rotary mean of the inverse embedding in the write",
         "kvq_core/kernels/rotary.py",
         "* cosine [-+-]{+-+} tl.load(at + HEADS.size",
     ),

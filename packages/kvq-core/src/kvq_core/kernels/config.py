@@ -177,7 +177,7 @@ class Features(Constant):
 
     alibi_sqrt: bool
     shifted: bool  # a softcap, sinks or an LSE would notice that smoothed keys lack their mean
-    rotary_pairs: int  # pairs of channels whose mean turns with the position (:mod:`.rotary`); 0: none
+    rotary_pairs: int  # pairs of channels that have a rotary mean (:mod:`.rotary`); 0: none
     output: str  # "e4m3fn" or "e5m2", the fp8 format of results; else ""
     mixed: bool  # partials have their ways mixed: the part of the un-rotation that crosses ways is done
     use_asm: bool

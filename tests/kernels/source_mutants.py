@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant("sum of weights not rescaled", "kvq_core/kernels/softmax.py", "total = state.sum [-* by_row(alpha, C) -]+ "),
     Mutant("softcap's tanh of half the score", "kvq_core/kernels/scores.py", "return [-2.0 * -]LOG2E / scoring.softcap"),
     Mutant("softcap unseen by the sinks", "kvq_core/kernels/softmax.py", "tl.fma(state.max, unit, [-base-]{+0.0+})"),
-    Mutant("int8's offset of 127", "kvq_int8fp8/format.py", "unit=2.0**24, zero=[-128-]{+127+}.0"),
+    Mutant("int8's offset of 127", "kvq_int8fp8/format.py", "exponent_scale=2.0**24, zero=[-128-]{+127+}.0"),
     Mutant(
         "a lane's two codes swapped in the read",
         "kvq_int8fp8/format.py",

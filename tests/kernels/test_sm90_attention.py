@@ -44,7 +44,7 @@ INTERPRETED_PROMPTS = (
     replace(ONE_HEAD, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
     replace(ONE_HEAD, layout="paired", rows="transposed", smoothing="balanced"),
 )
-TURNED_PROMPTS = (
+ROTARY_PROMPTS = (
     replace(ONE_HEAD, smoothing="rotary"),
     replace(ONE_HEAD, smoothing="rotary", query_lens=(513,), seq_lens=(2900,), queries_per_kv=8, dtype=torch.float16, num_kv_heads=2),
 )
@@ -165,11 +165,11 @@ def kinds_asked(family: Family, mode: str, case: Case, table: Table | None = Non
 @pytest.mark.parametrize("mode", PREFILL.modes)
 def test_prefill_is_taken(mode: str) -> None:
     more = replace(PROMPTS, sinks=True), replace(PROMPTS, smoothing="balanced"), replace(PROMPTS, queries_per_kv=7, block_size=32)
-    turned = replace(PROMPTS, smoothing="rotary")
-    for case in (PROMPTS, *more, *((turned,) if mode != "none" else ())):
+    rotary = replace(PROMPTS, smoothing="rotary")
+    for case in (PROMPTS, *more, *((rotary,) if mode != "none" else ())):
         kinds = kinds_asked(PREFILL, mode, case)
         assert "groups" in kinds and "prefill" not in kinds, case
-    assert ("prefill" not in kinds_asked(PREFILL, mode, turned)) == (mode != "none")
+    assert ("prefill" not in kinds_asked(PREFILL, mode, rotary)) == (mode != "none")
     # Queries may have another dtype than unquantized pages only where pages are quantized.
     assert ("prefill" not in kinds_asked(PREFILL, mode, replace(PROMPTS, dtype=torch.float32))) == (mode != "none")
     assert "prefill" not in kinds_asked(PREFILL, mode, PROMPTS, SHIPPED)
@@ -290,7 +290,7 @@ def parametrize(*params: Any) -> Any:
     *each(PREFILL, *INTERPRETED_PROMPTS, on=("interpret",), most=500),
     *each(PREFILL, *LARGE_PROMPTS, on=("gpu",)),
     *each(MULTIROW, *MULTIROW_CASES),
-    *each(PREFILL, *TURNED_PROMPTS, modes=MULTIROW.modes),
+    *each(PREFILL, *ROTARY_PROMPTS, modes=MULTIROW.modes),
 )
 def test_attention(mode: str, case: Case, most: int, where: Where) -> None:
     built = where.build(mode, case, most)

@@ -14,7 +14,7 @@ import torch
 
 import nano_engine
 from kvq_core import get_backend, list_backends, register_backend, unregister_backend
-from kvq_core.evaluation.tiny_model import TinyModel, dense_attention, turned_channels
+from kvq_core.evaluation.tiny_model import TinyModel, dense_attention, rotary_channels
 from kvq_core.none import NoneBackend
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean
@@ -67,10 +67,10 @@ def alone(model: TinyModel) -> list[list[int]]:
     return [request.output for request in todo]
 
 
-def test_what_turns_with_the_position_is_given_back(model: TinyModel, alone: list[list[int]]) -> None:
+def test_a_rotary_mean_is_given_back(model: TinyModel, alone: list[list[int]]) -> None:
     """In mode none: a position that is not the same for a write and a read would be off by the whole mean."""
     config = model.config
-    pairs, rates = turned_channels(config)
+    pairs, rates = rotary_channels(config)
     rotary = RotaryMean.of_bias(20 * torch.randn(config.num_kv_heads, config.head_size), pairs, rates)
     one = KeySmoothing(torch.zeros(config.num_kv_heads, config.head_size), None, rotary)
     todo = requests()

@@ -1,4 +1,4 @@
-"""Key biases: read from the weights of any family, turned as its embeddings turn them, and given back to scores exactly."""
+"""Key biases: read from the weights of any family, for its rotary embeddings, and given back to scores exactly."""
 
 import copy
 import logging
@@ -191,7 +191,7 @@ def test_what_follows_the_length_is_left_alone(kind: str, caplog: pytest.LogCapt
         embeddings(model)
 
 
-def test_an_unknown_turn_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_embedding_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen2 import modeling_qwen2
 
     apply = modeling_qwen2.apply_rotary_pos_emb

@@ -51,7 +51,7 @@ class KVQCache(Cache):
         residual_length, sink_tokens: read the newest and the first so many tokens of a row from exact rows, at least
             (:mod:`kvq_core.residual`). Sinks are refused in a model with sliding windows.
         smoothing: what is taken off keys before they are stored; scores stay what they are. ``"key_bias"``, the default: the biases that
-            the model's keys have, if they have some, turned as its rotary embeddings turn them; for a ``config`` alone nothing.
+            the model's keys have, if they have some, behind its rotary embeddings; for a ``config`` alone nothing.
             ``"first_prefill"``: the mean of the first prompt's keys as well, layer by layer. A
             :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers; ``None``: nothing.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What

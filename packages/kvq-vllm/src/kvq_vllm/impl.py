@@ -85,7 +85,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
     ) -> None:
         """Store the step's rows. ``slot_mapping`` may be shorter: the other rows are padding."""
         caches = self._caches(layer, kv_cache, key.dtype, value.shape[2])
-        turns = self.smoothing is not None and self.smoothing.rotary is not None
+        rotary = self.smoothing is not None and self.smoothing.rotary is not None
         self.kvq.reshape_and_cache(
             key,
             value,
@@ -95,7 +95,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
             smoothing=self.smoothing,
-            positions=self._positions_of(layer) if turns else None,
+            positions=self._positions_of(layer) if rotary else None,
         )
         if self.residual is not None:
             slots: Any = get_forward_context().slot_mapping

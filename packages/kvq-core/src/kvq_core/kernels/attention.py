@@ -144,7 +144,7 @@ def attend_work_tile(
     if V.scales == "plane":
         largest = tl.load(values.scales)
     if V.packed:
-        acc = accumulated_rows(acc, C.value_unit * unweigh(largest), C)
+        acc = accumulated_rows(acc, C.value_operand_scale * unweigh(largest), C)
     else:
         acc = accumulated_rows(acc, 1.0, C)
     state = softmax_end(state, score_scale, score_base(scoring), C)

@@ -177,7 +177,7 @@ class Features(Constant):
 
     alibi_sqrt: bool
     shifted: bool  # a softcap, sinks or an LSE would notice that smoothed keys lack their mean
-    rotary_pairs: int  # pairs of channels whose mean turns with the position (:mod:`.rotary`); 0: none
+    rotary_pairs: int  # pairs of channels that have a rotary mean (:mod:`.rotary`); 0: none
     output: str  # "e4m3fn" or "e5m2", the fp8 format of results; else ""
     mixed: bool  # partials have their ways mixed: the part of the un-rotation that crosses ways is done
     use_asm: bool
@@ -261,28 +261,29 @@ class ReadConfig(Constant):
         return plane.gains[0 if self.tile.decode else 1] or (1.0,) * plane.ways
 
     @property
-    def key_unit(self) -> float:
+    def key_product_scale(self) -> float:
         """What a score's product is multiplied by, a power of two."""
         key = self.format.key
         block = self.key_heads.block if key.divided else 1
-        return self._unit(key) / block
+        return self._exponent_scale(key) / block
 
     @property
     def key_zero(self) -> float:
         """What each unit of a query's sum adds to a product, of a zero point of 1."""
-        return -1.0 / self._unit(self.format.key)
+        return -1.0 / self._exponent_scale(self.format.key)
 
     @property
-    def value_unit(self) -> float:
-        return self._unit(self.format.value) * self.format.value.level
+    def value_operand_scale(self) -> float:
+        """What an operand of 1 stands for, beside its row's scale."""
+        return self._exponent_scale(self.format.value) * self.format.value.level
 
     @property
     def value_zero(self) -> float:
         """What a weight of 1 adds to a product, of a zero point of 1."""
-        return 1.0 / self._unit(self.format.value)
+        return 1.0 / self._exponent_scale(self.format.value)
 
-    def _unit(self, plane: PlaneFormat) -> float:
-        return 1.0 if plane.converts and self.features.fp8_hardware else plane.unit
+    def _exponent_scale(self, plane: PlaneFormat) -> float:
+        return 1.0 if plane.converts and self.features.fp8_hardware else plane.exponent_scale
 
     @property
     def clear_keys(self) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.rotary import turned_mean
+from kvq_core.kernels.rotary import rotary_mean
 from kvq_core.kernels.rounding import to_nearest
 
 
@@ -88,7 +88,7 @@ def smooth(x, source, rows, channel, mask, HEADS: tl.constexpr, C: tl.constexpr)
     y = x.to(tl.float32) - tl.load(source.mean + at, mask=mask, other=0.0)
     if source.rotary is not None:
         position = tl.load(source.positions + rows.token, mask=rows.exists, other=0)
-        y = y - turned_mean(source.rotary, rows.head, position, channel, mask, HEADS, C.use_asm)
+        y = y - rotary_mean(source.rotary, rows.head, position, channel, mask, HEADS, C.use_asm)
     if source.factor is not None:
         y = y * tl.load(source.factor + at, mask=mask, other=0.0)
     return to_nearest(y, x.dtype, C.upcast_dots)

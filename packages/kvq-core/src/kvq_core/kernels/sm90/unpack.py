@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kvq_core.kernels.sm90.layouts import HALF, PAIRS, QUERY, VECTOR
-from kvq_core.kernels.sm90.rotary import fill_turned
+from kvq_core.kernels.sm90.rotary import fill_rotary
 
 UNSEEN = gl.constexpr(2**31 - 1)
 """A position beyond every row's."""
@@ -14,19 +14,19 @@ UNSEEN = gl.constexpr(2**31 - 1)
 
 @gluon.jit
 def fill_tiles(
-    keys, values, span, shared, turning,
+    keys, values, span, shared, rotary,
     SCALED: gl.constexpr, KEY_PRESCALE: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Tile after tile into the next free buffers."""
     if not C.format.key.packed:
         copy_tiles(keys, values, span, shared, C)
     else:
-        unpack_tiles(keys, values, span, shared, turning, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)
+        unpack_tiles(keys, values, span, shared, rotary, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)
 
 
 @gluon.jit
 def unpack_tiles(
-    keys, values, span, shared, turning,
+    keys, values, span, shared, rotary,
     SCALED: gl.constexpr, KEY_PRESCALE: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Tiles of packed rows. While one is unpacked, the next one's loads are on their way."""
@@ -53,7 +53,7 @@ def unpack_tiles(
         if SCALED:
             shared.k_scales.index(at).store(SCALE_OF(k_word) * KEY_PRESCALE)
         if C.features.rotary_pairs > 0:
-            fill_turned(n, turning, shared.turned.index(at), C)
+            fill_rotary(n, rotary, shared.rotary.index(at), C)
         hand_over(k, gl.convert_layout(k_word, BY_ROW), shared.k.index(at), shared.k_full.index(at), UNPACK, C)
         k = load_words(keys, row_block, row_slot, row_seen, True, WORDS, LAYOUT, C)
         block, slot, seen, key_position = key_positions(n + 1, span, VECTOR, C)

@@ -99,6 +99,7 @@ def calc(
     copy of one, with more GPUs than heads) and of the weights.
     """
     from kvq_core.capacity import GIB, Budget, model_shape
+    from kvq_core.residual.window import ResidualWindow
 
     if block_size < 8 or block_size % 8:
         raise ArgumentError("block_size", block_size, "a multiple of 8")
@@ -112,11 +113,12 @@ def calc(
     backends, faults = backends_of(modes)
     numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
     window = {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
+    with_window = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode) is not None
     figures, refused, broken = _figures(backends, bool(modes), shape, budget, **numbers, **window)
     faults += broken
     if form == "table":
         _explain(config, shape, budget, source, gpus)
-        output.say(_table(figures, context, concurrency, with_window=bool(residual_length or sink_tokens)))
+        output.say(_table(figures, context, concurrency, with_window=with_window))
         for line in [*refused, *(f"broken: {fault}" for fault in faults)]:
             output.say(line)
         if shape.max_context and context > shape.max_context:

@@ -408,7 +408,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
     parser.add_argument("--residual-length", type=int, default=0, help="newest tokens of a request that are read exact")
     parser.add_argument("--sink-tokens", type=int, default=0, help="first tokens of a request that are read exact")
     parser.add_argument("--residual-mode", default="none", metavar="MODE", help="of exact rows; none: as they are")
-    parser.add_argument("--max-sequences", type=int, default=32, help="requests that run at a time")
+    parser.add_argument("--max-sequences", type=int, help="requests that run at a time (default: all)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", type=Path, default=WEIGHTS, help="weights that train.py wrote")
     return parser, parser.parse_args(argv)
@@ -439,7 +439,7 @@ def main(argv: list[str] | None = None) -> int:
             residual_length=arguments.residual_length,
             sink_tokens=arguments.sink_tokens,
             residual_mode=arguments.residual_mode,
-            max_sequences=arguments.max_sequences,
+            max_sequences=len(prompts) if arguments.max_sequences is None else arguments.max_sequences,
         )
         for request in requests:
             engine.add(request)

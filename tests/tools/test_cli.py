@@ -198,6 +198,12 @@ def test_calc_as_json_and_csv_agree() -> None:
     assert content["modes"][1]["total_bytes"] == 8 * 32768 * 39168
 
 
+def test_calc_counts_exact_rows() -> None:
+    given = ("llama-3.1-8b", "--context", "1024", "--residual-length", "64", "--sink-tokens", "4", "--mode", "int4", "--json")
+    exact, in_int8 = (calc(*given, "--residual-mode", mode).json["modes"][0] for mode in ("none", "int8"))
+    assert exact["sequence_bytes"] - in_int8["sequence_bytes"] == 112 * 32 * 8 * 2 * (256 - 132)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
@@ -263,6 +269,8 @@ def test_modes_that_do_not_fit_are_told_beside_those_that_do(tmp_path: Path) -> 
         ("llama-3.1-8b", ["--context", "0"], "Invalid value for '--context'"),
         ("llama-3.1-8b", ["--mode", "int9"], "installed: fp8_per_tensor"),
         ("llama-3.1-8b", ["--mode", "int9"], "did you mean 'int8'?"),
+        ("llama-3.1-8b", ["--sink-tokens", "4", "--residual-mode", "int9"], "Error: kvq calc: no installed package provides mode 'int9'"),
+        ("llama-3.1-8b", ["--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
         ("llama-3.1-8b", ["--mode", "kvq-int2:int4"], "takes mode 'int4_per_token_head' from kvq-int2, which does not provide it"),
     ],
 )

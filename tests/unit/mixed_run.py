@@ -48,6 +48,8 @@ def leftover(wanted: Demand) -> tuple[int, list[object]]:
 
 
 def main() -> None:
+    # Engines load models, and warm up, with the model's dtype as torch's default.
+    torch.set_default_dtype(torch.bfloat16)
     launched = 0
     for mode in ("none", "int8", "int4", "int2"):
         for further in (

@@ -106,6 +106,9 @@ CASES = {
     "sinks": Case("int4", INT4, Tiny("gpt_oss", query_heads=8)),
     "residual window": Case("int4", INT4, block_size=128, options=WHOLE, control="int4", residual_length=40),
     "residual window, in chunks": Case("int4", INT4, Tiny("qwen2"), 128, UNCACHED, control="int4", residual_length=40),
+    "residual window beside windows": Case(
+        "int8", CARRIER, Tiny("gemma3"), 64, UNCACHED | {"num_gpu_blocks_override": 90}, "int8", residual_length=16
+    ),
     "residual window, 3 drafts": Case("int4", INT4, block_size=128, options=WHOLE | drafts(3), control="int4", residual_length=40),
     "1 draft": Case("int4", INT4, options=drafts(1)),
     "3 drafts": Case("int4", INT4, options=drafts(3)),
@@ -134,15 +137,15 @@ def generate(engine: LLM, asked: list[list[int]]) -> list[Any]:
     return engine.generate([{"prompt_token_ids": prompt} for prompt in asked], sampling, use_tqdm=False)
 
 
-def text_of(output: Any, steps: Mapping[str, list[tuple[int, int]]] = MappingProxyType({})) -> Text:
+def text_of(output: Any, steps: Mapping[str, list[tuple[int, int, int]]] = MappingProxyType({})) -> Text:
     answer = output.outputs[0]
     tokens = list(answer.token_ids)
     logprobs = [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
     return Text(list(output.prompt_token_ids), tokens, logprobs, steps.get(output.request_id, []))
 
 
-def recorded_steps(engine: LLM) -> dict[str, list[tuple[int, int]]]:
-    """The steps of each request from here on, by its id: their first token and their number of tokens."""
+def recorded_steps(engine: LLM) -> dict[str, list[tuple[int, int, int]]]:
+    """The steps of each request from here on, by its id: their first token, their number of tokens, and how many of these are drafts."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     schedule, steps = scheduler.schedule, defaultdict(list)
 
@@ -150,7 +153,8 @@ def recorded_steps(engine: LLM) -> dict[str, list[tuple[int, int]]]:
         output = schedule(*args, **options)
         for name, count in output.num_scheduled_tokens.items():
             # Inside, later versions add to an id that was given.
-            steps[name.split("-")[0]].append((scheduler.requests[name].num_computed_tokens - count, count))
+            drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            steps[name.split("-")[0]].append((scheduler.requests[name].num_computed_tokens - count, count, drafted))
         return output
 
     scheduler.schedule = recording

@@ -51,14 +51,14 @@ def rounding() -> float:
 class Text:
     """An engine's: the tokens of a prompt, those it was continued with, and the log-probability that the engine gave each of these.
 
-    ``steps``: the parts in which it read both, each with its first token and their number, where results depend on them: those of a
-    preempted text begin anew.
+    ``steps``: the parts in which it read both, each with its first token, their number, and how many of these are drafts, where results
+    depend on them: those of a preempted text begin anew.
     """
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
-    steps: list[tuple[int, int]] = field(default_factory=list)
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Reference:
         logits, sampled = torch.zeros(1, tokens.shape[1], self._model.config.vocab_size), len(text.prompt)
         past: list[tuple[int, int]] = []
         cache = new_cache()
-        for (start, count), (following, _) in pairwise([*text.steps, (tokens.shape[1], 0)]):
+        for (start, count, drafts), (following, *_) in pairwise([*text.steps, (tokens.shape[1], 0, 0)]):
             if start != sum(n for _, n in past):
                 # What the prefix cache has was read by the steps before, or by those of the same prompt at once.
                 cache = new_cache()
@@ -162,7 +162,7 @@ class Reference:
                 for first, n in past:
                     self._model(input_ids=tokens[:, first : first + n], past_key_values=cache, use_cache=True)
             # Rejected drafts are read again.
-            end = min(start + count, following) if following > start else start + count
+            end = max(start + count - drafts, min(start + count, following))
             past.append((start, end - start))
             found = self._model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0]
             for position in range(max(start, sampled - 1), end):

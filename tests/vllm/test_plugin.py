@@ -25,7 +25,7 @@ from kvq_vllm.demands import demand_of, window_demand_of
 from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
-from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, explained, head_size_reason
+from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, explained, head_size_reason
 from kvq_vllm.settings import Settings, smallest_window_block
 from kvq_vllm.smoothing import check_smoothed, lacks_smoothing, load, smooth_layers
 
@@ -243,6 +243,21 @@ def test_groups_that_are_refused(kind: str, further: dict[str, object], message:
         check_group(spec(kind or "FullAttentionSpec"), group(**further))
     for served in ("FullAttentionSpec", "SlidingWindowSpec"):
         check_group(spec(served), group())
+
+
+@pytest.mark.parametrize(
+    ("off", "method", "message"),
+    [
+        (True, None, "--disable-hybrid-kv-cache-manager: got True, need vLLM's manager of several kinds of pages"),
+        (False, "eagle3", "--speculative-config: got eagle3, need ngram or suffix, which have no layers of their own"),
+    ],
+)
+def test_windows_that_are_refused(off: bool, method: str | None, message: str) -> None:
+    space = types.SimpleNamespace
+    drafts = None if method is None else space(method=method)
+    with pytest.raises(ArgumentError, match=message + r".*--additional-config kvq\.residual_length"):
+        check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=off), speculative_config=drafts))
+    check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=False), speculative_config=space(method="ngram_gpu")))
 
 
 @pytest.mark.parametrize("reason", sorted(EXPLANATIONS))

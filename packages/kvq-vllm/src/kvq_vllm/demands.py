@@ -46,7 +46,7 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
     """Of a layer, over that many blocks of pages in vLLM's head-major order. ``page_bytes``: a page's, its padding included."""
     caches = _caches(impl, impl.kvq, num_blocks, block_size, dtype, page_bytes)
     if impl.kvq.takes_scales:
-        scale = torch.empty((), device="meta")
+        scale = torch.empty((), dtype=torch.float32, device="meta")
         caches = LayerCaches(caches.key_cache, caches.value_cache, scale, scale)
     return Demand(
         mode=impl.kvq.mode,

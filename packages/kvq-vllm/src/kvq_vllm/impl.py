@@ -11,12 +11,10 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl
 
-from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import LayerCaches
-from kvq_core.call.cascade import combine
 from kvq_core.errors import ArgumentError
 from kvq_core.plan.planner import set_batch_invariant
-from kvq_core.registry import get_backend
+from kvq_core.residual.reads import PartialRead, attend
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
@@ -123,55 +121,25 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             raise ArgumentError("output_scale", "a fused quantization of the output", f"none: kvq offers no such fusion; {WITHOUT_KVQ}")
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
         caches = self._caches(layer, kv_cache, query.dtype, output.shape[2])
-        packed = {
-            "seqused_k": batch.seq_lens,
-            "max_seqlen_k": batch.max_seq_len,
-            "block_table": batch.block_table,
-            "k_scale_cache": caches.k_scale_cache,
-            "v_scale_cache": caches.v_scale_cache,
-            "smoothing": self.smoothing,
+        packed: dict[str, Any] = {"seqused_k": batch.seq_lens, "max_seqlen_k": batch.max_seq_len, "block_table": batch.block_table}
+        packed["smoothing"] = self.smoothing
+        options: dict[str, Any] = {
+            "cu_seqlens_q": batch.query_start_loc,
+            "max_seqlen_q": batch.max_query_len,
+            "softmax_scale": self.scale,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "use_alibi_sqrt": self.use_alibi_sqrt,
         }
         if self.residual is None:
-            self._read(self.kvq, query[:rows], caches, output[:rows], batch, sinks=self.sinks, **packed)
+            PartialRead(self.kvq, caches, packed | {"sinks": self.sinks})(query[:rows], output[:rows], **options)
             return output
-        exact = self._metadata_of(self.residual)
-        options = {"seqused_k": exact.seqused_k, "max_seqlen_k": exact.max_seqlen_k, "block_table": exact.block_table, "sinks": self.sinks}
-        cells = self.residual.caches(query.dtype)
-        if exact.nothing_packed:
-            self._read(_NONE, query[:rows], cells, output[:rows], batch, **options)
-            return output
-        newest = self._part(_NONE, query[:rows], cells, output[:rows], batch, **options)
-        older = self._part(self.kvq, query[:rows], caches, output[:rows], batch, key_stops=exact.key_stops, **packed)
-        combine(*newest, *older, result=output[:rows])
+        exact, older = self._metadata_of(self.residual), None
+        if not exact.nothing_packed:
+            older = PartialRead(self.kvq, caches, packed | {"key_stops": exact.key_stops})
+        attend(query[:rows], output[:rows], self.residual.read(exact, query.dtype, self.sinks), older, **options)
         return output
-
-    def _part(
-        self, backend: QuantKVBackend, query: torch.Tensor, caches: LayerCaches, output: torch.Tensor, batch: KVQMetadata, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The float32 result, shaped as ``output``, and the log-sum-exp of a read of some of the keys."""
-        result = torch.empty(output.shape, dtype=torch.float32, device=output.device)
-        lse = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
-        self._read(backend, query, caches, result, batch, lse=lse, **options)
-        return result, lse
-
-    def _read(
-        self, backend: QuantKVBackend, query: torch.Tensor, caches: LayerCaches, output: torch.Tensor, batch: KVQMetadata, **options: Any
-    ) -> None:
-        """Attention of the step's rows over keys of ``caches``, with the layer's own options."""
-        backend.unified_attention(
-            query,
-            caches.key_cache,
-            caches.value_cache,
-            output,
-            cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len,
-            softmax_scale=self.scale,
-            window_size=self.window,
-            softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes,
-            use_alibi_sqrt=self.use_alibi_sqrt,
-            **options,
-        )
 
     def _caches(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int) -> LayerCaches:
         """The layer's views of its pages."""
@@ -198,9 +166,6 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         if isinstance(metadata, list):  # with drafts, the first is the served model's
             metadata = metadata[0]
         return metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
-
-
-_NONE = get_backend("none")
 
 
 def _add_windows(config: Any) -> None:

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
+from kvq_core.residual.reads import PartialRead
 from kvq_vllm.backend import KVQBackend
 from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group
 from kvq_vllm.pages import content_bytes, layer_views
@@ -89,10 +90,15 @@ class ResidualLayer(AttentionLayerBase):
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store a step's rows."""
-        caches = self.caches(key.dtype)
+        caches = self._caches(key.dtype)
         self._none.reshape_and_cache(key, value, caches.key_cache, caches.value_cache, slot_mapping)
 
-    def caches(self, dtype: torch.dtype) -> LayerCaches:
+    def read(self, batch: ResidualMetadata, dtype: torch.dtype, sinks: torch.Tensor | None) -> PartialRead:
+        """Of a step's exact keys, and of the layer's ``sinks``."""
+        keys = {"seqused_k": batch.seqused_k, "max_seqlen_k": batch.max_seqlen_k, "block_table": batch.block_table}
+        return PartialRead(self._none, self._caches(dtype), keys | {"sinks": sinks})
+
+    def _caches(self, dtype: torch.dtype) -> LayerCaches:
         """Views of the pages."""
         cache, size = self.kv_cache, self.packed.head_size
         key = (cache.data_ptr(), cache.shape, cache.stride(), dtype)
@@ -163,11 +169,18 @@ def add_windows(config: Any) -> None:
     layers = config.compilation_config.static_forward_context
     if not settings.residual_length:
         return
-    for name, layer in list(layers.items()):
-        impl: Any = getattr(layer, "impl", None)
-        if getattr(impl, "kvq", None) is None or impl.kvq.mode == "none" or impl.residual is not None:
-            continue
-        impl.residual = layers[name + SUFFIX] = ResidualLayer(name + SUFFIX, layer)
+    packed = {name: layer for name, layer in layers.items() if _is_packed(layer)}
+    for name, layer in packed.items():
+        if layer.impl.residual is None and layer.impl.kv_sharing_target_layer_name is None:
+            layer.impl.residual = layers[name + SUFFIX] = ResidualLayer(name + SUFFIX, layer)
+    for layer in packed.values():
+        if layer.impl.kv_sharing_target_layer_name is not None:
+            layer.impl.residual = layers[layer.impl.kv_sharing_target_layer_name].impl.residual
+
+
+def _is_packed(layer: Any) -> bool:
+    kvq: Any = getattr(getattr(layer, "impl", None), "kvq", None)
+    return kvq is not None and kvq.mode != "none"
 
 
 def _into(kept: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,10 @@ from kvq_core.cache.layout import Geometry, LayerCaches
 from kvq_core.cache.pages import Pages
 from kvq_core.cache.sequences import GrownRow
 from kvq_core.cache.snapshot import Snapshot
-from kvq_core.call.cascade import combine
-from kvq_core.call.reference import to_output_dtype
 from kvq_core.errors import ArgumentError, OutOfBlocksError
 from kvq_core.registry import get_backend
-from kvq_core.residual.step import Read, ResidualStep, build
+from kvq_core.residual.reads import PartialRead, attend
+from kvq_core.residual.step import ResidualStep, build
 from kvq_core.residual.table import SAVED, ExactTable
 from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
@@ -214,17 +213,12 @@ class ExactPages:
         self.window.check(**options)
         exact = self.read_from(layer, step)
         of_rows = {"sinks": sinks, "qq_bias": qq_bias, "smoothing": self._of_rows(smoothing)}
-        result, lse = _read(self.backend, q, out.shape, exact, step.exact, **of_rows, **options)
-        if step.packed is None:
-            out.copy_(to_output_dtype(result, out.dtype, output_scale))
-        else:
-            of_packed = replace(step.packed, first_positions=step.first_positions)
-            options |= {"key_stops": step.key_stops, "smoothing": smoothing}
-            reads = result, lse, *_read(backend, q, out.shape, packed, of_packed, **options)
-            if output_scale is None and out.is_contiguous():
-                combine(*reads, result=out)
-            else:
-                out.copy_(to_output_dtype(combine(*reads)[0], out.dtype, output_scale))
+        older = None
+        if step.packed is not None:
+            of_packed = {"key_stops": step.key_stops, "first_positions": step.first_positions, "smoothing": smoothing}
+            older = PartialRead(backend, packed, vars(step.packed) | of_packed)
+        newest = PartialRead(self.backend, exact, vars(step.exact) | of_rows)
+        attend(q, out, newest, older, output_scale=output_scale, **options)
 
     def release(self) -> None:
         """Give back what the last call was read from."""
@@ -244,26 +238,3 @@ class ExactPages:
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor, **options: Any) -> None:
         self.backend.reshape_and_cache(key, value, slot_mapping=slot_mapping, **vars(caches), **options)
-
-
-def _read(
-    backend: QuantKVBackend, q: torch.Tensor, shape: torch.Size, caches: LayerCaches, read: Read, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One read's result, float32, and its log-sum-exp. Every row is a sequence's, and so written."""
-    result = torch.empty(shape, dtype=torch.float32, device=q.device)
-    lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
-    backend.unified_attention(
-        q,
-        caches.key_cache,
-        caches.value_cache,
-        result,
-        seqused_k=read.seqused_k,
-        max_seqlen_k=read.max_seqlen_k,
-        block_table=read.block_table,
-        first_positions=read.first_positions,
-        k_scale_cache=caches.k_scale_cache,
-        v_scale_cache=caches.v_scale_cache,
-        lse=lse,
-        **options,
-    )
-    return result, lse

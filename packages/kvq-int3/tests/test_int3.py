@@ -15,6 +15,9 @@ from kvq_int3 import codec
 class TestInt3PerTokenHead(BackendTests):
     mode = "int3_per_token_head"
 
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float16
+
     def space(self, x: torch.Tensor) -> torch.Tensor:
         return single_rht(x.double())
 

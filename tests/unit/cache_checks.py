@@ -14,15 +14,7 @@ from kvq_core import PagedKVCache
 from kvq_core.call import torch_path
 from kvq_core.call.spec import Plane
 
-MODES = (
-    "none",
-    "int8_per_token_head",
-    "fp8_per_token_head",
-    "fp8_per_tensor",
-    "int4_per_token_head",
-    "int3_per_token_head",
-    "int2_per_token_head",
-)
+MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 
 
 def shared_cache(mode: str = "int4", layout: str = "head_major", **options: Any) -> PagedKVCache:

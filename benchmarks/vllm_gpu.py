@@ -64,7 +64,7 @@ def stage(file: Path) -> None:
 def announce() -> list[str]:
     """Make this checkout's packages found, entry points too, without installing them; their source folders."""
     sources = []
-    for file in (*sorted(ROOT.glob("packages/*/pyproject.toml")), ROOT / "examples" / "kvq-int3" / "pyproject.toml"):
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
         project = tomllib.loads(file.read_text())["project"]
         folder = HOME / "kvq" / f"{project['name'].replace('-', '_')}-0.dist-info"
         folder.mkdir(parents=True, exist_ok=True)

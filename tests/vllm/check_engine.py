@@ -95,7 +95,7 @@ CASES = {
     "fp8": Case("fp8", "fp8_per_token_head", Tiny(query_heads=8, kv_heads=1), block_size=64),
     "int4": Case("int4", INT4, Tiny(query_heads=8, kv_heads=1, head_size=256), block_size=64),
     "int2": Case("int2", CARRIER, Tiny(head_size=96), block_size=128, options=carried("int2"), control="int4"),
-    "int3, a third party's": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head"), control="int4"),
+    "int3": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head"), control="int4"),
     "k8v4": Case("k8v4", CARRIER, options=carried("k8v4"), control="int4"),
     "a skipped layer": Case({"default": "int8", 0: "none"}, CARRIER, options={"kv_cache_dtype_skip_layers": ["0"]}),
     "key biases": Case("int4", INT4, Tiny("qwen2"), block_size=32, control="int4"),

@@ -244,6 +244,16 @@ class ReadConfig(Constant):
         return Heads(self.shape.head_size_v, ways, self.shape.width(ways))
 
     @property
+    def row_vector(self) -> int:
+        """The most bytes of a row that a thread loads at once: what rows start at a multiple of.
+
+        Of rows with side bytes it is 8. Such a row ends in the middle of one of the 32-byte sectors that the L2 sends, and two loads need
+        that sector. Copies of 16 bytes bypass the L1, and would have the L2 send it twice: decode is a fifth slower so (H100).
+        """
+        has_side_bytes = self.format.key.side_bytes or self.format.value.side_bytes
+        return min(self.shape.row_bytes, 8) if has_side_bytes else self.shape.row_bytes
+
+    @property
     def side_alignment(self) -> int:
         """What the bytes beside a row's lanes start at a multiple of: they follow the lanes."""
         return math.gcd(self.shape.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)

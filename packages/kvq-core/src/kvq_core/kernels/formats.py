@@ -46,7 +46,8 @@ class PlaneFormat(Constant):
     rows went through a Hadamard transform with ``signs`` (bit i set: +1; None: unsigned); if ``divided``, decoding divides by its block.
     ``scales``: one float32 for each (token, head), "row"; one for all, "plane"; or "".
 
-    ``side_bytes``: the lanes of a row, an even number, are followed by a byte for each: ``unpack`` gets (lanes uint16, bytes uint8).
+    ``side_bytes``: the lanes of a row, an even number n, are followed by a byte for each, in the order 0, n / 2, 1, n / 2 + 1, ...:
+    ``unpack`` gets (lanes, the byte beside each), both uint16.
 
     An operand of a product is what ``unpack(lanes, C)`` makes of lanes, a tuple of ``ways`` float16 tensors: a number, zero point
     included, over ``level * exponent_scale``, the latter a power of two; or over ``level`` where the hardware ``converts``. ``gains``:

@@ -112,13 +112,14 @@ def store_lanes_at(lane, plane, rows, lanes, HEADS: tl.constexpr):
 
 @triton.jit
 def store_side_bytes(plane, rows, side, HEADS: tl.constexpr, C: tl.constexpr):
-    """Scatter the bytes beside the lanes of packed rows, [ROWS, WIDTH], behind them."""
+    """Scatter the bytes beside the lanes of packed rows, [ROWS, WIDTH], behind them: a word for each two lanes half a row apart."""
     lane = tl.arange(0, HEADS.width)
+    HALF: tl.constexpr = HEADS.lanes // 2
     mask = rows.valid[:, None]
     if HEADS.padded:
         mask = mask & (lane < HEADS.lanes)[None, :]
     offset = offsets(rows, plane.block_stride, plane.slot_stride, plane.head_stride) + HEADS.lanes
-    at = plane.codes.to(tl.pointer_type(tl.uint8), bitcast=True) + offset[:, None] * 2 + lane[None, :]
+    at = plane.codes.to(tl.pointer_type(tl.uint8), bitcast=True) + offset[:, None] * 2 + (lane % HALF * 2 + lane // HALF)[None, :]
     tl.store(at, side.to(tl.uint8), mask=mask)
 
 

@@ -64,7 +64,7 @@ def stage(file: Path) -> None:
 def announce() -> list[str]:
     """Make this checkout's packages found, entry points too, without installing them; their source folders."""
     sources = []
-    for file in (*sorted(ROOT.glob("packages/*/pyproject.toml")), ROOT / "examples" / "kvq-int3" / "pyproject.toml"):
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
         project = tomllib.loads(file.read_text())["project"]
         folder = HOME / "kvq" / f"{project['name'].replace('-', '_')}-0.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def table(results: list[dict[str, Any]]) -> str:
     first = {(r["dtype"], r["backend"]): r.get("ttft_8192_ms", "") for r in results}
     for (dtype, backend, batch, context), x in rates.items():
         plain = next((y["tokens_s"] for (d, _, b, c), y in rates.items() if d == "auto" and (b, c) == (batch, context)), None)
-        theirs = rates.get((dtype, "TRITON_ATTN", batch, context), {}).get("tokens_s")
+        theirs = rates.get((dtype.partition("+")[0], "TRITON_ATTN", batch, context), {}).get("tokens_s")
         ratios = ["" if not base else f"{x['tokens_s'] / base:.2f}x" for base in (plain, theirs)]
         cells = [dtype, backend, f"{batch} x {context}", x["tpot_ms"], x["tokens_s"], *ratios, x["prefill_s"], first[dtype, backend]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")

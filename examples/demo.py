@@ -154,8 +154,8 @@ class Bench:
                 cache = engine.caches[layer]
                 exact, stored = outputs[0][layer], outputs[1][layer]
                 pairs = (
-                    (k.to(engine.rows_dtype), stored_rows(backend, cache.key, cache.k_scale, request)),
-                    (v.to(engine.rows_dtype), stored_rows(backend, cache.value, cache.v_scale, request)),
+                    (k.to(engine.rows_dtype), stored_rows(backend, cache.key_cache, cache.k_scale_cache, request)),
+                    (v.to(engine.rows_dtype), stored_rows(backend, cache.value_cache, cache.v_scale_cache, request)),
                     (exact, stored),
                 )
                 for i, (x, y) in enumerate(pairs):

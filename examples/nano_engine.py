@@ -5,14 +5,17 @@
 It stands for an engine of your own. Requests of any length share one pool of blocks; each step mixes prefill chunks and single decode
 rows in one ragged batch; a request that finds no block makes the youngest one give its blocks back and start over later. Beside the tiny
 model, all that it takes from kvq is the registry (which modes are installed) and the two doors, ``reshape_and_cache`` and
-``unified_attention``, so any mode, a third party's too, works here unchanged. ``endurance.py`` has it serve thousands of requests.
+``unified_attention``, so any mode, a third party's too, works here unchanged; and, if asked for, the exact rows of a residual window.
+``endurance.py`` has it serve thousands of requests.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,7 +25,11 @@ from typing import Any
 import torch
 
 from kvq_core import QuantKVBackend, get_backend, list_backends
+from kvq_core.cache.layout import Geometry, LayerCaches
+from kvq_core.cache.sequences import GrownRow
 from kvq_core.evaluation.tiny_model import SEPARATOR, Attend, TinyModel, given_scales, load_model, usable_device
+from kvq_core.residual.rows import ResidualRows
+from kvq_core.residual.step import ResidualStep
 from kvq_core.smoothing.calibration import LayerSmoothings, Smoothings
 
 WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
@@ -30,7 +37,10 @@ WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
 
 @dataclass(eq=False)
 class Request:
-    """One sequence. ``tokens`` is the prompt and what was generated; the first ``computed`` of them are in the cache's ``blocks``."""
+    """One sequence. ``tokens`` is the prompt and what was generated; the first ``computed`` of them are in the cache's ``blocks``.
+
+    ``number``: no other request's.
+    """
 
     tokens: list[int]
     max_new_tokens: int
@@ -40,6 +50,7 @@ class Request:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     preemptions: int = 0
+    number: int = field(default_factory=itertools.count().__next__, init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -60,21 +71,6 @@ class Request:
     @property
     def text(self) -> str:
         return bytes(t for t in self.output if t != SEPARATOR).decode("utf-8", "replace")
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's pages: codes [num_blocks, block_size, Hkv, packed_head_size]; scales as the mode wants them."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self.key, self.value, self.k_scale, self.v_scale)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 @dataclass
@@ -102,6 +98,8 @@ class Engine:
         calibration: token ids for modes that need their scale given beforehand (``fp8_per_tensor``).
         padded: whether every step computes ``chunk`` rows, padding included, so that all matrix products are of one shape.
         smoothing: of the keys: a ``ModelSmoothing``, or ``"first_prefill"``.
+        residual_length, sink_tokens, residual_mode: read a request's newest and first tokens from exact rows, as ``PagedKVCache`` does.
+        max_sequences: requests that run at a time; with a residual window, whose rows are allocated for as many, it must be given.
     """
 
     def __init__(
@@ -116,9 +114,14 @@ class Engine:
         calibration: list[int] | None = None,
         padded: bool = False,
         smoothing: Smoothings = None,
+        residual_length: int = 0,
+        sink_tokens: int = 0,
+        residual_mode: str = "none",
+        max_sequences: int | None = None,
     ) -> None:
-        for name, count in (("num_blocks", num_blocks), ("block_size", block_size), ("chunk", chunk)):
-            if count < 1:
+        counts = {"num_blocks": num_blocks, "block_size": block_size, "chunk": chunk, "max_sequences": max_sequences}
+        for name, count in counts.items():
+            if count is not None and count < 1:
                 raise ValueError(f"{name}: got {count}, need at least 1")
         if block_size % 8:
             raise ValueError(f"block_size: got {block_size}, need a multiple of 8")
@@ -127,7 +130,12 @@ class Engine:
         self.device = model.embed.weight.device
         self.caches = self._allocate(calibration)
         config = model.config
-        self.smoothings = LayerSmoothings(smoothing, list(range(config.num_layers)), config.num_kv_heads, config.head_size, self.device)
+        heads, size, layers = config.num_kv_heads, config.head_size, config.num_layers
+        self.smoothings = LayerSmoothings(smoothing, list(range(layers)), heads, size, self.device)
+        geometry = Geometry(num_blocks, block_size, heads, size, size, layers, rows_dtype, "head_major")
+        self.max_sequences = max_sequences or num_blocks
+        of_window = max_sequences if residual_length or sink_tokens else None
+        self.exact = ResidualRows.of(residual_length, sink_tokens, of_window, geometry, self.device, residual_mode, self.smoothings.found)
         self.free = list(range(num_blocks))
         self.holders = [0] * num_blocks
         self.waiting: deque[Request] = deque()
@@ -135,7 +143,7 @@ class Engine:
         self.stats = Stats()
 
     @torch.inference_mode()
-    def _allocate(self, calibration: list[int] | None) -> list[LayerCache]:
+    def _allocate(self, calibration: list[int] | None) -> list[LayerCaches]:
         config, backend = self.model.config, self.backend
         shape = (self.num_blocks, self.block_size, config.num_kv_heads)
         given = None
@@ -150,13 +158,14 @@ class Engine:
         caches = []
         for layer in range(config.num_layers):
             scales = given[layer] if given else backend.allocate_scale_caches(*shape, self.device)
-            caches.append(LayerCache(pages(backend.key_half), pages(backend.value_half), *scales))
+            caches.append(LayerCaches(pages(backend.key_half), pages(backend.value_half), *scales))
         return caches
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of cache that one token takes over all layers, scales included."""
-        return sum(cache.num_bytes for cache in self.caches) / (self.num_blocks * self.block_size)
+        """Bytes of cache that one token takes over all layers, scales included, exact rows not."""
+        tensors = [tensor for cache in self.caches for tensor in vars(cache).values() if tensor is not None]
+        return sum(tensor.nbytes for tensor in tensors) / (self.num_blocks * self.block_size)
 
     # -- scheduling -----------------------------------------------------------------------------------------------------
 
@@ -174,14 +183,21 @@ class Engine:
         self.release(request)
 
     def fork(self, request: Request, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
-        """A new request, queued, whose prompt is what ``request`` has by now. It shares the blocks that are full, and computes the rest."""
+        """A new request, queued, whose prompt is what ``request`` has by now. It shares the blocks that are full, and computes the rest.
+
+        Of exact rows it has those of what it shares that are still in the window of ``request``, in the same memory until one of the two
+        writes there. With ``max_sequences`` running it shares nothing.
+        """
         child = Request(list(request.tokens), max_new_tokens, temperature, seed)
         self._check(child)
         # One token at least is left to compute: what follows it is not known yet.
-        shared = min(request.computed, len(child.tokens) - 1) // self.block_size
+        shared = 0 if self._is_full else min(request.computed, len(child.tokens) - 1) // self.block_size
         child.blocks, child.computed = request.blocks[:shared], shared * self.block_size
         for block in child.blocks:
             self.holders[block] += 1
+        if self.exact is not None and shared:
+            self.exact.table.fork(request.number, child.number)
+            self.exact.table.truncate(child.number, child.computed)
         (self.running if shared else self.waiting).append(child)
         return child
 
@@ -193,6 +209,10 @@ class Engine:
             raise ValueError(f"request: got {length} tokens with the new ones, need at most the model's context of {limit}")
         if self._blocks_for(length) > self.num_blocks:
             raise ValueError(f"num_blocks: got {self.num_blocks}, need {self._blocks_for(length)} for a request of {length} tokens")
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.running) >= self.max_sequences
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
@@ -213,9 +233,11 @@ class Engine:
             if not self.holders[block]:
                 self.free.append(block)
         request.blocks, request.computed = [], 0
+        if self.exact is not None:
+            self.exact.table.free(request.number)
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it keeps its tokens and is computed anew when there is room."""
+        """Take a running request's blocks and exact rows; it keeps its tokens and is computed anew, as one prompt, when there is room."""
         self.running.remove(request)
         self.release(request)
         self.waiting.appendleft(request)
@@ -236,7 +258,7 @@ class Engine:
                 work.append((request, count))
                 budget -= count
         # Whoever was just preempted would only be preempted again.
-        while self.waiting and budget and self.stats.preemptions == preempted:
+        while self.waiting and budget and not self._is_full and self.stats.preemptions == preempted:
             request = self.waiting[0]
             # Room for all of it and one more, so that it does not stall half-way.
             if len(self.free) < self._blocks_for(len(request.tokens) + 1) or not self.reserve(request, len(request.tokens)):
@@ -257,14 +279,16 @@ class Engine:
     def prepare(self, work: list[tuple[Request, int]]) -> tuple[torch.Tensor, torch.Tensor, Attend]:
         """What the model needs to compute ``work`` as one ragged batch: token ids [T], positions [T], and its attention.
 
-        Blocks must have been reserved. Counts the tokens as computed.
+        Blocks must have been reserved. Counts the tokens as computed, and plans their exact rows.
         """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts = [0]
+        grown: list[GrownRow] = []
         for request, count in work:
             span = range(request.computed, request.computed + count)
+            grown.append(GrownRow(request.number, span.start, span.stop, array("i", request.blocks)))
             tokens += request.tokens[span.start : span.stop]
             positions += span
             slots += [request.blocks[p // self.block_size] * self.block_size + p % self.block_size for p in span]
@@ -279,6 +303,7 @@ class Engine:
         rows = torch.tensor(positions, dtype=torch.int32, device=self.device)
         attend = self._attend(
             rows,
+            None if self.exact is None else self.exact.append(grown),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=self.device),
             seqused_k=torch.tensor([request.computed for request, _ in work], dtype=torch.int32, device=self.device),
@@ -288,25 +313,28 @@ class Engine:
         )
         return torch.tensor(tokens, device=self.device), rows.long(), attend
 
-    def _attend(self, positions: torch.Tensor, slot_mapping: torch.Tensor, **batch: Any) -> Attend:
-        """The model's attention in this step: write the new rows to the pages, then attend over the pages. Here the engine meets kvq."""
+    def _attend(self, positions: torch.Tensor, step: ResidualStep | None, slot_mapping: torch.Tensor, **batch: Any) -> Attend:
+        """The model's attention in this step: write the new rows to the pages, then attend over the pages. Here the engine meets kvq.
+
+        ``step``: of the exact rows, which are written and read beside the pages.
+        """
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = self.caches[layer]
-            scales: dict[str, Any] = {"k_scale_cache": cache.k_scale, "v_scale_cache": cache.v_scale}
+            scales: dict[str, Any] = {"k_scale_cache": cache.k_scale_cache, "v_scale_cache": cache.v_scale_cache}
             query, key, value = (x.to(self.rows_dtype) for x in (q, k, v))
             out = torch.zeros_like(query) if self.padded else torch.empty_like(query)  # padding rows get no result
-            scales["smoothing"] = self.smoothings.for_write(layer, key)
-            self.backend.reshape_and_cache(key, value, cache.key, cache.value, slot_mapping, positions=positions, **scales)
-            self.backend.unified_attention(
-                query,
-                cache.key,
-                cache.value,
-                out,
-                softmax_scale=self.model.config.softmax_scale,
-                **batch,
-                **scales,
-            )
+            smoothing = self.smoothings.for_write(layer, key)
+            stored: dict[str, Any] = {"smoothing": smoothing, "positions": positions}
+            self.backend.reshape_and_cache(key, value, cache.key_cache, cache.value_cache, slot_mapping, **stored, **scales)
+            read: dict[str, Any] = {"softmax_scale": self.model.config.softmax_scale, "smoothing": smoothing}
+            if self.exact is None or step is None:
+                self.backend.unified_attention(query, cache.key_cache, cache.value_cache, out, **read, **batch, **scales)
+            else:
+                read |= {name: batch[name] for name in ("cu_seqlens_q", "max_seqlen_q")}
+                rows = slice(len(step.slot_mapping))  # padding is no sequence's
+                self.exact.pages.write(layer, key, value, step, **stored)
+                self.exact.pages.attend(self.backend, layer, query[rows], cache, out[rows], step, **read)
             return out.to(q.dtype)
 
         return attend
@@ -377,6 +405,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
     parser.add_argument("--num-blocks", type=int, default=512, help="blocks shared by all requests")
     parser.add_argument("--chunk", type=int, default=256, help="tokens a step at most, prefill and decode together")
+    parser.add_argument("--residual-length", type=int, default=0, help="newest tokens of a request that are read exact")
+    parser.add_argument("--sink-tokens", type=int, default=0, help="first tokens of a request that are read exact")
+    parser.add_argument("--residual-mode", default="none", metavar="MODE", help="of exact rows; none: as they are")
+    parser.add_argument("--max-sequences", type=int, help="requests that run at a time (default: all)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", type=Path, default=WEIGHTS, help="weights that train.py wrote")
     return parser, parser.parse_args(argv)
@@ -404,6 +436,10 @@ def main(argv: list[str] | None = None) -> int:
             block_size=arguments.block_size,
             chunk=arguments.chunk,
             calibration=encode("".join(prompts))[: model.config.max_len],
+            residual_length=arguments.residual_length,
+            sink_tokens=arguments.sink_tokens,
+            residual_mode=arguments.residual_mode,
+            max_sequences=len(prompts) if arguments.max_sequences is None else arguments.max_sequences,
         )
         for request in requests:
             engine.add(request)

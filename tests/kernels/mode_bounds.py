@@ -50,7 +50,7 @@ class Int4Bounds(Subject):
         _, stored = int4.split_scale(scales)
         low, high = y.double().amin(-1, keepdim=True).clamp(max=0), y.double().amax(-1, keepdim=True).clamp(min=0)
         is_tie = (((low + int4.CLIP * (high - low)) / -step - stored[..., None]).abs() - 0.5).abs() < 1e-3
-        return int4.quantize(y, step, torch.where(is_tie, stored[..., None], zero), room)
+        return int4.quantize_on_grid(y, step, torch.where(is_tie, stored[..., None], zero), room)
 
     def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """In the step of the grid, which the zero point alone ties to the stored word."""

@@ -267,13 +267,13 @@ def write_the_time(rows: NewRows, *before: Any) -> None:
 
 class Truncating(Int8):
     def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
-        _, scales = int8fp8.encode_int8(x)
+        _, scales = int8fp8.quantize_int8(x)
         return (x.float() / scales[..., None]).trunc().nan_to_num(0).to(torch.int8), scales
 
 
 class Bfloat16Rotation(Int4):
     def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
-        return int4.encode(single_rht(single_rht(x.float()).to(torch.bfloat16).float(), inverse=True) / (x.shape[-1] & -x.shape[-1]))
+        return int4.quantize(single_rht(single_rht(x.float()).to(torch.bfloat16).float(), inverse=True) / (x.shape[-1] & -x.shape[-1]))
 
 
 mutant(
@@ -330,16 +330,16 @@ def fp8_rounded_down(self: FP8PerTokenHead, x: torch.Tensor, scale: torch.Tensor
 
 
 def zero_points_of_8(self: Int4PerTokenHead, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    return int4.decode(codes, int4.join_scale(self.required(scales), torch.full_like(self.required(scales), 8.0)))
+    return int4.dequantize(codes, int4.join_scale(self.required(scales), torch.full_like(self.required(scales), 8.0)))
 
 
 def scales_over_themselves(self: Any, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
-    codes, scales = int2.encode(x, unbiased=False)
+    codes, scales = int2.quantize(x, unbiased=False)
     return codes, scales / scales * scales
 
 
 def scale_of_the_whole_tensor(self: Any, x: torch.Tensor, scale: torch.Tensor | None = None) -> Encoded:
-    _, scales = int8fp8.encode_int8(x)
+    _, scales = int8fp8.quantize_int8(x)
     shared = scales.amax() if scales.numel() else scales.new_tensor(1.0)
     return (x.float() / shared).round().nan_to_num(0).clamp(-128, 127).to(torch.int8), shared.expand(scales.shape)
 

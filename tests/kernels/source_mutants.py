@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant("sum of weights not rescaled", "kvq_core/kernels/softmax.py", "total = state.sum [-* by_row(alpha, C) -]+ "),
     Mutant("softcap's tanh of half the score", "kvq_core/kernels/scores.py", "return [-2.0 * -]LOG2E / scoring.softcap"),
     Mutant("softcap unseen by the sinks", "kvq_core/kernels/softmax.py", "tl.fma(state.max, unit, [-base-]{+0.0+})"),
-    Mutant("int8's offset of 127", "kvq_int8fp8/format.py", "unit=2.0**24, zero=[-128-]{+127+}.0"),
+    Mutant("int8's offset of 127", "kvq_int8fp8/format.py", "exponent_scale=2.0**24, zero=[-128-]{+127+}.0"),
     Mutant(
         "a lane's two codes swapped in the read",
         "kvq_int8fp8/format.py",
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "int4 decoded without its zero point", "kvq_int4/codec.py", "(unpack(codes).float() - [-zero[..., None]-]{+8+})", suite=INT4_SUITE
     ),
-    # A mean that turns with the position.
+    # A rotary mean.
     Mutant(
         "phase of a tile's first key lost", "kvq_core/kernels/rotary.py", "rotary.steps * [-(rotary.first + tile.first)-]{+rotary.first+}"
     ),
@@ -205,7 +205,7 @@ MUTANTS = (
         "[-tl.load(batch.first_positions + work.seq)-]{+0+}",
     ),
     Mutant(
-        "mean turned the other way in the write",
+        "rotary mean of the inverse embedding in the write",
         "kvq_core/kernels/rotary.py",
         "* cosine [-+-]{+-+} tl.load(at + HEADS.size",
     ),

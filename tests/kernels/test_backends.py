@@ -81,7 +81,7 @@ class TestInt4PerTokenHead(Int4Bounds, QuantizedTests):
         x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
         x[2::4, 5] *= 100
         x[3] = torch.eye(size)[0]
-        back = int4.decode(*int4.encode(x)).double()
+        back = int4.dequantize(*int4.quantize(x)).double()
         torch.testing.assert_close((back * x).sum(-1), x.double().square().sum(-1), rtol=2.0**-18, atol=0)
 
 
@@ -96,10 +96,10 @@ class TestInt2PerTokenHead(Int2Bounds, QuantizedTests):
         x[2::4, 5] *= 100
         length = x.double().square().sum(-1)
         # Of rows and the levels they take: what the bound leaves where levels fit a row badly, and 1 elsewhere.
-        level = int2.decode(int2.encode(x, unbiased=False)[0], torch.ones(64)).double()
+        level = int2.dequantize(int2.quantize(x, unbiased=False)[0], torch.ones(64)).double()
         cosine = (level * x).sum(-1) / level.norm(dim=-1) / length.sqrt()
         assert float((int2.LARGEST_FACTOR * cosine.square() < 1).double().mean()) < 0.5
-        key, value = (int2.decode(*int2.encode(x, unbiased=unbiased)).double() for unbiased in (False, True))
+        key, value = (int2.dequantize(*int2.quantize(x, unbiased=unbiased)).double() for unbiased in (False, True))
         of_key, of_value = ((int2.LARGEST_FACTOR * share).clamp(max=1) for share in (cosine, cosine.square()))
         torch.testing.assert_close(key.square().sum(-1), length * of_key.square(), rtol=1e-5, atol=0)
         torch.testing.assert_close((value * x).sum(-1), length * of_value, rtol=1e-5, atol=0)

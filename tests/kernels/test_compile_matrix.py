@@ -27,7 +27,15 @@ from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_reads
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
 from kvq_core.testing.table_choices import name_of, problems_of
 
-MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
+MODES = (
+    "none",
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "fp8_per_tensor",
+    "int4_per_token_head",
+    "int3_per_token_head",
+    "int2_per_token_head",
+)
 KERNELS = {("decode", "write"), ("decode", "attend"), ("decode", "combine_kernel"), ("prefill", "attend")}
 MEASURED = ("sm_90",)
 """Targets that kvq ships a table of launch plans for: each tile there that can be chosen is built (``-m matrix``)."""

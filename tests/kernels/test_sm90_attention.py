@@ -33,6 +33,7 @@ from sm90_device import H200, HOPPER, use_shipped_tables_and_a_known_triton
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 FP8 = ("fp8_per_token_head", "fp8_per_tensor")
 PACKAGES = ("int8fp8", "int4", "int2")
+WITHOUT_MULTIROW = {"none", "int3_per_token_head"}
 SHIPPED = Table("sm_90", {})
 SM_100 = replace(H200, arch="sm_100")
 
@@ -44,7 +45,7 @@ INTERPRETED_PROMPTS = (
     replace(ONE_HEAD, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
     replace(ONE_HEAD, layout="paired", rows="transposed", smoothing="balanced"),
 )
-TURNED_PROMPTS = (
+ROTARY_PROMPTS = (
     replace(ONE_HEAD, smoothing="rotary"),
     replace(ONE_HEAD, smoothing="rotary", query_lens=(513,), seq_lens=(2900,), queries_per_kv=8, dtype=torch.float16, num_kv_heads=2),
 )
@@ -117,7 +118,7 @@ PREFILL = Family(
     "prefill",
     tuple(sorted(FIRST_PARTY)),
     PROMPTS,
-    ("kvq_core.kernels.sm90.plain", *(f"kvq_{package}.prefill" for package in PACKAGES)),
+    ("kvq_core.kernels.sm90.plain", *(f"kvq_{package}.prefill" for package in (*PACKAGES, "int3"))),
     Groups(2, 2, 184),
     table_of("sm_90", Groups(2, 2, 184)),
     unsupported(PROMPTS),
@@ -127,7 +128,7 @@ PREFILL = Family(
 MULTIROW = Family(
     "multirow",
     "decode",
-    tuple(sorted(set(FIRST_PARTY) - {"none"})),
+    tuple(sorted(set(FIRST_PARTY) - WITHOUT_MULTIROW)),
     ROWS,
     tuple(f"kvq_{package}.decode_multirow" for package in PACKAGES),
     Groups(1, 4, 248),
@@ -139,7 +140,12 @@ MULTIROW = Family(
         "unlike lengths": replace(ROWS, query_lens=(8, 8, 7)),
         "a group of more heads than a tile has rows": replace(ROWS, query_lens=(1,) * 3, queries_per_kv=65, num_kv_heads=1),
     },
-    ({"device": SM_100}, {"case": replace(ROWS, seq_lens=(100, 40, 77)), "max_seqlen_k": 100}, {"mode": "none"}),
+    (
+        {"device": SM_100},
+        {"case": replace(ROWS, seq_lens=(100, 40, 77)), "max_seqlen_k": 100},
+        {"mode": "none"},
+        {"mode": "int3_per_token_head"},
+    ),
 )
 FAMILIES = (PREFILL, MULTIROW)
 
@@ -165,11 +171,11 @@ def kinds_asked(family: Family, mode: str, case: Case, table: Table | None = Non
 @pytest.mark.parametrize("mode", PREFILL.modes)
 def test_prefill_is_taken(mode: str) -> None:
     more = replace(PROMPTS, sinks=True), replace(PROMPTS, smoothing="balanced"), replace(PROMPTS, queries_per_kv=7, block_size=32)
-    turned = replace(PROMPTS, smoothing="rotary")
-    for case in (PROMPTS, *more, *((turned,) if mode != "none" else ())):
+    rotary = replace(PROMPTS, smoothing="rotary")
+    for case in (PROMPTS, *more, *((rotary,) if mode != "none" else ())):
         kinds = kinds_asked(PREFILL, mode, case)
         assert "groups" in kinds and "prefill" not in kinds, case
-    assert ("prefill" not in kinds_asked(PREFILL, mode, turned)) == (mode != "none")
+    assert ("prefill" not in kinds_asked(PREFILL, mode, rotary)) == (mode != "none")
     # Queries may have another dtype than unquantized pages only where pages are quantized.
     assert ("prefill" not in kinds_asked(PREFILL, mode, replace(PROMPTS, dtype=torch.float32))) == (mode != "none")
     assert "prefill" not in kinds_asked(PREFILL, mode, PROMPTS, SHIPPED)
@@ -290,7 +296,7 @@ def parametrize(*params: Any) -> Any:
     *each(PREFILL, *INTERPRETED_PROMPTS, on=("interpret",), most=500),
     *each(PREFILL, *LARGE_PROMPTS, on=("gpu",)),
     *each(MULTIROW, *MULTIROW_CASES),
-    *each(PREFILL, *TURNED_PROMPTS, modes=MULTIROW.modes),
+    *each(PREFILL, *ROTARY_PROMPTS, modes=tuple(sorted(set(FIRST_PARTY) - {"none"}))),
 )
 def test_attention(mode: str, case: Case, most: int, where: Where) -> None:
     built = where.build(mode, case, most)

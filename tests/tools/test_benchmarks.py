@@ -395,7 +395,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--quick"], "torch sees none on this machine"),
         (["--settings", "A,Z"], "no such settings: Z"),
-        (["--modes", "int3"], "int3"),
+        (["--modes", "int7"], "int7"),
         *((["--compare", content], "old.json") for content in ("", "[]", '{"format": 99, "rows": []}', '{"format": 1, "rows": [{}]}')),
         (["--compare"], "old.json"),
     ],

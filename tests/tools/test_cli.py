@@ -141,33 +141,33 @@ class Backend(NoneBackend):
 
 @pytest.mark.usefixtures("fresh_registry")
 def test_broken_modes_are_listed_and_told(install: Callable[..., Path]) -> None:
-    install("kvq-int3", "int3", "raise ImportError('no libkvq3.so here')")
+    install("kvq-int7", "int7", "raise ImportError('no libkvq7.so here')")
     install("kvq-int6", "int6", "from kvq_core.none import NoneBackend\nclass Backend(NoneBackend):\n    mode = 'int7'\n")
     install("kvq-off", "off", OFF)
     install("kvq-fine", "fine")
     plain = kvq("list")
-    assert plain.status == 0 and row(plain.out, "int3")[-1] == "installed" and "kvq_int3" not in sys.modules
+    assert plain.status == 0 and row(plain.out, "int7")[-1] == "installed" and "kvq_int7" not in sys.modules
     ran = kvq("list", "--check")
-    assert ran.status == 1 and [row(ran.out, mode)[-1] for mode in ("int3", "int6", "off")] == ["broken"] * 3
+    assert ran.status == 1 and [row(ran.out, mode)[-1] for mode in ("int7", "int6", "off")] == ["broken"] * 3
     for said in (
-        "broken: int3 from kvq-int3: ",
-        "ImportError: no libkvq3.so here",
+        "broken: int7 from kvq-int7: ",
+        "ImportError: no libkvq7.so here",
         "mode attribute is 'int7'",
         "mode off: stored rows are off by",
     ):
         assert said in ran.out
     assert row(ran.out, "fine")[-2:] == ["ok", "exact"] and row(ran.out, "int4_per_token_head")[-2] == "ok"
     doctor = kvq("doctor")
-    assert doctor.status == 1 and "broken: int3 from kvq-int3: " in doctor.out and row(doctor.out, "int4_per_token_head")[3] == "ok"
+    assert doctor.status == 1 and "broken: int7 from kvq-int7: " in doctor.out and row(doctor.out, "int4_per_token_head")[3] == "ok"
 
 
 @pytest.mark.usefixtures("fresh_registry")
 def test_a_mode_claimed_twice_is_told(install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    install("alpha", "int3")
-    install("beta", "int3")
+    install("alpha", "int7")
+    install("beta", "int7")
     ran = kvq("list")
-    assert ran.out.count("duplicate: int3") == 2 and "alpha 1.0 and beta 1.0" in ran.out and "KVQ_BACKENDS=" in ran.out
-    monkeypatch.setenv("KVQ_BACKENDS", "int3=beta")
+    assert ran.out.count("duplicate: int7") == 2 and "alpha 1.0 and beta 1.0" in ran.out and "KVQ_BACKENDS=" in ran.out
+    monkeypatch.setenv("KVQ_BACKENDS", "int7=beta")
     assert "duplicate" not in kvq("list").out and not {"alpha", "beta"} & set(sys.modules)
 
 
@@ -196,6 +196,12 @@ def test_calc_as_json_and_csv_agree() -> None:
     rows = list(csv.DictReader(io.StringIO(calc("qwen3-8b", *given, "--csv").out)))
     assert [{k: str(v) for k, v in line.items()} for line in content["modes"]] == rows
     assert content["modes"][1]["total_bytes"] == 8 * 32768 * 39168
+
+
+def test_calc_counts_exact_rows() -> None:
+    given = ("llama-3.1-8b", "--context", "1024", "--residual-length", "64", "--sink-tokens", "4", "--mode", "int4", "--json")
+    exact, in_int8 = (calc(*given, "--residual-mode", mode).json["modes"][0] for mode in ("none", "int8"))
+    assert exact["sequence_bytes"] - in_int8["sequence_bytes"] == 112 * 32 * 8 * 2 * (256 - 132)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +269,8 @@ def test_modes_that_do_not_fit_are_told_beside_those_that_do(tmp_path: Path) -> 
         ("llama-3.1-8b", ["--context", "0"], "Invalid value for '--context'"),
         ("llama-3.1-8b", ["--mode", "int9"], "installed: fp8_per_tensor"),
         ("llama-3.1-8b", ["--mode", "int9"], "did you mean 'int8'?"),
+        ("llama-3.1-8b", ["--sink-tokens", "4", "--residual-mode", "int9"], "Error: kvq calc: no installed package provides mode 'int9'"),
+        ("llama-3.1-8b", ["--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
         ("llama-3.1-8b", ["--mode", "kvq-int2:int4"], "takes mode 'int4_per_token_head' from kvq-int2, which does not provide it"),
     ],
 )
@@ -282,7 +290,7 @@ def test_modes_that_are_not_installed_answer_with_the_command(monkeypatch: pytes
     monkeypatch.setattr(registry, "_installed", lambda: [entry for entry in everything if entry.mode == "none"])
     for mode, said in (
         ("int4", "installed: none; to get it: pip install kvq-int4"),
-        ("q5", "more modes: pip install kvq-int2 kvq-int4 kvq-int8fp8"),
+        ("q5", "more modes: pip install kvq-int2 kvq-int3 kvq-int4 kvq-int8fp8"),
     ):
         assert said in refused("calc", LLAMA, "--gpu-gib", "80", "--mode", mode)
 

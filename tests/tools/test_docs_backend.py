@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "write-a-backend.md"
 def module_of(folder: Path) -> ModuleType:
     """The page's codec, class and kernels as one module; a class ``WithKernels`` uses the kernels."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    codec, backend = (next(block for block in blocks if mark in block) for mark in ("def encode_rows", "class Int4Plain"))
+    codec, backend = (next(block for block in blocks if mark in block) for mark in ("def quantize(", "class Int4Plain"))
     kernels = [block for block in blocks if "kvq_core.kernels.api" in block]
     joined = """
 class WithKernels(Int4Plain):

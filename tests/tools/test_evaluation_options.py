@@ -43,17 +43,19 @@ def test_a_mode_and_its_options() -> None:
 
 def test_sizes_count_exact_rows(subject: TinySubject) -> None:
     """As ``kvq calc`` does."""
-    bits = {text: sizes_of(parse_mode(text), subject, 1000).bits for text in ("int2", "int2:residual_length=64,sink_tokens=4")}
-    assert list(bits.values()) == [2.5, pytest.approx((1000 * 2.5 + 112 * 16) / 1000)]
+    spelled = "int2", "int2:residual_length=64,sink_tokens=4", "int2:residual_length=64,sink_tokens=4,residual_mode=int8"
+    bits = [sizes_of(parse_mode(text), subject, 1000).bits for text in spelled]
+    assert bits == [2.5, *(pytest.approx((1000 * 2.5 + 112 * exact) / 1000) for exact in (16, 8.5))]
     assert sizes_of(parse_mode("none:residual_length=64"), subject, 1000).bits == 16
 
 
 def test_exact_rows_lose_less(subject: TinySubject) -> None:
     passages = subject.passages([Document("a", bytes(range(32, 120)) * 2)], 120)
     spelled = ["none", "int2", "int2:residual_length=64,sink_tokens=4", "int2:residual_length=500"]
+    spelled += ["int2:residual_length=500,residual_mode=int8"]
     found = evaluate(subject, [parse_mode(text) for text in spelled], passages, calibration=passages[0], chunk=16)
-    _, plain, windowed, all_exact = (result.kl.mean for result in found.results)
-    assert all_exact < 1e-4 < windowed < plain
+    _, plain, windowed, all_exact, in_int8 = (result.kl.mean for result in found.results)
+    assert all_exact < 1e-4 < windowed < plain and all_exact < in_int8 < windowed
 
 
 @pytest.mark.parametrize("mode", ["int8/int4", "k4v2", "kvq-int4:int4", "kvq-int4:int4/int8"])
@@ -73,6 +75,8 @@ def test_modes_of_every_spelling_take_options(mode: str) -> None:
         ("int4:sink_tokens=4,8", "with option '8'"),
         ("int4:sink_tokens=4,sink_tokens=4", "sink_tokens twice"),
         ("int4:sink_tokens=-1", "sink_tokens: got '-1', need a number of tokens"),
+        ("int4:residual_length=4,residual_mode=int9", "no installed package provides mode 'int9'"),
+        ("int4:residual_length=4,residual_mode=fp8_per_tensor", "residual_mode: got fp8_per_tensor"),
         ("int4:sink_tokens", "need a value: int4:sink_tokens=..."),
         ("int4:smoothing=median", "smoothing: got 'median', need none, key_bias, first_prefill, mean, balanced, rotary"),
         ("sink_tokens=4", "need MODE:name=value"),

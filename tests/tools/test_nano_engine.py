@@ -14,7 +14,7 @@ import torch
 
 import nano_engine
 from kvq_core import get_backend, list_backends, register_backend, unregister_backend
-from kvq_core.evaluation.tiny_model import TinyModel, dense_attention, turned_channels
+from kvq_core.evaluation.tiny_model import TinyModel, dense_attention, rotary_channels
 from kvq_core.none import NoneBackend
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean
@@ -23,6 +23,8 @@ from nano_engine import Engine, Request, Stats, encode
 SCRIPT = Path(__file__).parents[2] / "examples" / "nano_engine.py"
 PROMPTS = ["def f(x):", "a", "class Words:\n    one, two = 1, 2\n" * 2, "import os, sys", "# " + "x" * 61]
 MODES = sorted({entry.mode for entry in list_backends()})
+ALL_EXACT: dict[str, Any] = {"mode": "int2", "residual_length": 256, "sink_tokens": 4, "max_sequences": 5}
+"""A window as long as the model's context: int2 shows up only where a row is not read from its exact copy."""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +32,9 @@ def model(small_model: TinyModel) -> TinyModel:
     return small_model
 
 
-def exact_engine(model: TinyModel, **options: Any) -> Engine:
-    """Mode ``none`` over float32 pages: equal to a dense model but for the order of sums."""
-    return Engine(model, get_backend("none"), rows_dtype=torch.float32, **{"num_blocks": 64} | options)
+def exact_engine(model: TinyModel, mode: str = "none", **options: Any) -> Engine:
+    """Over float32 pages: mode ``none`` is equal to a dense model but for the order of sums."""
+    return Engine(model, get_backend(mode), rows_dtype=torch.float32, **{"num_blocks": 64} | options)
 
 
 def requests(count: int = 20) -> list[Request]:
@@ -67,10 +69,10 @@ def alone(model: TinyModel) -> list[list[int]]:
     return [request.output for request in todo]
 
 
-def test_what_turns_with_the_position_is_given_back(model: TinyModel, alone: list[list[int]]) -> None:
+def test_a_rotary_mean_is_given_back(model: TinyModel, alone: list[list[int]]) -> None:
     """In mode none: a position that is not the same for a write and a read would be off by the whole mean."""
     config = model.config
-    pairs, rates = turned_channels(config)
+    pairs, rates = rotary_channels(config)
     rotary = RotaryMean.of_bias(20 * torch.randn(config.num_kv_heads, config.head_size), pairs, rates)
     one = KeySmoothing(torch.zeros(config.num_kv_heads, config.head_size), None, rotary)
     todo = requests()
@@ -78,6 +80,7 @@ def test_what_turns_with_the_position_is_given_back(model: TinyModel, alone: lis
     assert stats.mixed_steps and [request.output for request in todo] == alone
 
 
+@pytest.mark.parametrize("rows", [{}, ALL_EXACT], ids=["none", "all exact"])
 @pytest.mark.parametrize(
     ("options", "happened"),
     [
@@ -91,17 +94,18 @@ def test_what_turns_with_the_position_is_given_back(model: TinyModel, alone: lis
     ],
 )
 def test_batching_does_not_change_a_token(
-    model: TinyModel, alone: list[list[int]], options: dict[str, Any], happened: Callable[[Stats], bool]
+    model: TinyModel, alone: list[list[int]], options: dict[str, Any], happened: Callable[[Stats], bool], rows: dict[str, Any]
 ) -> None:
     todo = requests()
-    stats = run(exact_engine(model, **options), todo)
+    stats = run(exact_engine(model, **options, **rows), todo)
     assert [request.output for request in todo] == alone and happened(stats), stats
     assert sum(request.preemptions for request in todo) == stats.preemptions
 
 
-def test_forks_share_full_blocks_and_go_on_alike(model: TinyModel) -> None:
+@pytest.mark.parametrize("rows", [{}, ALL_EXACT], ids=["none", "all exact"])
+def test_forks_share_full_blocks_and_go_on_alike(model: TinyModel, rows: dict[str, Any]) -> None:
     """Parent and greedy child end with the same tokens; what they share is given back by the last of them."""
-    engine = exact_engine(model, num_blocks=20, block_size=8)
+    engine = exact_engine(model, num_blocks=20, block_size=8, **rows)
     parent = Request(encode("def function(argument):"), 16)
     engine.add(parent)
     waits = engine.fork(parent, 16)
@@ -114,6 +118,108 @@ def test_forks_share_full_blocks_and_go_on_alike(model: TinyModel) -> None:
     run(engine, [])
     assert child.tokens == parent.tokens == waits.tokens
     assert sorted(engine.free) == list(range(20)) and not any(engine.holders)
+
+
+def as_llama(model: TinyModel) -> Any:
+    """The same model of transformers."""
+    transformers, c = pytest.importorskip("transformers"), model.config
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab,
+        hidden_size=c.dim,
+        intermediate_size=c.hidden,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_query_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_size,
+        max_position_embeddings=c.max_len,
+        rms_norm_eps=1e-5,
+    )
+    weights = {"model.embed_tokens": model.embed.weight, "model.norm": model.norm.weight, "lm_head": model.head.weight}
+    for i, layer in enumerate(model.layers):
+        parts = c.num_query_heads * c.head_size, *[c.num_kv_heads * c.head_size] * 2
+        qkv = zip(("q_proj", "k_proj", "v_proj"), layer.qkv.weight.split(parts), strict=True)
+        weights |= {f"model.layers.{i}.self_attn.{name}": weight for name, weight in qkv}
+        gate, up = layer.gate_up.weight.chunk(2)
+        weights |= {
+            f"model.layers.{i}.self_attn.o_proj": layer.out.weight,
+            f"model.layers.{i}.mlp.gate_proj": gate,
+            f"model.layers.{i}.mlp.up_proj": up,
+            f"model.layers.{i}.mlp.down_proj": layer.down.weight,
+            f"model.layers.{i}.input_layernorm": layer.norm_attention.weight,
+            f"model.layers.{i}.post_attention_layernorm": layer.norm_mlp.weight,
+        }
+    twin = transformers.LlamaForCausalLM(config).eval()
+    twin.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
+    return twin
+
+
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("int4", {"residual_length": 16, "sink_tokens": 4}),
+    ("int2", {"residual_length": 8}),
+    ("int2", {"residual_length": 24, "sink_tokens": 16, "residual_mode": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("mode", "window"), WINDOWS, ids=str)
+@torch.no_grad()
+def test_a_residual_window_reads_what_that_of_transformers_does(model: TinyModel, mode: str, window: dict[str, Any]) -> None:
+    """With prompts that come whole, whatever else is in the batch."""
+    twin = as_llama(model)
+    import kvq_transformers
+
+    def generated(request: Request) -> list[int]:
+        cache = kvq_transformers.KVQCache(twin, mode, **window)
+        new, found = request.tokens, []
+        while len(found) < request.max_new_tokens and found[-1:] != [nano_engine.SEPARATOR]:
+            new = [int(twin(torch.tensor([new]), past_key_values=cache).logits[0, -1].argmax())]
+            found += new
+        return found
+
+    def decoded(groups: list[list[Request]], **window: Any) -> list[list[int]]:
+        for group in groups:
+            run(exact_engine(model, mode, chunk=1000, **window), group)
+        return [request.output for group in groups for request in group]
+
+    window["max_sequences"] = 5
+    together = decoded([requests()], **window)
+    assert together == decoded([requests()], **window) == decoded([[request] for request in requests()], **window)
+    del window["max_sequences"]
+    assert together == [generated(request) for request in requests()]
+    assert together != decoded([requests()])
+
+
+@pytest.mark.parametrize(("mode", "window"), WINDOWS, ids=str)
+def test_a_preempted_request_goes_on_from_its_tokens_alone(model: TinyModel, mode: str, window: dict[str, Any]) -> None:
+    """As a prompt of as many tokens does, of which no exact row is left from before."""
+    begun: dict[Request, int] = {}
+
+    class Watched(Engine):
+        def _preempt(self, request: Request) -> None:
+            begun[request] = len(request.tokens)
+            super()._preempt(request)
+
+    options: dict[str, Any] = {"rows_dtype": torch.float32, "chunk": 1000, "block_size": 8, "max_sequences": 5, **window}
+    run(Watched(model, get_backend(mode), num_blocks=16, **options), requests())
+    assert any(length > request.num_prompt for request, length in begun.items())
+    for request, length in begun.items():
+        anew = Request(request.tokens[:length], request.max_new_tokens - (length - request.num_prompt))
+        run(Engine(model, get_backend(mode), num_blocks=40, **options), [anew])
+        assert anew.tokens == request.tokens
+
+
+def test_no_more_requests_run_than_have_exact_rows(model: TinyModel) -> None:
+    """Forks beyond them wait, and share nothing."""
+    engine = exact_engine(model, "int2", block_size=8, residual_length=16, max_sequences=2)
+    for request in requests(12):
+        engine.add(request)
+    most, forked = 0, []
+    while engine.running or engine.waiting:
+        engine.step()
+        most = max(most, len(engine.running))
+        if engine.running and len(forked) < 3:
+            forked.append(engine.fork(engine.running[0], 4))
+            assert len(engine.running) <= 2
+    assert most == 2 and all(request.finished for request in forked)
 
 
 @pytest.mark.quick
@@ -156,7 +262,7 @@ def test_every_installed_mode_decodes_out_of_its_own_pages(model: TinyModel, mod
     assert all(r.finished for r in todo)
     row = backend.packed_head_size(model.config.head_size) * backend.cache_dtype(torch.bfloat16).itemsize + 4 * backend.needs_scale_caches
     assert engine.bytes_per_token == pytest.approx(2 * model.config.num_layers * model.config.num_kv_heads * row, rel=0.05)
-    assert any(cache.key.view(torch.uint8).any() for cache in engine.caches)
+    assert any(cache.key_cache.view(torch.uint8).any() for cache in engine.caches)
 
 
 def test_given_scales_map_the_largest_value_to_half_the_largest_code(model: TinyModel) -> None:
@@ -209,6 +315,7 @@ def test_a_third_party_mode_is_listed_and_continues_a_file_of_any_bytes(
     assert all(mode in listed for mode in [*MODES, third_party])
     (tmp_path / "prompt.txt").write_bytes(b"ab\xff")
     given = ["--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "3", "--model", str(small_weights), "--device", "cpu"]
+    given += ["--residual-length", "16", "--sink-tokens", "4", "--residual-mode", "int8", "--max-sequences", "2"]
     assert nano_engine.main([*given, "--kv-cache-dtype", third_party]) == 0
     printed = capsys.readouterr()
     assert third_party in printed.err and printed.out.startswith("ab\ufffd")
@@ -224,6 +331,10 @@ def test_a_third_party_mode_is_listed_and_continues_a_file_of_any_bytes(
         (["x", "--device", "abacus"], "--device: got 'abacus'"),
         (["x", "--block-size", "12"], "block_size: got 12"),
         (["x", "--chunk", "0"], "chunk: got 0"),
+        (["x", "--max-sequences", "0"], "max_sequences: got 0"),
+        (["x", "--residual-length", "-1"], "residual_length: got -1"),
+        (["x", "--sink-tokens", "4", "--residual-mode", "fp8_per_tensor"], "residual_mode: got fp8_per_tensor"),
+        (["x", "--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
         (["x", "--num-blocks", "2"], "num_blocks: got 2"),
         (["x", "--num-blocks", "0"], "num_blocks: got 0"),
         (["x", "--max-new-tokens", "4000"], "context"),

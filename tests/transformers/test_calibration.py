@@ -103,8 +103,8 @@ def test_the_model_stays_as_it_was(enabled: bool) -> None:
 def keys_with_structure(model: Any, bias: float, spread: float) -> Any:
     """``model`` (Qwen2) with large key biases, or with channels of very unequal size.
 
-    RoPE turns channel i with channel i + size / 2, so that both are made alike; what keys gain queries lose. Biased are channels that turn
-    slowly: the mean of others fades within a text.
+    RoPE pairs channel i with channel i + size / 2, so that both are made alike; what keys gain queries lose. Biased are channels of low
+    frequency: the mean of others fades within a text.
     """
     size = model.config.hidden_size // model.config.num_attention_heads
     factor = torch.logspace(spread, -spread, size // 2).repeat(2)

@@ -1,4 +1,4 @@
-"""Key biases: read from the weights of any family, turned as its embeddings turn them, and given back to scores exactly."""
+"""Key biases: read from the weights of any family, for its rotary embeddings, and given back to scores exactly."""
 
 import copy
 import logging
@@ -123,6 +123,14 @@ def test_in_a_residual_window(capacity: dict[str, Any]) -> None:
     for window in ({"residual_length": 8}, {"residual_length": 16, "sink_tokens": 20}):
         found = logits_in_steps(model, inputs, KVQCache(model, "int8", **window, **capacity), STEPS)
         assert worst(found, gold, inputs["attention_mask"]) < 0.1 * spread
+    packed, in_int8 = (
+        worst(logits_in_steps(model, inputs, KVQCache(model, "int8/fp8", **window, **capacity), STEPS), gold, inputs["attention_mask"])
+        for window in ({}, {"residual_length": 8, "residual_mode": "int8"})
+    )
+    assert in_int8 < 0.6 * packed, "keys of int8 rows without their rotary mean lose more than values in fp8"
+    for smoothing in ("key_bias", "first_prefill"):
+        with pytest.raises(ArgumentError, match="residual_mode: got int8_per_token_head, need none with sink_tokens"):
+            KVQCache(model, "int4", sink_tokens=4, residual_mode="int8", smoothing=smoothing, **capacity)
 
 
 def test_generate_takes_it_off_by_default() -> None:
@@ -191,7 +199,7 @@ def test_what_follows_the_length_is_left_alone(kind: str, caplog: pytest.LogCapt
         embeddings(model)
 
 
-def test_an_unknown_turn_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_embedding_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen2 import modeling_qwen2
 
     apply = modeling_qwen2.apply_rotary_pos_emb

@@ -18,11 +18,13 @@ from transformers_watch import Watch
 
 STEPS = [19, 40, 1, 1, 3, 1]
 """A prompt, a chunk that is longer than the windows below, single tokens and drafts."""
-WINDOWS: list[dict[str, int]] = [
+WINDOWS: list[dict[str, Any]] = [
     {"residual_length": 8},
     {"residual_length": 40},
     {"sink_tokens": 4},
     {"residual_length": 16, "sink_tokens": 20},
+    {"residual_length": 16, "sink_tokens": 20, "residual_mode": "int8"},
+    {"residual_length": 8, "residual_mode": "int8"},
 ]
 
 
@@ -43,7 +45,7 @@ IN_FAMILIES += [("Gemma2", window) for window in WINDOWS if "sink_tokens" not in
 
 
 @pytest.mark.parametrize(("family", "window"), IN_FAMILIES, ids=str)
-def test_attends_over_exact_and_packed_rows(family: str, window: dict[str, int], capacity: dict[str, Any], watch: Watch) -> None:
+def test_attends_over_exact_and_packed_rows(family: str, window: dict[str, Any], capacity: dict[str, Any], watch: Watch) -> None:
     """Against float64 attention over just those rows, with padding in front of one row and within another."""
     model, inputs = make_model(family), prompts(2, sum(STEPS), (0, 5))
     for mode in ("int2", "int8"):
@@ -56,7 +58,7 @@ def test_attends_over_exact_and_packed_rows(family: str, window: dict[str, int],
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @torch.no_grad()
-def test_rows_that_moved_are_read_as_before(window: dict[str, int], capacity: dict[str, Any]) -> None:
+def test_rows_that_moved_are_read_as_before(window: dict[str, Any], capacity: dict[str, Any]) -> None:
     """Reordered, copied, selected and cropped rows give what a cache does that was given their text alone."""
     order = [2, 0, 2] if capacity else [2, 0, 2, 1]
     model, ids = make_model("Llama"), prompts(3, 64)["input_ids"]
@@ -104,16 +106,17 @@ def test_a_fixed_window_fills_again_after_a_long_roll_back() -> None:
     assert firsts == [*range(11, 17), *[16] * 32, 32, 32]
 
 
-def test_a_decode_step_compiles_as_one_graph() -> None:
+@pytest.mark.parametrize("residual_mode", ["none", "int8"])
+def test_a_decode_step_compiles_as_one_graph(residual_mode: str) -> None:
     model, inputs = make_model("Llama"), prompts(2, 21, (0, 5))
     compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode="default")
     compiled._compile_all_devices = True
     options = {"max_new_tokens": 12, "do_sample": False, "compile_config": compiled}
 
-    def tokens(mode: str, **window: int) -> torch.Tensor:
+    def tokens(mode: str, **window: Any) -> torch.Tensor:
         return model.generate(**inputs, **options, **{GENERATE: KVQCache(model.config, mode, max_cache_len=64, **window)})
 
-    assert torch.equal(tokens("int2", residual_length=64), tokens("none"))
+    assert torch.equal(tokens("int2", residual_length=64, residual_mode=residual_mode), tokens(residual_mode))
 
 
 def test_bytes_count_exact_rows(capacity: dict[str, Any]) -> None:
@@ -134,6 +137,8 @@ def test_bytes_count_exact_rows(capacity: dict[str, Any]) -> None:
     [
         ("Llama", {"residual_length": -1}, "residual_length: got -1"),
         ("Llama", {"sink_tokens": 1.5}, "sink_tokens: got 1.5"),
+        ("Llama", {"residual_mode": "int8"}, "residual_mode: got int8_per_token_head, need none: without"),
+        ("Llama", {"residual_length": 8, "residual_mode": "fp8_per_tensor"}, "residual_mode: got fp8_per_tensor"),
         ("Gemma2", {"residual_length": 64, "sink_tokens": 4}, "sink_tokens: got 4 in a model with sliding windows"),
     ],
 )

@@ -28,13 +28,13 @@ Encode = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 class Past:
     """What one layer was given so far, after its mode's ``encode`` and ``decode``: [batch, heads, columns, size], and which are real.
 
-    ``keys`` are float64: those of smoothed rows do not fit less. ``given``: K and V before ``encode``.
+    ``keys`` are float64: those of smoothed rows do not fit less. ``exact``: K and V as a residual window keeps them.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     real: torch.Tensor
-    given: tuple[torch.Tensor, torch.Tensor]
+    exact: tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -61,12 +61,15 @@ class Watch:
         backend, given = layer.backend, layer.given
         smooth, back = smoothing_of(layer)
         keys = back(through_mode(backend, backend.encode, smooth(key), given.k_scale))
-        new = Past(keys, through_mode(backend, backend.encode_value, value, given.v_scale), real, (key, value))
+        exact, rows = (key, value), layer.pages.exact_backend
+        if rows is not None and rows.mode != "none":
+            exact = back(through_mode(rows, rows.encode, smooth(key))), through_mode(rows, rows.encode_value, value)
+        new = Past(keys, through_mode(backend, backend.encode_value, value, given.v_scale), real, exact)
         old = self.past.get(layer.index)
         if old is not None:
             keys, values = (torch.cat(pair, -2) for pair in ((old.keys, new.keys), (old.values, new.values)))
-            rows = torch.cat([old.given[0], key], -2), torch.cat([old.given[1], value], -2)
-            new = Past(keys, values, torch.cat([old.real, real], 1), rows)
+            exact = torch.cat([old.exact[0], new.exact[0]], -2), torch.cat([old.exact[1], new.exact[1]], -2)
+            new = Past(keys, values, torch.cat([old.real, real], 1), exact)
         self.past[layer.index] = new
         return new
 
@@ -109,7 +112,7 @@ def _share(
         return 0.0
     k, v = (x[row][:, real].transpose(0, 1).double() for x in (past.keys, past.values))
     exact = read_exact(layer, row, k.shape[0])
-    k, v = (torch.where(exact[:, None, None], x[row][:, real].transpose(0, 1), y) for x, y in zip(past.given, (k, v), strict=True))
+    k, v = (torch.where(exact[:, None, None], x[row][:, real].transpose(0, 1), y) for x, y in zip(past.exact, (k, v), strict=True))
     window = min(filter(None, (layer.window, sliding_window)), default=None)
     arguments = {
         "softmax_scale": scaling,
@@ -130,7 +133,7 @@ def _share(
 def read_exact(layer: Any, row: int, length: int) -> torch.Tensor:
     """[length] bool: which real tokens of a row the layer's last call read from exact rows, as its plan says."""
     positions = torch.arange(length)
-    if not layer.pages.keeps_exact:
+    if layer.pages.exact_backend is None:
         return positions < 0
     if isinstance(layer, FixedLayer):
         residual, at, dropped = layer.exact.last, row, 0

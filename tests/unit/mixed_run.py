@@ -41,19 +41,22 @@ def leftover(wanted: Demand) -> tuple[int, list[object]]:
                 rows = [rng.choice(wanted.query_rows)] * num_seqs
             bound = rounded_query_len(max(rows), sum(rows), num_seqs, wanted.query_rows)
             Call(wanted, sum(rows))()
-            Call(wanted, sum(rows), num_seqs, bound, wanted.max_seqlen_k)()
+            Call(wanted, sum(rows), num_seqs, bound, wanted.longest_keys(bound))()
     if max(planned.spaces) > reserved:
         raise SystemExit(f"a workspace of {max(planned.spaces)} elements, {reserved} are reserved")
     return len(planned.launches), [launch[1:] for launch in planned.launches if _identity(launch) not in known]
 
 
 def main() -> None:
+    # Engines load models, and warm up, with the model's dtype as torch's default.
+    torch.set_default_dtype(torch.bfloat16)
     launched = 0
     for mode in ("none", "int8", "int4", "int2"):
         for further in (
             {},
             {"window": 127, "softcap": 30.0, "smoothed": True, "balanced": True},
             {"query_rows": (1, 5), "sinks": torch.bfloat16},
+            {"partial": True, **({"decodes": (16, 96)} if mode == "none" else {"key_stops": True})},
         ):
             count, left = leftover(demand(mode, **further))
             launched += count

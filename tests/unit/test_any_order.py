@@ -291,16 +291,21 @@ MODEL = a_model()
 
 
 class EngineInAnyOrder(RuleBasedStateMachine):
-    """Requests added, stepped, cancelled and forked over a pool of few blocks. Mode ``none`` in float32: equal to a dense model."""
+    """Requests added, stepped, cancelled and forked over a pool of few blocks.
+
+    Equal to a dense model: mode ``none`` in float32, and int2 in a residual window as long as the model's context.
+    """
 
     num_blocks = 9
 
-    @initialize(chunk=st.sampled_from((3, 16, 64)), padded=st.booleans())
-    def start(self, chunk, padded):
+    @initialize(chunk=st.sampled_from((3, 16, 64)), padded=st.booleans(), in_window=st.booleans())
+    def start(self, chunk, padded, in_window):
         self.patch = pytest.MonkeyPatch()
         places.enter("eager", self.patch)
         options = {"num_blocks": self.num_blocks, "block_size": 8, "chunk": chunk, "padded": padded}
-        self.engine = Engine(MODEL, get_backend("none"), rows_dtype=torch.float32, **options)
+        if in_window:
+            options |= {"residual_length": 64, "sink_tokens": 8, "max_sequences": 4}
+        self.engine = Engine(MODEL, get_backend("int2" if in_window else "none"), rows_dtype=torch.float32, **options)
         self.live, self.ended = [], []
 
     def teardown(self):

@@ -291,8 +291,8 @@ def test_sizes(mode, bytes_per_head, bits, device):
 def test_bad_construction(mode, options, message):
     with pytest.raises(ArgumentError, match=message):
         make(mode, **options)
-    with pytest.raises(UnknownModeError, match="int3"):
-        make("int3", **options)
+    with pytest.raises(UnknownModeError, match="int7"):
+        make("int7", **options)
 
 
 @pytest.mark.quick

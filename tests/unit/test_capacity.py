@@ -222,13 +222,16 @@ def test_exact_rows_are_counted() -> None:
     """As a cache of that window allocates them, whatever the context; mode none keeps no rows twice."""
     shape = ModelShape("test", (AttentionLayer(2, 64, 32),) * 3, 3, torch.bfloat16, None)
     made = {"num_blocks": 64, "num_kv_heads": 2, "head_size": 64, "head_size_v": 32, "num_layers": 3}
-    window = {"residual_length": 40, "sink_tokens": 20}
+    window: dict[str, Any] = {"residual_length": 40, "sink_tokens": 20}
     cache = PagedKVCache("int4", **made, **window, max_sequences=1)
-    sizes = [size_of(get_backend("int4"), shape, context=1024, **options).sequence_bytes for options in (window, {})]
-    assert sizes == [cache.nbytes, PagedKVCache("int4", **made).nbytes]
+    in_int8 = window | {"residual_mode": "int8"}
+    sizes = [size_of(get_backend("int4"), shape, context=1024, **options).sequence_bytes for options in (window, {}, in_int8)]
+    caches = cache, PagedKVCache("int4", **made), PagedKVCache("int4", **made, **in_int8, max_sequences=1)
+    assert sizes == [made.nbytes for made in caches] and sizes[1] < sizes[2] < sizes[0]
     found = capacity_of(get_backend("int4"), shape, Budget(GIB, 0), context=1024, **window)
     assert found.sequences == int(0.9 * GIB) // sizes[0] and found.bits_at_context == 8 * sizes[0] / (1024 * 3 * 2 * 96)
-    assert size_of(get_backend("none"), shape, context=1024, **window) == size_of(get_backend("none"), shape, context=1024)
+    for mode, options in (("none", window), ("int8", in_int8)):
+        assert size_of(get_backend(mode), shape, context=1024, **options) == size_of(get_backend(mode), shape, context=1024)
     with pytest.raises(ArgumentError, match="residual_length"):
         size_of(get_backend("int4"), shape, context=9, residual_length=-1)
 

@@ -248,6 +248,8 @@ PLANS = {
     "sm_90 int2 256 one 4": "8x64 w1 s5 K 8/SM 2L; equal 132/133 least 2; 1,128,1,2 w4",
     "sm_90 int2 256 one 4 fold24": "8x64 w1 s7 K 8/SM 2L fold; equal 132/133 least 2; 1,128,1,2 w4",
     "sm_90 int3 64 one 4": "8x64 w1 s2 K r168 12/SM 1L; equal 198/199 least 1; 1,128,1,2 w4",
+    "sm_90 int3 128 many 4": "8x64 w1 s5 K 8/SM 2L; equal 132/196 least 2; 8,128,64,4 w4",
+    "sm_90 int3 128 page 4": "8x64 w1 s2 K r168 12/SM 1L; equal 64/65 least 1 waits; 1,64,1,4 w4",
     "sm_90 int3 64 prefill 4": "64x64 w4 s2 Q",
 }
 

@@ -17,7 +17,7 @@ from kvq_core.cli.app import app
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("fresh_registry")]
 
 CONFIG = Path(__file__).parents[1] / "data" / "configs" / "qwen3-8b.json"
-HEAD = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = 'int3'\n"
+HEAD = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = 'int7'\n"
 AT_IMPORT = {
     **{
         f"raises {what}": f"raise {what}"
@@ -38,7 +38,7 @@ AT_IMPORT = {
     **{
         f"has {name} = {value}": f"{HEAD}    {name} = {value}\n"
         for name, values in {
-            "mode": ("None", "b'int3'"),
+            "mode": ("None", "b'int7'"),
             "packing_factor": ("0", "-2", "'x'", "None", "2.0", "True"),
             "head_size_multiple": ("'x'", "0", "-4", "None", "1.5", "True", "float('nan')"),
             "max_head_size": ("None", "'256'", "0", "float('inf')"),
@@ -68,10 +68,10 @@ CAUSES = {
     "this is no Python": "SyntaxError",
     "Other = 1": "AttributeError.*Backend",
     "Backend = 1": "1 is not a QuantKVBackend",
-    "class Backend: mode = 'int3'": "is not a QuantKVBackend",
-    "from kvq_core.backend import QuantKVBackend\nclass Backend(QuantKVBackend): mode = 'int3'": "TypeError.*abstract",
-    HEAD.replace("int3", "other"): "mode attribute is 'other'",
-    HEAD.replace("'int3'", "3"): "no mode attribute of type str",
+    "class Backend: mode = 'int7'": "is not a QuantKVBackend",
+    "from kvq_core.backend import QuantKVBackend\nclass Backend(QuantKVBackend): mode = 'int7'": "TypeError.*abstract",
+    HEAD.replace("int7", "other"): "mode attribute is 'other'",
+    HEAD.replace("'int7'", "3"): "no mode attribute of type str",
 }
 """What is said of a module that reads so."""
 AT_WORK = {
@@ -101,7 +101,7 @@ def told(*command: str) -> tuple[int, dict[str, str]]:
 def installed(install: Callable[..., Path], sources: dict[str, str]) -> dict[str, str]:
     """One distribution a source, offering the mode ``b0``, ``b1`` ...; what each does, by mode."""
     for i, source in enumerate(sources.values()):
-        install(f"kvq-b{i}", f"b{i}", source.replace("int3", f"b{i}"))
+        install(f"kvq-b{i}", f"b{i}", source.replace("int7", f"b{i}"))
     return {f"b{i}": what for i, what in enumerate(sources)}
 
 
@@ -133,9 +133,9 @@ def test_what_is_wrong_at_work_is_told_by_check(install: Callable[..., Path]) ->
 
 
 def test_doctor_and_eval_go_on(install: Callable[..., Path], small_weights: Path, tmp_path: Path) -> None:
-    install("kvq-int3", "int3", AT_WORK["encode raises SystemExit"].replace("encode", "write").replace("decode", "x"))
+    install("kvq-int7", "int7", AT_WORK["encode raises SystemExit"].replace("encode", "write").replace("decode", "x"))
     install("kvq-int5", "int5", "raise SystemExit")
-    install("kvq-int6", "int6", AT_WORK["decode raises SystemExit"].replace("int3", "int6"))
+    install("kvq-int6", "int6", AT_WORK["decode raises SystemExit"].replace("int7", "int6"))
     status, modes = told("doctor")
     assert status == 1 and modes.pop("int5") == modes.pop("int6") == "broken" and modes["int4_per_token_head"] == "ok"
     (tmp_path / "text.txt").write_text("import os\n" * 20)
@@ -146,9 +146,9 @@ def test_doctor_and_eval_go_on(install: Callable[..., Path], small_weights: Path
 
 
 def test_keyboard_interrupt_is_the_users(install: Callable[..., Path]) -> None:
-    install("kvq-int3", "int3", "raise KeyboardInterrupt")
+    install("kvq-int7", "int7", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        get_backend("int3")
+        get_backend("int7")
 
 
 PRINTS = f"""import os, sys
@@ -161,7 +161,7 @@ print("hello"); sys.stderr.write("hello"); os.write(1, b"from C"); os.system("ec
 
 
 def test_what_plugins_print_is_not_output(install: Callable[..., Path]) -> None:
-    site = install("kvq-int3", "int3", PRINTS)
+    site = install("kvq-int7", "int7", PRINTS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", "from kvq_core.cli import main; main()", "list", "--check", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -170,9 +170,9 @@ def test_what_plugins_print_is_not_output(install: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("damage", ["no METADATA", "binary entry points", "an entry point without a module"])
 def test_damaged_metadata_break_only_their_distribution(install: Callable[..., Path], damage: str) -> None:
-    info = install("kvq-int3", "int3") / "kvq_int3-1.0.dist-info"
+    info = install("kvq-int7", "int7") / "kvq_int7-1.0.dist-info"
     if damage == "no METADATA":
         (info / "METADATA").unlink()
     else:
-        (info / "entry_points.txt").write_bytes(b"\xff\xfe[kvq.backends" if damage.startswith("binary") else b"[kvq.backends]\nint3 = \n")
+        (info / "entry_points.txt").write_bytes(b"\xff\xfe[kvq.backends" if damage.startswith("binary") else b"[kvq.backends]\nint7 = \n")
     assert get_backend("int4").mode == "int4_per_token_head" and "none" in {entry.mode for entry in list_backends()}

@@ -28,11 +28,12 @@ FIRST_PARTY_MODES = {
     "fp8_per_tensor": "kvq-int8fp8",
     "fp8_per_token_head": "kvq-int8fp8",
     "int2_per_token_head": "kvq-int2",
+    "int3_per_token_head": "kvq-int3",
     "int4_per_token_head": "kvq-int4",
     "int8_per_token_head": "kvq-int8fp8",
     "none": "kvq-core",
 }
-GOOD = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = 'int3'\n"
+GOOD = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = 'int7'\n"
 pytestmark = pytest.mark.usefixtures("fresh_registry")
 
 
@@ -57,18 +58,18 @@ def test_lists_the_first_party_modes_sorted() -> None:
 
 
 def test_a_record_says_who_offers_what_once(install: Install) -> None:
-    install("kvq-int3", "int3", folder="wheel", version="1.0")
-    (entry,) = offers_of("int3")
-    assert entry == registry.InstalledMode("int3", "kvq-int3", "1.0", "kvq_int3:Backend")
+    install("kvq-int7", "int7", folder="wheel", version="1.0")
+    (entry,) = offers_of("int7")
+    assert entry == registry.InstalledMode("int7", "kvq-int7", "1.0", "kvq_int7:Backend")
     with pytest.raises(AttributeError):
         entry.mode = "other"
-    install("KVQ.Int3", "int3", folder="editable", version="2.0")
-    (entry,) = offers_of("int3")
+    install("KVQ.Int7", "int7", folder="editable", version="2.0")
+    (entry,) = offers_of("int7")
     assert entry.version == "2.0", "the first folder on sys.path is what an import would find"
 
 
 def test_listing_imports_nothing(install: Install) -> None:
-    site = install("kvq-int3", "int3_per_token_head", "raise RuntimeError('imported')")
+    site = install("kvq-int7", "int7_per_token_head", "raise RuntimeError('imported')")
     program = """
 import json, sys
 import kvq_core
@@ -79,8 +80,8 @@ print(json.dumps([modes, sorted({name.partition(".")[0] for name in sys.modules}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
     modes, imported = json.loads(done.stdout)
-    assert "int3_per_token_head" in modes
-    assert not {"torch", "triton", "numpy", "kvq_int2", "kvq_int3", "kvq_int4", "kvq_int8fp8"} & set(imported)
+    assert "int7_per_token_head" in modes
+    assert not {"torch", "triton", "numpy", "kvq_int2", "kvq_int7", "kvq_int4", "kvq_int8fp8"} & set(imported)
 
 
 # -- getting ---------------------------------------------------------------------------------------------------------------
@@ -108,13 +109,13 @@ def test_names(name: str, mode: str | None) -> None:
 
 
 def test_imports_at_first_use_and_caches(install: Install) -> None:
-    install("kvq-int3", "int3", "import time; time.sleep(0.05); import kvq_core; BASE = kvq_core.get_backend('none')\n" + GOOD)
-    assert has_backend("int3")
-    assert "kvq_int3" not in sys.modules
-    found = in_threads([lambda: get_backend("int3")] * 8)
-    assert "kvq_int3" in sys.modules
-    assert isinstance(found[0], kvq_core.QuantKVBackend) and found[0].mode == "int3"
-    assert all(backend is get_backend("kvq-int3:int3") for backend in found), "threads get one instance"
+    install("kvq-int7", "int7", "import time; time.sleep(0.05); import kvq_core; BASE = kvq_core.get_backend('none')\n" + GOOD)
+    assert has_backend("int7")
+    assert "kvq_int7" not in sys.modules
+    found = in_threads([lambda: get_backend("int7")] * 8)
+    assert "kvq_int7" in sys.modules
+    assert isinstance(found[0], kvq_core.QuantKVBackend) and found[0].mode == "int7"
+    assert all(backend is get_backend("kvq-int7:int7") for backend in found), "threads get one instance"
 
 
 def test_unknown_modes_list_what_is_installed() -> None:

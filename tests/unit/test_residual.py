@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache
+from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, QuantKVBackend, UnknownModeError, get_backend
 from kvq_core.cache.sequences import GrownRow
 from kvq_core.cache.step import Step
 from kvq_core.residual import ResidualWindow
@@ -20,11 +20,12 @@ from kvq_core.testing import places
 from kvq_core.testing.places import Place
 
 HEADS, SIZE, GROUP, LAYERS = 2, 32, 2, 2
-WINDOWS = (
+WINDOWS: tuple[dict[str, Any], ...] = (
     {"residual_length": 16},
     {"residual_length": 40, "sink_tokens": 4},
     {"sink_tokens": 20},
     {"residual_length": 8, "sink_tokens": 16},
+    {"residual_length": 40, "sink_tokens": 4, "residual_mode": "int8"},
 )
 TOLERANCE = {"eager": 1e-5, "interpret": 8e-3, "gpu": 8e-3}
 """The kernels of packed rows round queries and weights to float16. A key read exact that should be packed moves results by .05 and more."""
@@ -32,7 +33,7 @@ TOLERANCE = {"eager": 1e-5, "interpret": 8e-3, "gpu": 8e-3}
 
 @dataclass
 class Text:
-    """A sequence's rows as they were given, and as its pages hold them: [K and V, layers, tokens, heads, size]."""
+    """A sequence's rows as the window holds them, and as its pages do: [K and V, layers, tokens, heads, size]."""
 
     exact: torch.Tensor
     packed: torch.Tensor
@@ -42,6 +43,11 @@ class Text:
 
     def cut(self, length: int) -> "Text":
         return Text(self.exact[:, :, :length], self.packed[:, :, :length])
+
+
+def through(backend: QuantKVBackend, rows: torch.Tensor) -> torch.Tensor:
+    """K and V [2, ...] as a mode gives them back."""
+    return torch.stack([backend.decode(*backend.encode(rows[0])), backend.decode(*backend.encode_value(rows[1]))])
 
 
 class Model:
@@ -75,11 +81,10 @@ class Model:
         """Append random rows in every layer and check attention over them."""
         step = self.cache.append(counts)
         new = {seq: self.draw(2, LAYERS, count, HEADS, SIZE) for seq, count in counts.items()}
-        backend = self.cache.backend
         for seq, rows in new.items():
-            packed = torch.stack([backend.decode(*backend.encode(rows[0])), backend.decode(*backend.encode_value(rows[1]))])
+            exact, packed = (through(backend, rows) for backend in (get_backend(self.window.mode), self.cache.backend))
             text = self.texts[seq]
-            self.texts[seq] = Text(torch.cat([text.exact, rows], 2), torch.cat([text.packed, packed], 2))
+            self.texts[seq] = Text(torch.cat([text.exact, exact], 2), torch.cat([text.packed, packed], 2))
         for layer in range(LAYERS):
             key, value = (torch.cat([rows[half, layer] for rows in new.values()]) for half in (0, 1))
             self.cache.write(layer, key, value, step)
@@ -128,7 +133,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
 
 @pytest.mark.quick
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
-def test_a_sequence_is_read_through_its_window(options: dict[str, int], place: Place) -> None:
+def test_a_sequence_is_read_through_its_window(options: dict[str, Any], place: Place) -> None:
     """A prompt in chunks, then single tokens and drafts: at every length, the newest tokens are exact, and no more than a block besides."""
     model = Model(place, **options, max_sequences=2)
     seq, window = model.start(), model.window
@@ -172,7 +177,7 @@ CHANGES = st.lists(
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES, st.sampled_from(WINDOWS), st.integers(0, 99))
-def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], options: dict[str, int], seed: int) -> None:
+def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], options: dict[str, Any], seed: int) -> None:
     """Whatever sequences have been through, attention is over exact rows where the call says so, and packed ones elsewhere."""
     model = Model(Place("eager" if device.type == "cpu" else "gpu"), seed, **options, max_sequences=4)
     model.start()
@@ -246,6 +251,15 @@ def test_bad_input() -> None:
             make(**options)
     with pytest.raises(ArgumentError, match="max_sequences"):
         make(max_sequences=4)
+    rows = {"residual_length": 8, "max_sequences": 1}
+    with pytest.raises(ArgumentError, match="residual_mode: got fp8_per_tensor"):
+        make(**rows, residual_mode="fp8_per_tensor")
+    with pytest.raises(ArgumentError, match="residual_mode: got int8_per_token_head, need none: without residual_length"):
+        make(residual_mode="int8")
+    with pytest.raises(ArgumentError, match="residual_mode: got 8"):
+        make(**rows, residual_mode=8)
+    with pytest.raises(UnknownModeError, match="int9"):
+        make(**rows, residual_mode="int9")
     cache = make(residual_length=8, sink_tokens=4, max_sequences=1)
     seq = cache.allocate_sequence()
     with pytest.raises(OutOfBlocksError, match="max_sequences=1"):

@@ -15,12 +15,12 @@ from kvq_core.testing.cases import Case
 
 HEADS, SIZE = 2, 48
 HALVES = torch.stack((torch.arange(20), torch.arange(20) + 20), 1)
-"""Of a partial embedding: eight channels do not turn."""
+"""Of a partial embedding: eight channels have none."""
 RATES = 10_000.0 ** (-torch.arange(20, dtype=torch.float64) / 20)
 
 
-def turned(rows: torch.Tensor, positions: torch.Tensor, pairs: torch.Tensor = HALVES, rates: torch.Tensor = RATES) -> torch.Tensor:
-    """``rows`` [n, heads, size] behind a rotary embedding, float64, as complex numbers turn."""
+def apply_rotary(rows: torch.Tensor, positions: torch.Tensor, pairs: torch.Tensor = HALVES, rates: torch.Tensor = RATES) -> torch.Tensor:
+    """``rows`` [n, heads, size] behind a rotary embedding, float64: complex numbers times e^(i phase)."""
     out = rows.double().clone()
     numbers = torch.complex(out[..., pairs[:, 0]], out[..., pairs[:, 1]])
     angle = positions.double()[:, None] * rates
@@ -39,11 +39,11 @@ def bias_of(few: int) -> torch.Tensor:
 
 
 @pytest.mark.quick
-def test_it_is_the_bias_as_the_embedding_turns_it() -> None:
+def test_it_is_the_bias_behind_the_embedding() -> None:
     bias = bias_of(16)
     mean = RotaryMean.of_bias(bias, HALVES, RATES)
     positions = torch.tensor([0, 1, 2, 77, 4095, 131_071, -3])
-    wanted = turned(bias.expand(len(positions), -1, -1), positions)
+    wanted = apply_rotary(bias.expand(len(positions), -1, -1), positions)
     # A step is a whole number of 2^-32 turns: at the largest position, 2^-16 of a turn off at most.
     torch.testing.assert_close(mean.at(positions), wanted, rtol=0, atol=30 * 4 * 2 * torch.pi * 2.0**-16)
     torch.testing.assert_close(mean.at(positions[:4]), wanted[:4], rtol=0, atol=1e-4)
@@ -65,11 +65,13 @@ def test_a_text_tells_the_mean(chunks: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     bias, positions = bias_of(16), torch.arange(300)
     rows = bias + 0.1 * torch.randn(300, HEADS, SIZE, generator=generator)
-    keys = turned(rows, positions).float()
+    keys = apply_rotary(rows, positions).float()
     found = RotaryStatistics(HALVES, RATES)
     for part, at in zip(keys.split(chunks), positions.split(chunks), strict=True):
         found.add(part, at)
-    torch.testing.assert_close(found.mean().at(positions).float(), turned(bias.expand(300, -1, -1), positions).float(), rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        found.mean().at(positions).float(), apply_rotary(bias.expand(300, -1, -1), positions).float(), rtol=0, atol=0.1
+    )
     with pytest.raises(ArgumentError, match="none so far"):
         RotaryStatistics(HALVES, RATES).mean()
 
@@ -125,8 +127,8 @@ def test_the_other_door_s_table_is_refused(door: str) -> None:
 
 def smoothing() -> ModelSmoothing:
     balance = torch.rand(HEADS, SIZE) + 0.5
-    turning = KeySmoothing(torch.ones(HEADS, SIZE), balance, RotaryMean(**tensors()))
-    return ModelSmoothing({0: turning, 3: KeySmoothing(torch.ones(HEADS, SIZE))})
+    rotary = KeySmoothing(torch.ones(HEADS, SIZE), balance, RotaryMean(**tensors()))
+    return ModelSmoothing({0: rotary, 3: KeySmoothing(torch.ones(HEADS, SIZE))})
 
 
 def test_a_file_keeps_it(tmp_path: Path) -> None:
@@ -154,8 +156,16 @@ def test_some_heads_of_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "int8", "int4"])
-@pytest.mark.parametrize("window", [{}, {"residual_length": 24, "sink_tokens": 4, "max_sequences": 4}], ids=str)
-def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "window",
+    [
+        {},
+        {"residual_length": 24, "sink_tokens": 4, "max_sequences": 4},
+        {"residual_length": 24, "residual_mode": "int8", "max_sequences": 4},
+    ],
+    ids=str,
+)
+def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, Any], tmp_path: Path) -> None:
     """Whatever became of its sequences. Keys in mode none are wrong by the whole bias where a position is."""
     rotary, generator = RotaryMean(**tensors()), torch.Generator().manual_seed(3)
     given = ModelSmoothing({0: KeySmoothing(torch.zeros(HEADS, SIZE), None, rotary)})
@@ -180,7 +190,7 @@ def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, int], tmp_
             keys = texts[seq].transpose(0, 1)
             causal = torch.ones(len(mine), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(mine))
             wanted = torch.nn.functional.scaled_dot_product_attention(mine.transpose(0, 1), keys, keys, attn_mask=causal).transpose(0, 1)
-            allowed = {"none": 1e-3, "int8": 0.03, "int4": 0.35}[mode]
+            allowed = {"none": 1e-3, "int8": 0.03, "int4": 0.35}["int8" if mode == "none" and "residual_mode" in window else mode]
             assert float((found - wanted).norm() / wanted.norm()) < allowed, (seq, cache.length(seq))
 
     first, second = cache.allocate_sequence(), cache.allocate_sequence()
@@ -195,3 +205,11 @@ def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, int], tmp_
     cache.save(tmp_path / "cache")
     cache = PagedKVCache.load(tmp_path / "cache")
     grow(**{f"s{first}": 1, f"s{second}": 1, f"s{third}": 9})
+
+
+def test_sinks_of_a_mode_that_quantizes_are_refused() -> None:
+    """Exact rows of sinks and of the newest tokens are read side by side: no first position tells both of theirs."""
+    given = ModelSmoothing({0: KeySmoothing(torch.zeros(HEADS, SIZE), None, RotaryMean(**tensors()))})
+    options: dict[str, Any] = {"num_blocks": 40, "num_kv_heads": HEADS, "head_size": SIZE, "smoothing": given, "max_sequences": 1}
+    with pytest.raises(ArgumentError, match="residual_mode: got int8_per_token_head, need none with sink_tokens and a rotary mean"):
+        PagedKVCache("int4", **options, residual_length=24, sink_tokens=4, residual_mode="int8")

@@ -118,7 +118,7 @@ def replace(name, make):
     [
         (lambda t, h: h.update(format_version=4), "it has format version 4, this kvq reads versions 1 to 3"),
         (lambda t, h: h.update(format_version=2), "its smoothing is not the one that its header names"),
-        (lambda t, h: h.update(mode="int3_per_token_head"), "no installed package provides mode 'int3_per_token_head'"),
+        (lambda t, h: h.update(mode="int7_per_token_head"), "no installed package provides mode 'int7_per_token_head'"),
         (lambda t, h: h.update(mode="int4_per_token_head"), "key_cache' is U8 .* but the header asks for"),
         (lambda t, h: t.pop("value_cache"), "tensor 'value_cache' is missing"),
         (lambda t, h: t.pop("k_scale"), "tensor 'k_scale' is missing"),

@@ -1,7 +1,6 @@
-"""A mode from outside (``examples/kvq-int3``) works in what comes with kvq, none of which has heard of it.
+"""What a mode in a package of its own takes from kvq, and what comes with kvq does with it: ``packages/kvq-int3`` is the example.
 
-Nothing is installed: a made-up dist-info with the entry point of the example's own ``pyproject.toml`` makes it found. Its conformance suite
-is the example's, run by ``pytest examples/kvq-int3`` where the package is installed.
+Its conformance suite is in its own ``tests``.
 """
 
 import ast
@@ -9,10 +8,8 @@ import contextlib
 import importlib
 import io
 import json
+import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,36 +23,20 @@ from kvq_core import PagedKVCache, get_backend, list_backends, selfcheck
 from kvq_core.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "kvq-int3"
+EXAMPLE = ROOT / "packages" / "kvq-int3"
 MODE = "int3_per_token_head"
 
 
-pytestmark = pytest.mark.usefixtures("fresh_registry", "int3")
-
-
-@pytest.fixture
-def int3(tmp_path: Path, torch_path: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The example as if it were installed, and the torch path, the only one it has."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    offers = project["entry-points"]["kvq.backends"]
-    (info / "entry_points.txt").write_text("\n".join(["[kvq.backends]", *(f"{mode} = {value}" for mode, value in offers.items()), ""]))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(EXAMPLE / "src")
-    importlib.invalidate_caches()
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "kvq_int3"]:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def test_it_is_found_and_imported_when_asked_for() -> None:
     (entry,) = [entry for entry in list_backends() if entry.mode == MODE]
     assert (entry.distribution, entry.value) == ("kvq-int3", "kvq_int3.backend:Int3PerTokenHead")
-    assert metadata.version("kvq-int3") == entry.version and "kvq_int3" not in sys.modules
+    listing = "import sys, kvq_core; kvq_core.list_backends(); assert 'kvq_int3' not in sys.modules"
+    subprocess.run([sys.executable, "-c", listing], check=True)
     found = selfcheck.check(get_backend(MODE))
-    assert found.bits_per_element == 3.25 and found.relative_mse == pytest.approx(0.0345, rel=0.1)
+    assert found.bits_per_element == 3.25 and found.relative_mse == pytest.approx(0.0368, rel=0.1)
 
 
 def test_it_imports_public_names_only() -> None:
@@ -85,8 +66,8 @@ def test_the_demo_measures_it(small_weights: Path, tmp_path: Path) -> None:
         assert demo.main(["--quick", "--device", "cpu", "--out", str(out), "--model", str(small_weights), "--modes", MODE, "int2"]) == 0
     results = {result["mode"]: result for result in json.loads((out / "demo.json").read_text())["results"]}
     assert set(results) == {"none", MODE, "int2_per_token_head"} and f"\n{MODE} " in printed.getvalue()
-    # 3.45 % of the energy is 14.6 dB under it, for rows that a rotation makes Gaussian.
-    assert results[MODE]["key_snr_db"] == pytest.approx(14.6, abs=1.5)
+    # 3.68 % of the energy is 14.3 dB under it, for rows that a rotation makes Gaussian.
+    assert results[MODE]["key_snr_db"] == pytest.approx(14.3, abs=1.5)
     assert results[MODE]["key_snr_db"] > results["int2_per_token_head"]["key_snr_db"] + 3
     assert 0 < results[MODE]["attention_error"] < results["int2_per_token_head"]["attention_error"]
 

@@ -14,9 +14,11 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 SETTINGS = {
@@ -60,7 +62,7 @@ class Case:
     """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``, ``None`` without one.
 
     ``control``: modes that the comparison must tell from these, over keys as they are. ``smoothed``: with a calibration file, in place of
-    what the weights say.
+    what the weights say. ``residual_length``: the newest tokens that are read from exact rows; the control has none.
     """
 
     modes: str | Mapping[Any, str] | None
@@ -70,6 +72,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     control: str = "none"
     smoothed: bool = False
+    residual_length: int = 0
 
 
 def carried(mode: str) -> dict[str, Any]:
@@ -83,13 +86,16 @@ def drafts(count: int) -> dict[str, Any]:
 
 
 CARRIER, INT4 = VLLM_NAMES[0], "int4_per_token_head"
+WHOLE: dict[str, Any] = {"max_num_batched_tokens": 2048, "num_gpu_blocks_override": 20}
+"""Results depend on the parts in which a prompt is read: all of it, where another text may find it in the prefix cache."""
+UNCACHED: dict[str, Any] = {"enable_prefix_caching": False, "num_gpu_blocks_override": 20}
 CASES = {
     "none": Case("none", "auto", Tiny(query_heads=4, kv_heads=4), control="int8"),
     "int8": Case("int8", "int8_per_token_head", Tiny(query_heads=8, kv_heads=2, head_size=128), block_size=32),
     "fp8": Case("fp8", "fp8_per_token_head", Tiny(query_heads=8, kv_heads=1), block_size=64),
     "int4": Case("int4", INT4, Tiny(query_heads=8, kv_heads=1, head_size=256), block_size=64),
     "int2": Case("int2", CARRIER, Tiny(head_size=96), block_size=128, options=carried("int2"), control="int4"),
-    "int3, a third party's": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head"), control="int4"),
+    "int3": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head"), control="int4"),
     "k8v4": Case("k8v4", CARRIER, options=carried("k8v4"), control="int4"),
     "a skipped layer": Case({"default": "int8", 0: "none"}, CARRIER, options={"kv_cache_dtype_skip_layers": ["0"]}),
     "key biases": Case("int4", INT4, Tiny("qwen2"), block_size=32, control="int4"),
@@ -98,6 +104,12 @@ CASES = {
     "windows": Case("int8", "int8_per_token_head", Tiny("gemma3")),
     "ALiBi": Case(None, "auto", Tiny("bloom", query_heads=4, kv_heads=4), control=WITHOUT_ALIBI),
     "sinks": Case("int4", INT4, Tiny("gpt_oss", query_heads=8)),
+    "residual window": Case("int4", INT4, block_size=128, options=WHOLE, control="int4", residual_length=40),
+    "residual window, in chunks": Case("int4", INT4, Tiny("qwen2"), 128, UNCACHED, control="int4", residual_length=40),
+    "residual window beside windows": Case(
+        "int8", CARRIER, Tiny("gemma3"), 64, UNCACHED | {"num_gpu_blocks_override": 90}, "int8", residual_length=16
+    ),
+    "residual window, 3 drafts": Case("int4", INT4, block_size=128, options=WHOLE | drafts(3), control="int4", residual_length=40),
     "1 draft": Case("int4", INT4, options=drafts(1)),
     "3 drafts": Case("int4", INT4, options=drafts(3)),
     "7 drafts": Case("int8", "int8_per_token_head", options=drafts(7)),
@@ -125,10 +137,28 @@ def generate(engine: LLM, asked: list[list[int]]) -> list[Any]:
     return engine.generate([{"prompt_token_ids": prompt} for prompt in asked], sampling, use_tqdm=False)
 
 
-def text_of(output: Any) -> Text:
+def text_of(output: Any, steps: Mapping[str, list[tuple[int, int, int]]] = MappingProxyType({})) -> Text:
     answer = output.outputs[0]
     tokens = list(answer.token_ids)
-    return Text(list(output.prompt_token_ids), tokens, [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)])
+    logprobs = [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
+    return Text(list(output.prompt_token_ids), tokens, logprobs, steps.get(output.request_id, []))
+
+
+def recorded_steps(engine: LLM) -> dict[str, list[tuple[int, int, int]]]:
+    """The steps of each request from here on, by its id: their first token, their number of tokens, and how many of these are drafts."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    schedule, steps = scheduler.schedule, defaultdict(list)
+
+    def recording(*args: Any, **options: Any) -> Any:
+        output = schedule(*args, **options)
+        for name, count in output.num_scheduled_tokens.items():
+            # Inside, later versions add to an id that was given.
+            drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            steps[name.split("-")[0]].append((scheduler.requests[name].num_computed_tokens - count, count, drafted))
+        return output
+
+    scheduler.schedule = recording
+    return steps
 
 
 def counted(engine: LLM, name: str) -> int:
@@ -176,7 +206,10 @@ def check(name: str, case: Case, folder: Path) -> str:
     if case.smoothed:
         file, smoothing = calibrated(model)
         further["additional_config"] = {"kvq": {"smoothing": str(file)}}
+    if case.residual_length:
+        further["additional_config"] = {"kvq": {"residual_length": case.residual_length}}
     engine = engine_of(case, model, **further)
+    steps = recorded_steps(engine) if case.residual_length else {}
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
     ranks = engine.llm_engine.vllm_config.parallel_config.world_size
@@ -189,12 +222,13 @@ def check(name: str, case: Case, folder: Path) -> str:
     cached = again[0].num_cached_tokens
     outputs += again + generate(engine, asked * 2)
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
-    texts = [text_of(output) for output in outputs]
+    texts = [text_of(output, steps) for output in outputs]
     (folder / TEXTS).write_text(json.dumps([asdict(text) for text in texts]))
-    said = Reference(model, case.modes, case.control, smoothing).compare(texts, name)
+    said = Reference(model, case.modes, case.control, smoothing, case.residual_length).compare(texts, name)
     # With windows vLLM may admit fewer requests instead of preempting, and few texts grow into another large block.
     may_wait = case.model.kind in ("gemma2", "gemma3", "gpt_oss") or case.block_size > 64
-    if not cached or not (preempted or may_wait) or ("speculative_config" in case.options and not drafted):
+    uncached = case.options.get("enable_prefix_caching") is False
+    if not (cached or uncached) or not (preempted or may_wait) or ("speculative_config" in case.options and not drafted):
         found = f"{cached} tokens from the prefix cache, {preempted} preemptions, {drafted} accepted drafts"
         raise SystemExit(f"{name}: {said}; {found}, need some of each that applies")
     del engine, layers, impls

@@ -109,11 +109,14 @@ V1: Final = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 CHECKS: Final[dict[str, Check]] = {
     **{name: Check(name) for name in ("none", "int8", "fp8", "int4", "int2", SMOOTHED, BIASED)},
     "a skipped layer": Check("a skipped layer", options={"num_gpu_blocks_override": 9}),  # of 64 tokens, to hold as many bytes as float32's
-    "int3, a third party's": Check("int3, a third party's"),
+    "int3": Check("int3"),
     "int4, no graphs": Check("int4", graphs=None),
     **{f"{name}, runner V1": Check(name, settings=V1) for name in ("int8", "int4", SMOOTHED)},
     **{f"{name}, graphs in pieces": Check(name, PIECES) for name in ("int8", "int4", BIASED)},
     "int4, graphs in pieces, runner V1": Check("int4", PIECES, V1),
+    "residual window": Check("residual window"),
+    "residual window, graphs in pieces": Check("residual window, in chunks", PIECES),
+    "residual window, runner V1": Check("residual window", settings=V1),
     "ALiBi": Check("ALiBi"),
     "windows": Check("windows", options={"num_gpu_blocks_override": 64}),
     **{name: Check(name, options=WINDOWS) for name in ("softcap", "sinks")},

@@ -17,7 +17,10 @@ The check must be able to fail: the reference in another mode, or without the sm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,11 +49,16 @@ def rounding() -> float:
 
 @dataclass(frozen=True)
 class Text:
-    """An engine's: the tokens of a prompt, those it was continued with, and the log-probability that the engine gave each of these."""
+    """An engine's: the tokens of a prompt, those it was continued with, and the log-probability that the engine gave each of these.
+
+    ``steps``: the parts in which it read both, each with its first token, their number, and how many of these are drafts, where results
+    depend on them: those of a preempted text begin anew.
+    """
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -68,17 +76,18 @@ class Reference:
     """A model with caches in ``modes``, or ``None``: without a cache, for models that take no ``KVQCache``; ``control``: modes in which it
     must differ, or ``WITHOUT_ALIBI``."""
 
-    def __init__(self, folder: Path, modes: Any, control: Any, smoothing: Smoothings = KEY_BIAS) -> None:
+    def __init__(self, folder: Path, modes: Any, control: Any, smoothing: Smoothings = KEY_BIAS, residual_length: int = 0) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for module in self._model.modules():
             if isinstance(module, BloomMLP):
                 module.gelu_impl = torch.nn.GELU()  # vLLM's is exact, transformers' an approximation
         self._modes, self._control, self._smoothing, self._in_kernels = modes, control, smoothing, torch.cuda.is_available()
+        self._residual_length = residual_length
 
     def compare(self, texts: list[Text], name: str) -> str:
         """What the comparison found, in words; ends the program if a text is not the reference's."""
-        found = self._read(texts, self._modes, self._smoothing)
-        distinct = list({(*text.prompt, *text.tokens): text for text in texts}.values())
+        found = self._read(texts, self._modes, self._smoothing, self._residual_length)
+        distinct = list({_key(text): text for text in texts}.values())
         engine = torch.tensor([logprob for text in texts for logprob in text.logprobs])
         error = (engine - found.logprobs).abs()
         budget = MARGIN * self._spread(distinct)
@@ -98,7 +107,7 @@ class Reference:
 
     def _spread(self, texts: list[Text]) -> float:
         """The largest change of a log-probability when weights are off by rounding errors."""
-        found = self._read(texts, self._modes, self._smoothing)
+        found = self._read(texts, self._modes, self._smoothing, self._residual_length)
         weights = [parameter for parameter in self._model.parameters() if parameter.dim() > 1]
         kept = [weight.detach().clone() for weight in weights]
         after = {id(parameter) for name, parameter in self._model.named_parameters() if name.endswith("o_proj.weight")}
@@ -109,21 +118,24 @@ class Reference:
                 generator = torch.Generator().manual_seed(trial)
                 for weight, exact, noise in zip(weights, kept, noises, strict=True):
                     weight.copy_(exact * (1 + noise * (2 * torch.rand(exact.shape, generator=generator) - 1)))
-                moved = self._read(texts, self._modes, self._smoothing)
+                moved = self._read(texts, self._modes, self._smoothing, self._residual_length)
                 largest = max(largest, float((moved.logprobs - found.logprobs).abs().max()))
             for weight, exact in zip(weights, kept, strict=True):
                 weight.copy_(exact)
         return largest
 
     @torch.no_grad()
-    def _read(self, texts: list[Text], modes: Any, smoothing: Smoothings) -> Likelihood:
+    def _read(self, texts: list[Text], modes: Any, smoothing: Smoothings, residual_length: int = 0) -> Likelihood:
         known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         for text in texts:
-            key = (*text.prompt, *text.tokens)
+            key = _key(text)
             if key in known:
                 continue
-            tokens = torch.tensor([key[:-1]])
-            if modes is None:
+            tokens = torch.tensor([(*text.prompt, *text.tokens)[:-1]])
+            if residual_length:
+                new_cache = partial(KVQCache, self._model, modes, smoothing=smoothing, residual_length=residual_length)
+                logits = self._in_steps(text, tokens, new_cache)
+            elif modes is None:
                 logits = self._model(input_ids=tokens, use_cache=False).logits
             elif modes == WITHOUT_ALIBI:
                 with patch.object(type(self._model.transformer), "build_alibi_tensor", _no_alibi):
@@ -134,8 +146,32 @@ class Reference:
             steps = logits[0, len(text.prompt) - 1 :].log_softmax(-1)
             chosen = steps.gather(-1, torch.tensor(text.tokens)[:, None])[:, 0]
             known[key] = chosen, steps.amax(-1) - chosen
-        logprobs, regret = zip(*(known[(*text.prompt, *text.tokens)] for text in texts), strict=True)
+        logprobs, regret = zip(*(known[_key(text)] for text in texts), strict=True)
         return Likelihood(torch.cat(logprobs), torch.cat(regret))
+
+    def _in_steps(self, text: Text, tokens: torch.Tensor, new_cache: Callable[[], KVQCache]) -> torch.Tensor:
+        """Logits [1, num_tokens, vocabulary] of a text that is read in the engine's steps; none but the sampled tokens' are filled."""
+        logits, sampled = torch.zeros(1, tokens.shape[1], self._model.config.vocab_size), len(text.prompt)
+        past: list[tuple[int, int]] = []
+        cache = new_cache()
+        for (start, count, drafts), (following, *_) in pairwise([*text.steps, (tokens.shape[1], 0, 0)]):
+            if start != sum(n for _, n in past):
+                # What the prefix cache has was read by the steps before, or by those of the same prompt at once.
+                cache = new_cache()
+                past = [(first, min(n, start - first)) for first, n in past if first < start] or [(0, start)] * (start > 0)
+                for first, n in past:
+                    self._model(input_ids=tokens[:, first : first + n], past_key_values=cache, use_cache=True)
+            # Rejected drafts are read again.
+            end = max(start + count - drafts, min(start + count, following))
+            past.append((start, end - start))
+            found = self._model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0]
+            for position in range(max(start, sampled - 1), end):
+                logits[0, position], sampled = found[position - start], position + 2
+        return logits
+
+
+def _key(text: Text) -> tuple[Any, ...]:
+    return (*text.prompt, *text.tokens, *text.steps)
 
 
 def _no_alibi(self: object, attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:

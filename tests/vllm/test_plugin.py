@@ -21,12 +21,12 @@ from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean
 from kvq_core.testing import places
 from kvq_vllm import plugin, probe
-from kvq_vllm.demands import demand_of
+from kvq_vllm.demands import demand_of, window_demand_of
 from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
-from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, explained, head_size_reason
-from kvq_vllm.settings import Settings
+from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, explained, head_size_reason
+from kvq_vllm.settings import Settings, smallest_window_block
 from kvq_vllm.smoothing import check_smoothed, lacks_smoothing, load, smooth_layers
 
 pytestmark = pytest.mark.quick
@@ -172,6 +172,10 @@ def test_the_configuration_says_the_mode() -> None:
         ("int8_per_token_head", {"mod": "int2"}, "need a mapping"),
         ("int8_per_token_head", "int2", "need a mapping"),
         ("int8_per_token_head", {"mode": "int5"}, "no installed package provides mode"),
+        ("int8_per_token_head", {"residual_length": "64"}, r"kvq\.residual_length: got '64', need a whole number"),
+        ("int8_per_token_head", {"residual_length": True}, r"kvq\.residual_length: got True, need a whole number"),
+        ("int8_per_token_head", {"residual_length": -1}, r"kvq\.residual_length: got -1, need 0 or more tokens"),
+        ("auto", {"residual_length": 64}, r"kvq\.residual_length: got 64 with --kv-cache-dtype auto, need a quantized"),
         ("auto", {"smoothing": "f"}, r"kvq\.smoothing: got 'f' with --kv-cache-dtype auto, need a quantized --kv-cache-dtype: mode none"),
         ("kvq_fp8_per_tensor", {"smoothing": "f"}, r"kvq\.smoothing: got 'f'.*need a mode that finds its own scales"),
     ],
@@ -239,6 +243,21 @@ def test_groups_that_are_refused(kind: str, further: dict[str, object], message:
         check_group(spec(kind or "FullAttentionSpec"), group(**further))
     for served in ("FullAttentionSpec", "SlidingWindowSpec"):
         check_group(spec(served), group())
+
+
+@pytest.mark.parametrize(
+    ("off", "method", "message"),
+    [
+        (True, None, "--disable-hybrid-kv-cache-manager: got True, need vLLM's manager of several kinds of pages"),
+        (False, "eagle3", "--speculative-config: got eagle3, need ngram or suffix, which have no layers of their own"),
+    ],
+)
+def test_windows_that_are_refused(off: bool, method: str | None, message: str) -> None:
+    space = types.SimpleNamespace
+    drafts = None if method is None else space(method=method)
+    with pytest.raises(ArgumentError, match=message + r".*--additional-config kvq\.residual_length"):
+        check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=off), speculative_config=drafts))
+    check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=False), speculative_config=space(method="ngram_gpu")))
 
 
 @pytest.mark.parametrize("reason", sorted(EXPLANATIONS))
@@ -348,7 +367,7 @@ def test_what_the_warm_up_is_told(calibrated: Path) -> None:
     """It compiles kernels for smoothed keys where keys are smoothed."""
     space = types.SimpleNamespace
     impl = space(kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), smoothing=None)
-    impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt = 0.0, None, None, False
+    impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt, impl.residual = 0.0, None, None, False, None
     impl.content_bytes = lambda dtype: content_bytes(impl.kvq, 16, 16, dtype)
     limits = {"scheduler_config": space(max_num_seqs=8, max_num_batched_tokens=64), "model_config": space(max_model_len=128)}
     asked = space(**limits, speculative_config=space(num_speculative_tokens=3))
@@ -362,6 +381,28 @@ def test_what_the_warm_up_is_told(calibrated: Path) -> None:
     rotary = RotaryMean.of_bias(torch.ones(4, 16), torch.arange(16).view(8, 2), torch.rand(8))
     impl.smoothing = KeySmoothing(impl.smoothing.mean, None, rotary)
     assert demand_of(impl, asked, 4, 16, torch.bfloat16).rotary_pairs == 16
+
+
+def test_what_the_warm_up_is_told_of_windows() -> None:
+    """Both reads return log-sum-exps, and logits of sinks are the exact one's."""
+    space = types.SimpleNamespace
+    impl = space(kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), smoothing=None, residual=object())
+    impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt = 0.0, torch.zeros(8), None, False
+    asked = config("int4_per_token_head", {"residual_length": 40})
+    asked.scheduler_config, asked.model_config.max_model_len = space(max_num_seqs=8, max_num_batched_tokens=64), 128
+    packed, exact = demand_of(impl, asked, 4, 128, torch.bfloat16), window_demand_of(impl, asked, 4, 16, torch.bfloat16)
+    assert (packed.partial, packed.key_stops, packed.sinks, packed.longest_keys(1)) == (True, True, None, 128)
+    assert (exact.mode, exact.partial, exact.key_stops, exact.sinks) == ("none", True, False, torch.float32)
+    # A block more than 40 keys, and the step's own, fill.
+    assert (exact.longest_keys(1), exact.longest_keys(16), exact.longest_keys(17)) == (80, 80, 128)
+
+
+def test_blocks_of_a_window_fit_its_pages() -> None:
+    for dtype, mode, size in (("int8_per_token_head", "int8", 32), ("int4_per_token_head", "int4", 64), ("kvq_int2", "int2", 128)):
+        settings = Settings.of(config(dtype, {"residual_length": 40}))
+        pages = {n: n * content_bytes(get_backend(mode), 128, 128, torch.float16) for n in (size // 2, size)}
+        exact = 16 * content_bytes(get_backend("none"), 128, 128, torch.float16)
+        assert smallest_window_block(settings, 128) == size and pages[size // 2] < exact <= pages[size]
 
 
 def test_the_doctor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

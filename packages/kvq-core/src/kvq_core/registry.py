@@ -35,10 +35,11 @@ FIRST_PARTY: Final = MappingProxyType(
         "fp8_per_token_head": "kvq-int8fp8",
         "fp8_per_tensor": "kvq-int8fp8",
         "int4_per_token_head": "kvq-int4",
+        "int3_per_token_head": "kvq-int3",
         "int2_per_token_head": "kvq-int2",
     }
 )
-ALIASES: Final = MappingProxyType({short: f"{short}_per_token_head" for short in ("int8", "fp8", "int4", "int2")})
+ALIASES: Final = MappingProxyType({short: f"{short}_per_token_head" for short in ("int8", "fp8", "int4", "int3", "int2")})
 SEPARATOR: Final = "/"
 """Between the mode of K and that of V, where the two differ: ``int8/int4``."""
 _SHORT_PAIR: Final = re.compile(r"k(\d)v(\d)")

@@ -49,7 +49,7 @@ LARGEST_FACTOR = 1.9
 READ_LEVEL = 0.0082503
 
 
-def encode(x: torch.Tensor, *, unbiased: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, *, unbiased: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] of any float dtype -> bytes [..., d / 4] uint8 and scales [...] float32; ``unbiased``: the values' scale."""
     x = x.float()
     room = headroom(x)
@@ -74,7 +74,7 @@ def fitted(y: torch.Tensor, outer: torch.Tensor, unbiased: bool) -> torch.Tensor
     return torch.minimum(wanted, LARGEST_FACTOR * shadow / level_squares)
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Bytes [..., d / 4] uint8 and scales [...] -> rows [..., d] float32."""
     negative, outer = unpack(codes)
     level = torch.where(outer, OUTER, INNER)

@@ -62,5 +62,5 @@ def unpack_asm(lanes):
     )
 
 
-ROWS = PlaneFormat("int2", ways=8, rotated=True, level=READ_LEVEL, unit=SUBNORMAL, unpack=unpack, write_plane=write_plane)
+ROWS = PlaneFormat("int2", ways=8, rotated=True, level=READ_LEVEL, exponent_scale=SUBNORMAL, unpack=unpack, write_plane=write_plane)
 FORMAT = Format(ROWS, ROWS, narrow_n=True)

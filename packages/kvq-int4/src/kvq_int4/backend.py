@@ -25,10 +25,10 @@ class Int4PerTokenHead(QuantKVBackend):
         return torch.uint8
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return codec.encode(x)
+        return codec.quantize(x)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        return codec.decode(codes, self.required(scales))
+        return codec.dequantize(codes, self.required(scales))
 
     def kernels(self) -> Kernels:
         from kvq_int4.kernels import KERNELS

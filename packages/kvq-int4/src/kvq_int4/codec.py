@@ -46,18 +46,18 @@ CLIP = 0.025
 """The share of a row's range that is clipped at either end."""
 
 
-def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] of any float dtype -> codes [..., d / 2] uint8 and scale words [...] float32."""
     x = x.float()
     room = headroom(x)
     y = single_rht(x * room)
-    return quantize(y, *grid(y), room)
+    return quantize_on_grid(y, *grid(y), room)
 
 
-def quantize(
+def quantize_on_grid(
     y: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, room: torch.Tensor | float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated rows [..., d] on the grid of ``step`` and ``zero`` [..., 1] -> codes and scale words as :func:`encode` returns them.
+    """Rotated rows [..., d] on the grid of ``step`` and ``zero`` [..., 1] -> codes and scale words as :func:`quantize` returns them.
 
     ``room``: what the rows were multiplied by."""
     # Below 0.5 everything clamps to 0, so that flooring x + 0.5 is rounding half away from zero here.
@@ -81,7 +81,7 @@ def fitted(y: torch.Tensor, codes: torch.Tensor, step: torch.Tensor, zero: torch
     return torch.where((length < SMALLEST_LENGTH) | (length > LARGEST_LENGTH), step + 0 * step, length / shadow)
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Codes [..., d / 2] uint8 and scale words [...] -> rows [..., d] float32."""
     scale, zero = split_scale(scales)
     y = (unpack(codes).float() - zero[..., None]) * scale[..., None]

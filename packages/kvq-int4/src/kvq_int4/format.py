@@ -1,7 +1,7 @@
 """int4 as numbers: what 16-bit lanes of four codes become, and :data:`FORMAT`. Codes are never converted: a masked nibble *is* a number.
 
 ``lane & 0x000f``, read as float16, is the subnormal ``n * 2^-24``, and ``lane & 0x00f0`` is ``16 n * 2^-24``. The powers of two fold into
-the queries' ways and the output's unit.
+the queries' ways and the output's scale.
 """
 
 from dataclasses import replace
@@ -125,11 +125,11 @@ KEYS = PlaneFormat(
     rotated=True,
     signs=SIGNS.value,
     divided=True,
-    unit=SUBNORMAL,
+    exponent_scale=SUBNORMAL,
     gains=((1.0, 16.0, 1.0, 16.0), (16.0,) * 4),
     unpack=unpack_keys,
     split=split_word,
     write_plane=write_plane,
 )
-VALUES = replace(KEYS, unit=SUBNORMAL / 16, gains=((), ()), unpack=unpack_values, weighted_zeros=weighted_zeros)
+VALUES = replace(KEYS, exponent_scale=SUBNORMAL / 16, gains=((), ()), unpack=unpack_values, weighted_zeros=weighted_zeros)
 FORMAT = Format(KEYS, VALUES)

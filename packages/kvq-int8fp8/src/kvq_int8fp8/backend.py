@@ -23,7 +23,7 @@ class _OneByte(QuantKVBackend):
         return self.dtype
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        return codec.decode(codes.view(self.dtype), self.required(scales))
+        return codec.dequantize(codes.view(self.dtype), self.required(scales))
 
 
 class Int8PerTokenHead(_OneByte):
@@ -33,7 +33,7 @@ class Int8PerTokenHead(_OneByte):
     dtype = torch.int8
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return codec.encode_int8(x)
+        return codec.quantize_int8(x)
 
     def kernels(self) -> Kernels:
         from kvq_int8fp8 import kernels
@@ -48,7 +48,7 @@ class FP8PerTokenHead(_OneByte):
     dtype = torch.float8_e4m3fn
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return codec.encode_fp8(x)
+        return codec.quantize_fp8(x)
 
     def kernels(self) -> Kernels:
         from kvq_int8fp8 import kernels

@@ -22,7 +22,7 @@ E4M3_MAX = 448.0
 INT8_MAX = 127.0
 
 
-def encode_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] -> codes [..., d] int8 and scales [...] float32."""
     x = x.float()
     scale = _scale(x, INT8_MAX)
@@ -31,7 +31,7 @@ def encode_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.clamp(rounded, -128, 127).nan_to_num(0).to(torch.int8), _stored(scale)
 
 
-def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., d] -> codes [..., d] float8_e4m3fn and scales [...] float32."""
     x = x.float()
     scale = _scale(x, E4M3_MAX)
@@ -43,7 +43,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return torch.clamp(x, -E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Codes [..., d] (int8 or e4m3) and scales [...] -> rows [..., d] float32."""
     return codes.float() * scales[..., None]
 

@@ -42,8 +42,10 @@ def unpack_fp8(lanes, C: tl.constexpr):
     return ways
 
 
-_INT8 = PlaneFormat("int8", ways=2, unit=2.0**24, zero=128.0, unpack=unpack_int8, write_plane=write_int8)
-_FP8 = PlaneFormat("fp8", ways=2, unit=2.0**8, converts=True, huge_scales=True, has_nan=True, unpack=unpack_fp8, write_plane=write_fp8)
+_INT8 = PlaneFormat("int8", ways=2, exponent_scale=2.0**24, zero=128.0, unpack=unpack_int8, write_plane=write_int8)
+_FP8 = PlaneFormat(
+    "fp8", ways=2, exponent_scale=2.0**8, converts=True, huge_scales=True, has_nan=True, unpack=unpack_fp8, write_plane=write_fp8
+)
 _FP8_PER_TENSOR = replace(_FP8, name="fp8_per_tensor", scales="plane", huge_scales=False, write_plane=write_fp8_per_tensor)
 INT8 = Format(_INT8, _INT8)
 FP8 = Format(_FP8, _FP8)

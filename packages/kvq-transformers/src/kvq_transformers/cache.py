@@ -50,8 +50,9 @@ class KVQCache(Cache):
         block_size: tokens a block, a multiple of 8.
         residual_length, sink_tokens: read the newest and the first so many tokens of a row from exact rows, at least
             (:mod:`kvq_core.residual`). Sinks are refused in a model with sliding windows.
+        residual_mode: the mode of exact rows: ``none``, as they are given, or one that quantizes each, such as ``int8``.
         smoothing: what is taken off keys before they are stored; scores stay what they are. ``"key_bias"``, the default: the biases that
-            the model's keys have, if they have some, turned as its rotary embeddings turn them; for a ``config`` alone nothing.
+            the model's keys have, if they have some, behind its rotary embeddings; for a ``config`` alone nothing.
             ``"first_prefill"``: the mean of the first prompt's keys as well, layer by layer. A
             :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers; ``None``: nothing.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
@@ -75,6 +76,7 @@ class KVQCache(Cache):
         block_size: int = 16,
         residual_length: int = 0,
         sink_tokens: int = 0,
+        residual_mode: str = "none",
         smoothing: Smoothings = KEY_BIAS,
         k_scale: Scales = None,
         v_scale: Scales = None,
@@ -95,11 +97,12 @@ class KVQCache(Cache):
             raise ArgumentError("config", f"{text.model_type}, whose layers keep no K and V", "a model with attention layers")
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
-        residual = ResidualWindow.of(residual_length, sink_tokens, block_size)
-        if residual is not None:
-            _check_sinks(sink_tokens, windows.values())
+        residual = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
         biases = key_biases(model) if model is not None and smoothing in (KEY_BIAS, FIRST_PREFILL) else {}
         given = layers_given(smoothing, biases, k_scale, v_scale, backends)
+        if residual is not None:
+            _check_sinks(sink_tokens, windows.values())
+            residual.check_rotary(given[index].turned for index, backend in backends.items() if residual.serves(backend.mode))
         # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
         stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
         recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]

@@ -80,8 +80,8 @@ def calibrate(
         model: a decoder that a :class:`KVQCache` can serve. It keeps the attention implementation that it has.
         input_ids: [batch_size, num_tokens]; attention_mask: the same shape, 0 where there is padding, which does not count.
         smoothing: ``"mean"`` takes each head's mean key off; ``"balanced"`` divides the channels by factors as well. ``"rotary"`` and
-            ``"rotary_balanced"``: and before that the mean of keys before their rotary embedding, turned as that turns it, for which the
-            text is read twice. ``None``: nothing. A smoothing that is there already is kept, and scales are found for it.
+            ``"rotary_balanced"``: and before that the rotary mean, of keys before their rotary embedding, for which the text is read
+            twice. ``None``: nothing. A smoothing that is there already is kept, and scales are found for it.
         chunk: tokens of each row that are read at once.
 
     Raises:
@@ -96,16 +96,16 @@ def calibrate(
     if chunk < 1:
         raise ArgumentError("chunk", chunk, "a positive integer")
 
-    def counted(rotary: Mapping[int, RotaryMean], turned: Mapping[int, Embedding]) -> list[_CountingLayer]:
-        with _counting(model, rotary, turned) as (cache, layers):
+    def counted(rotary: Mapping[int, RotaryMean], rotary_embeddings: Mapping[int, Embedding]) -> list[_CountingLayer]:
+        with _counting(model, rotary, rotary_embeddings) as (cache, layers):
             for first in range(0, input_ids.shape[1], chunk):
                 _read(model, cache, input_ids, attention_mask, slice(first, first + chunk))
         return layers
 
     rotary: dict[int, RotaryMean] = {}
     if smoothing in ("rotary", "rotary_balanced"):
-        turned = {index: embedding for index, embedding in embeddings(model).items() if len(embedding.pairs)}
-        rotary = {layer.index: layer.before.mean() for layer in counted({}, turned) if layer.before is not None}
+        rotary_embeddings = {index: embedding for index, embedding in embeddings(model).items() if len(embedding.pairs)}
+        rotary = {layer.index: layer.before.mean() for layer in counted({}, rotary_embeddings) if layer.before is not None}
     layers = counted(rotary, {})
     if isinstance(smoothing, str):
         found = {layer.index: layer.statistics.smoothing(balanced=smoothing.endswith("balanced")) for layer in layers}
@@ -122,7 +122,7 @@ def calibrate(
 
 @contextmanager
 def _counting(
-    model: PreTrainedModel, rotary: Mapping[int, RotaryMean], turned: Mapping[int, Embedding]
+    model: PreTrainedModel, rotary: Mapping[int, RotaryMean], rotary_embeddings: Mapping[int, Embedding]
 ) -> Iterator[tuple[KVQCache, list[_CountingLayer]]]:
     """An unquantized cache of counting layers; afterwards the model has the attention implementation that it had."""
     text = decoder_config(model.config)
@@ -131,7 +131,7 @@ def _counting(
     layers = []
     for place, layer in enumerate(cache.layers):
         if isinstance(layer, GrowingLayer):
-            layers.append(_CountingLayer(layer, rotary.get(layer.index), turned.get(layer.index)))
+            layers.append(_CountingLayer(layer, rotary.get(layer.index), rotary_embeddings.get(layer.index)))
             cache.layers[place] = layers[-1]
     try:
         yield cache, layers

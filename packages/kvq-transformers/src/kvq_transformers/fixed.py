@@ -186,7 +186,7 @@ class FixedLayer(KVQLayer):
         residual: ResidualWindow | None = None,
     ) -> None:
         super().__init__(backend, index, window, given)
-        self.residual = None if backend.mode == "none" else residual
+        self.residual = residual if residual is not None and residual.serves(backend.mode) else None
         self.exact: FixedWindow | None = None
         self.forward, self.max_cache_len, self.block_size = forward, forward.max_cache_len, block_size
         self.num_logical = -(-self.max_cache_len // block_size)

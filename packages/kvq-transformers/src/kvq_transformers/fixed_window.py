@@ -65,7 +65,7 @@ class FixedWindow:
         slot = torch.where(in_sinks, position, self.sinks + position % ring) + self.first_block * self.size
         slots = torch.where(kept, slot, -1).flatten()
         if columns <= self.appended:
-            read, staging = Read(self._table(first, self.blocks), used, self.blocks * self.size), None
+            read, staging = Read(self._table(first, self.blocks), used, self.blocks * self.size, first), None
         else:
             read, staging = self._staged(position, mask, first, used)
         packed = None if is_first else Read(self.packed_table, (end - self.sinks).clamp(min=0), self.packed_len)
@@ -96,4 +96,4 @@ class FixedWindow:
         slots = slots if mask is None else torch.where(mask, slots, -1)
         sources, targets = self._table(first, before).long().flatten(), table[:, :before].long().flatten()
         staging = Staging(batch_size * each, sources, targets, slots.flatten().long())
-        return Read(table, used, each * self.size), staging
+        return Read(table, used, each * self.size, first), staging

@@ -29,6 +29,11 @@ class LayerGiven:
     v_scale: float | None = None
     rotary: RotaryMean | None = None
 
+    @property
+    def turned(self) -> RotaryMean | None:
+        """The rotary mean that is taken off its keys."""
+        return self.smoothing.rotary if isinstance(self.smoothing, KeySmoothing) else self.rotary
+
 
 NOTHING = LayerGiven()
 

@@ -1,8 +1,8 @@
-"""What keys of a model share before their rotary embeddings: how these turn it, and what the biases of key projections say of it.
+"""What keys of a model share before their rotary embeddings: which embeddings these are, and what the biases of key projections say of it.
 
 Nothing is assumed of a family's kind of rotary embedding. The model runs once, on a few tokens at chosen positions, with its key
-projections reduced to constants: the keys that reach the cache are then these constants, turned. Rates and pairs of channels that explain
-them are looked for among the model's own, and taken only if they do.
+projections reduced to constants: the keys that reach the cache are then these constants behind their embeddings. Rates and
+pairs of channels that explain them are looked for among the model's own, and taken only if they do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHANGING: Final = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Embedding:
-    """Channels that a layer's rotary embedding turns together, ``pairs`` [n, 2], and by how many radians a position, ``rates`` [n]."""
+    """A layer's rotary embedding: pairs of channels, ``pairs`` [n, 2], and their radians a position, ``rates`` [n]."""
 
     pairs: torch.Tensor
     rates: torch.Tensor
@@ -45,7 +45,7 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, _Known] = weakref.WeakKeyDict
 
 
 def key_biases(model: PreTrainedModel) -> dict[int, KeySmoothing]:
-    """The smoothing of each layer of ``model`` whose keys have a bias: its rotary mean, and the mean of channels that do not turn.
+    """The smoothing of each layer of ``model`` whose keys have a bias: its rotary mean, and the mean of channels that have no embedding.
 
     Empty for a model without key biases. What cannot be told is left out, with a warning: keys are then stored as they are.
     """
@@ -61,27 +61,25 @@ def embeddings(model: PreTrainedModel) -> dict[int, Embedding]:
     """The rotary embedding of each attention layer of ``model``; without pairs in a layer that has none.
 
     Raises:
-        ArgumentError: the model cannot be asked, or turns keys in a way that is not known.
+        ArgumentError: the model cannot be asked, or its rotary embedding is not known.
     """
     projections = key_projections(model)
     if not projections:
         raise ArgumentError("model", f"{type(model).__name__}, without {' or '.join(_PROJECTIONS)}", "one whose key projections are known")
     generator = torch.Generator().manual_seed(0)
     try:
-        keys = _turned(model, {one: torch.randn(one.weight.shape[0], generator=generator) for one in projections})
-        found = {layer: _explained(turned.double(), _positions(model), _rates(model)) for layer, turned in keys.items()}
+        keys = _rotary_keys(model, {one: torch.randn(one.weight.shape[0], generator=generator) for one in projections})
+        found = {layer: _explained(rotary_keys.double(), _positions(model), _rates(model)) for layer, rotary_keys in keys.items()}
     except UnknownEmbeddingError as problem:
         raise ArgumentError("model", f"{type(model).__name__}: {problem}", "one whose rotary embeddings are known") from problem
     unknown = [layer for layer, embedding in found.items() if embedding is None]
     if unknown:
-        raise ArgumentError(
-            "model", f"{type(model).__name__}, keys of layers {unknown} turned as no known rotary embedding does", "another"
-        )
+        raise ArgumentError("model", f"{type(model).__name__}, keys of layers {unknown} follow no known rotary embedding", "another")
     return {layer: embedding for layer, embedding in found.items() if embedding is not None}
 
 
 class UnknownEmbeddingError(Exception):
-    """How a model's keys turn cannot be told."""
+    """A model's rotary embedding cannot be told."""
 
 
 def key_projections(model: torch.nn.Module) -> list[Any]:
@@ -92,11 +90,11 @@ def key_projections(model: torch.nn.Module) -> list[Any]:
 def _probed(model: PreTrainedModel, projections: list[Any]) -> dict[int, KeySmoothing]:
     found, unexplained = {}, []
     try:
-        for layer, turned in _turned(model, {projection: projection.bias for projection in projections}).items():
-            bias = turned[0].float()
+        for layer, rotary_keys in _rotary_keys(model, {projection: projection.bias for projection in projections}).items():
+            bias = rotary_keys[0].float()
             if not bool(bias.any()):
                 continue
-            embedding = _explained(turned.double(), _positions(model), _rates(model))
+            embedding = _explained(rotary_keys.double(), _positions(model), _rates(model))
             if embedding is None:
                 unexplained.append(layer)
                 continue
@@ -105,7 +103,7 @@ def _probed(model: PreTrainedModel, projections: list[Any]) -> dict[int, KeySmoo
         _LOG.warning("key biases are left in the keys of %s: %s", type(model).__name__, problem)
         return {}
     if unexplained:
-        _LOG.warning("key biases are left in the keys of layers %s: no known rotary embedding turns them so", unexplained)
+        _LOG.warning("key biases are left in the keys of layers %s: they follow no known rotary embedding", unexplained)
     return found
 
 
@@ -128,7 +126,7 @@ def _changing_kinds(text: Any) -> list[str]:
 
 
 @torch.no_grad()
-def _turned(model: Any, constants: Mapping[Any, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _rotary_keys(model: Any, constants: Mapping[Any, torch.Tensor]) -> dict[int, torch.Tensor]:
     """By layer, the keys [positions, num_kv_heads, head_size] that ``constants``, in place of what projections give, make.
 
     Raises:
@@ -168,26 +166,26 @@ def _constant(projection: Any, constant: torch.Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def _explained(turned: torch.Tensor, positions: torch.Tensor, candidates: list[torch.Tensor]) -> Embedding | None:
-    """What makes the keys ``turned`` [n, heads, size] at ``positions`` [n] of those at the first, 0; ``None`` if no embedding of
+def _explained(rotary_keys: torch.Tensor, positions: torch.Tensor, candidates: list[torch.Tensor]) -> Embedding | None:
+    """What makes the keys ``rotary_keys`` [n, heads, size] at ``positions`` [n] of those at the first, 0; ``None`` if no embedding of
     ``candidates``' rates."""
-    bias, size = turned[0], turned.shape[2]
+    bias, size = rotary_keys[0], rotary_keys.shape[2]
     allowed = _TOLERANCE * float(bias.abs().amax())
-    positions = positions.to(turned.device, torch.float64)
-    if float((turned - bias).abs().amax()) <= allowed:
+    positions = positions.to(rotary_keys.device, torch.float64)
+    if float((rotary_keys - bias).abs().amax()) <= allowed:
         return Embedding(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     for rates in candidates:
         count = len(rates)
         if 2 * count > size:
             continue
-        index = torch.arange(count, device=turned.device)
+        index = torch.arange(count, device=rotary_keys.device)
         for pairs in (torch.stack((index, index + count), 1), torch.stack((2 * index, 2 * index + 1), 1)):
-            angle = positions[:, None, None] * rates.to(turned.device)
+            angle = positions[:, None, None] * rates.to(rotary_keys.device)
             x, y = bias[:, pairs].unbind(-1)
-            wanted = turned.clone()
+            wanted = rotary_keys.clone()
             wanted[:] = bias
             wanted[..., pairs[:, 0]] = x * angle.cos() - y * angle.sin()
             wanted[..., pairs[:, 1]] = y * angle.cos() + x * angle.sin()
-            if float((turned - wanted).abs().amax()) <= allowed:
+            if float((rotary_keys - wanted).abs().amax()) <= allowed:
                 return Embedding(pairs, rates)
     return None

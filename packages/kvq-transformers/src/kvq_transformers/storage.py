@@ -85,7 +85,7 @@ class LayerPages:
         residual: ResidualWindow | None = None,
     ) -> None:
         self.backend, self.device = backend, device
-        self._exact = ExactPages(residual, geometry, 1, device) if residual is not None and backend.mode != "none" else None
+        self._exact = ExactPages(residual, geometry, 1, device) if residual is not None and residual.serves(backend.mode) else None
         self._scales = given.k_scale, given.v_scale
         self.geometry = geometry
         self._pages = self._allocated(geometry)
@@ -101,7 +101,7 @@ class LayerPages:
         if self.smoothing is not None:
             self.smoothing.check(geometry.num_kv_heads, geometry.head_size)
         # Ops are defined at first use, which torch.compile could not trace.
-        for used in (backend, get_backend("none")):
+        for used in (backend, get_backend("none") if self._exact is None else self._exact.backend):
             ops.write_op(used)
             ops.read_op(used)
 
@@ -155,8 +155,9 @@ class LayerPages:
         return () if self._exact is None else tuple(self._exact.tensors.values())
 
     @property
-    def keeps_exact(self) -> bool:
-        return self._exact is not None
+    def exact_backend(self) -> QuantKVBackend | None:
+        """The mode of exact rows, if it keeps some."""
+        return None if self._exact is None else self._exact.backend
 
     def grow(self, num_blocks: int, num_exact_blocks: int = 0) -> None:
         """Make room for ``num_blocks`` blocks, and as many of exact rows; those there are keep their numbers and bytes."""
@@ -217,7 +218,7 @@ class LayerPages:
         )
         if self._exact is not None and residual is not None:
             self._exact.copy_blocks(residual.copies)
-            self._exact.write(0, key, value, residual)
+            self._exact.write(0, key, value, residual, smoothing=self.smoothing, positions=positions)
 
     def attend(self, q: torch.Tensor, out: torch.Tensor, batch: Batch, scoring: Scoring) -> None:
         """Causal attention of rows ``q`` [num_tokens, num_query_heads, head_size] over the pages, into ``out``."""

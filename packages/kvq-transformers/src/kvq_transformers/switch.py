@@ -30,6 +30,7 @@ def enable(
     block_size: int = 16,
     residual_length: int = 0,
     sink_tokens: int = 0,
+    residual_mode: str = "none",
     smoothing: Smoothings = KEY_BIAS,
     k_scale: Scales = None,
     v_scale: Scales = None,
@@ -43,8 +44,8 @@ def enable(
 
     Args:
         model: a decoder with ``generate``.
-        mode, max_cache_len, block_size, residual_length, sink_tokens, smoothing, k_scale, v_scale: as for :class:`KVQCache`. Copied:
-            later changes have no effect.
+        mode, max_cache_len, block_size, residual_length, sink_tokens, residual_mode, smoothing, k_scale, v_scale: as for
+            :class:`KVQCache`. Copied: later changes have no effect.
 
     Raises:
         ArgumentError: the model's attention cannot run over kvq's pages, or an argument does not fit; the model is left as it was.
@@ -55,7 +56,7 @@ def enable(
     text = decoder_config(model.config)
     was_on = text._attn_implementation == NAME
     options: dict[str, Any] = {"max_cache_len": max_cache_len, "block_size": block_size, "smoothing": smoothing}
-    options |= {"residual_length": residual_length, "sink_tokens": sink_tokens}
+    options |= {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
     # Refuses here rather than at the first generate, and settles what mappings say.
     settled = KVQCache(model, mode, k_scale=k_scale, v_scale=v_scale, **options).settled | options
     if not _follows(model, text):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from kvq_core.errors import ArgumentError, KVQError
@@ -17,7 +18,7 @@ from kvq_vllm.names import VLLM_NAMES, mode_of
 from kvq_vllm.pages import content_bytes
 from kvq_vllm.plugin import SLOT
 from kvq_vllm.refusals import explained, head_size_reason
-from kvq_vllm.settings import NOTHING, SECTION, current
+from kvq_vllm.settings import NOTHING, SECTION, current, smallest_window_block
 from kvq_vllm.smoothing import load
 
 
@@ -89,6 +90,15 @@ class KVQBackend(AttentionBackend):
         except KVQError as problem:
             unfit = str(problem)
         return reasons + ([] if unfit is None else [unfit])
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Where the user asks for none: one whose pages hold 16 exact rows, with a residual window."""
+        preferred, settings = super().get_preferred_block_size(default_block_size), current()
+        config = get_current_vllm_config_or_none()
+        if not settings.residual_length or config is None:
+            return preferred
+        return max(preferred, smallest_window_block(settings, config.model_config.get_head_size()))
 
     # -- pages ----------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from kvq_vllm.smoothing import check_smoothed, has_rotary_mean
 
 @dataclass
 class KVQMetadata:
-    """A step's batch; the names are vLLM's. ``positions``: of its tokens, where a layer takes off what turns with them."""
+    """A step's batch; the names are vLLM's. ``positions``: of its tokens, where a layer takes off a rotary mean."""
 
     num_actual_tokens: int
     max_query_len: int

@@ -12,7 +12,10 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.environment import kernels_of
 from kvq_core.launch.warmup import Demand, places_of, reserve_workspace, warm_up
-from kvq_vllm.pages import layer_views
+from kvq_core.plan.planner import DECODE_QUERY_LEN
+from kvq_core.registry import get_backend
+from kvq_vllm.pages import content_bytes, layer_views
+from kvq_vllm.settings import Settings
 
 _LOG = logging.getLogger("vllm.kvq")
 
@@ -24,6 +27,16 @@ def query_rows(config: Any) -> tuple[int, ...]:
     return (1, 1 + drafts) if drafts else (1,)
 
 
+def longest_decode(config: Any) -> int:
+    """The most rows a sequence in steps that kvq's planner takes for decode, or that vLLM captures."""
+    return max(DECODE_QUERY_LEN, *query_rows(config))
+
+
+def longest_prefill(config: Any) -> int:
+    """The most rows a sequence in any step."""
+    return max(longest_decode(config), min(config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len))
+
+
 def has_kernels(backend: QuantKVBackend) -> bool:
     """Whether both doors are kernels on a GPU. What a mode without them does there depends on values, and cannot be planned or captured."""
     return kernels_of(backend) == {"write", "read"}
@@ -31,37 +44,70 @@ def has_kernels(backend: QuantKVBackend) -> bool:
 
 def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> Demand:
     """Of a layer, over that many blocks of pages in vLLM's head-major order. ``page_bytes``: a page's, its padding included."""
-    content = impl.content_bytes(dtype)
+    caches = _caches(impl, impl.kvq, num_blocks, block_size, dtype, page_bytes)
+    if impl.kvq.takes_scales:
+        scale = torch.empty((), dtype=torch.float32, device="meta")
+        caches = LayerCaches(caches.key_cache, caches.value_cache, scale, scale)
+    return Demand(
+        mode=impl.kvq.mode,
+        places=places_of(caches),
+        max_seqlen_k=config.model_config.max_model_len,
+        sinks=None if impl.sinks is None or impl.residual is not None else impl.sinks.dtype,
+        smoothed=impl.smoothing is not None,
+        balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
+        rotary_pairs=0 if impl.smoothing is None or impl.smoothing.rotary is None else impl.smoothing.rotary.steps.shape[1],
+        key_stops=impl.residual is not None,
+        **_options(impl, config, dtype),
+    )
+
+
+def window_demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> Demand:
+    """Of the exact rows of a layer with a residual window."""
+    length = Settings.of(config).residual_length
+    few, many = (block_size * blocks_read(length, block_size, rows) for rows in (longest_decode(config), longest_prefill(config)))
+    return Demand(
+        mode=_NONE.mode,
+        places=places_of(_caches(impl, _NONE, num_blocks, block_size, dtype, page_bytes)),
+        max_seqlen_k=many,
+        decodes=(longest_decode(config), few),
+        sinks=None if impl.sinks is None else impl.sinks.dtype,
+        **_options(impl, config, dtype),
+    )
+
+
+def blocks_read(length: int, block_size: int, rows: int) -> int:
+    """The most blocks of exact rows that a step with ``rows`` of a sequence reads, beside whose own tokens are ``length`` before them."""
+    return -(-(length + block_size - 1 + rows) // block_size)
+
+
+def _caches(impl: Any, backend: QuantKVBackend, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int) -> LayerCaches:
+    """Views of a layer's pages, without memory."""
+    content = content_bytes(backend, impl.head_size, impl.head_size, dtype)
     inner = impl.num_kv_heads * block_size * content
     strides = (max(page_bytes, inner), block_size * content, content, 1)
     shape = (num_blocks, impl.num_kv_heads, block_size, content)
     size = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     pages = torch.empty(size, dtype=torch.uint8, device="meta").as_strided(shape, strides)
-    caches = layer_views(impl.kvq, pages, impl.head_size, impl.head_size, dtype)
-    if impl.kvq.takes_scales:
-        scale = torch.empty((), device="meta")
-        caches = LayerCaches(caches.key_cache, caches.value_cache, scale, scale)
+    return layer_views(backend, pages, impl.head_size, impl.head_size, dtype)
+
+
+def _options(impl: Any, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What reads of a layer's packed and exact rows share."""
     scheduler = config.scheduler_config
-    return Demand(
-        mode=impl.kvq.mode,
-        num_query_heads=impl.num_heads,
-        head_size=impl.head_size,
-        head_size_v=impl.head_size,
-        dtype=dtype,
-        places=places_of(caches),
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_tokens=scheduler.max_num_batched_tokens,
-        max_seqlen_k=config.model_config.max_model_len,
-        query_rows=query_rows(config),
-        window=impl.window[0],
-        softcap=impl.softcap,
-        sinks=None if impl.sinks is None else impl.sinks.dtype,
-        slopes=impl.alibi_slopes is not None,
-        sqrt=impl.use_alibi_sqrt,
-        smoothed=impl.smoothing is not None,
-        balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
-        rotary_pairs=0 if impl.smoothing is None or impl.smoothing.rotary is None else impl.smoothing.rotary.steps.shape[1],
-    )
+    return {
+        "num_query_heads": impl.num_heads,
+        "head_size": impl.head_size,
+        "head_size_v": impl.head_size,
+        "dtype": dtype,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_tokens": scheduler.max_num_batched_tokens,
+        "query_rows": query_rows(config),
+        "window": impl.window[0],
+        "softcap": impl.softcap,
+        "slopes": impl.alibi_slopes is not None,
+        "sqrt": impl.use_alibi_sqrt,
+        "partial": impl.residual is not None,
+    }
 
 
 def reserve_for(impl: Any, config: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -69,14 +115,25 @@ def reserve_for(impl: Any, config: Any, dtype: torch.dtype, device: torch.device
     # Micro-batches overlap on two streams, which must not share a workspace.
     if device.type != "cuda" or getattr(config.parallel_config, "enable_dbo", False) or not has_kernels(impl.kvq):
         return
-    demand = demand_of(impl, config, 1, 16, dtype)
-    if demand not in _RESERVED:
-        _RESERVED.add(demand)
-        reserve_workspace([demand], device)
+    demands = {demand_of(impl, config, 1, 16, dtype)}
+    if impl.residual is not None:
+        demands.add(window_demand_of(impl, config, 1, 16, dtype))
+    _RESERVED.update(new := demands - _RESERVED)
+    reserve_workspace(list(new), device)
 
 
+_NONE = get_backend("none")
 _RESERVED: set[Demand] = set()
 _WARM: set[Demand] = set()
+
+
+def _attending(layer: Any) -> Any:
+    """The part in attention of a layer, or of the one whose exact rows it has."""
+    return layer.packed if hasattr(layer, "packed") else layer.impl
+
+
+def _demand(layer: Any, *sizes: Any) -> Demand:
+    return (window_demand_of if hasattr(layer, "packed") else demand_of)(_attending(layer), *sizes)
 
 
 def warm_up_group(kv_cache_spec: Any, layer_names: list[str], config: Any, device: torch.device) -> None:
@@ -86,7 +143,7 @@ def warm_up_group(kv_cache_spec: Any, layer_names: list[str], config: Any, devic
     layers = [config.compilation_config.static_forward_context[name] for name in layer_names]
     block_size, dtype = kv_cache_spec.block_size, config.model_config.dtype
     sizes = config.cache_config.num_gpu_blocks, block_size, dtype, kv_cache_spec.page_size_bytes
-    demands = {demand_of(layer.impl, config, *sizes) for layer in layers if has_kernels(layer.impl.kvq)} - _WARM
+    demands = {_demand(layer, config, *sizes) for layer in layers if has_kernels(_attending(layer).kvq)} - _WARM
     if not demands:
         return
     _WARM.update(demands)

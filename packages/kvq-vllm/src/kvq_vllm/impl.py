@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
 from kvq_core.plan.planner import set_batch_invariant
+from kvq_core.residual.reads import PartialRead, attend
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
@@ -59,6 +60,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.use_alibi_sqrt = use_alibi_sqrt
         self.smoothing: KeySmoothing | None = None
         self.positions: torch.Tensor | None = None
+        self.residual: Any = None
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
         listen()
         if envs.VLLM_BATCH_INVARIANT:
@@ -73,6 +75,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         config = get_current_vllm_config_or_none()
         if config is not None:
             smooth_layers(config, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+            _add_windows(config)
             reserve_for(self, config, act_dtype, config.device_config.device)
 
     def do_kv_cache_update(
@@ -80,7 +83,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
     ) -> None:
         """Store the step's rows. ``slot_mapping`` may be shorter: the other rows are padding."""
         caches = self._caches(layer, kv_cache, key.dtype, value.shape[2])
-        turns = self.smoothing is not None and self.smoothing.rotary is not None
+        rotary = self.smoothing is not None and self.smoothing.rotary is not None
         self.kvq.reshape_and_cache(
             key,
             value,
@@ -90,8 +93,11 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             k_scale_cache=caches.k_scale_cache,
             v_scale_cache=caches.v_scale_cache,
             smoothing=self.smoothing,
-            positions=self._positions_of(layer) if turns else None,
+            positions=self._positions_of(layer) if rotary else None,
         )
+        if self.residual is not None:
+            slots: Any = get_forward_context().slot_mapping
+            self.residual.write(key, value, slots[self.residual.layer_name])
 
     def forward(
         self,
@@ -107,31 +113,32 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
     ) -> torch.Tensor:
         """Attend over the pages, which hold the step's own rows already. Without metadata (memory profiling) there are no pages."""
         if attn_metadata is None:
+            if self.residual is not None:
+                # So that vLLM's memory profiling sees what two reads take.
+                _ = [torch.empty(output.shape, dtype=torch.float32, device=output.device) for _ in range(2)]
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ArgumentError("output_scale", "a fused quantization of the output", f"none: kvq offers no such fusion; {WITHOUT_KVQ}")
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
         caches = self._caches(layer, kv_cache, query.dtype, output.shape[2])
-        self.kvq.unified_attention(
-            query[:rows],
-            caches.key_cache,
-            caches.value_cache,
-            output[:rows],
-            cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=batch.max_seq_len,
-            softmax_scale=self.scale,
-            window_size=self.window,
-            block_table=batch.block_table,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            alibi_slopes=self.alibi_slopes,
-            use_alibi_sqrt=self.use_alibi_sqrt,
-            k_scale_cache=caches.k_scale_cache,
-            v_scale_cache=caches.v_scale_cache,
-            smoothing=self.smoothing,
-        )
+        packed: dict[str, Any] = {"seqused_k": batch.seq_lens, "max_seqlen_k": batch.max_seq_len, "block_table": batch.block_table}
+        packed["smoothing"] = self.smoothing
+        options: dict[str, Any] = {
+            "cu_seqlens_q": batch.query_start_loc,
+            "max_seqlen_q": batch.max_query_len,
+            "softmax_scale": self.scale,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "use_alibi_sqrt": self.use_alibi_sqrt,
+        }
+        if self.residual is None:
+            PartialRead(self.kvq, caches, packed | {"sinks": self.sinks})(query[:rows], output[:rows], **options)
+            return output
+        exact, older = self._metadata_of(self.residual), None
+        if not exact.nothing_packed:
+            older = PartialRead(self.kvq, caches, packed | {"key_stops": exact.key_stops})
+        attend(query[:rows], output[:rows], self.residual.read(exact, query.dtype, self.sinks), older, **options)
         return output
 
     def _caches(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int) -> LayerCaches:
@@ -148,8 +155,20 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
 
     def _positions_of(self, layer: Any) -> torch.Tensor | None:
         """Those of the step's rows and of any padding. Where vLLM captures graphs without a batch, they will be where the batches' are."""
+        batch = self._metadata_of(layer)
+        found: torch.Tensor | None = self.positions if batch is None else batch.positions
+        return found
+
+    @staticmethod
+    def _metadata_of(layer: Any) -> Any:
+        """The step's, as the builder of the layer's group made it; ``None`` outside of a step."""
         metadata: Any = get_forward_context().attn_metadata
         if isinstance(metadata, list):  # with drafts, the first is the served model's
             metadata = metadata[0]
-        batch: KVQMetadata | None = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
-        return self.positions if batch is None else batch.positions
+        return metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
+
+
+def _add_windows(config: Any) -> None:
+    from kvq_vllm.residual import add_windows  # whose layers have this module's backend
+
+    add_windows(config)

@@ -1,4 +1,4 @@
-"""Key biases of a served model: read from its own weights and turned as its rotary embeddings turn them.
+"""Key biases of a served model: read from its own weights, for its rotary embeddings.
 
 vLLM tells an attention layer nothing of the module that it is part of, which holds the projection and the embedding. torch does: whoever
 asks hears of every module that becomes part of another.
@@ -20,10 +20,10 @@ from kvq_core.smoothing.calibration import KeySmoothing
 
 _LOG: Final = logging.getLogger("vllm.kvq")
 _CHECKED: Final = (2, 3, 50, 400)
-"""Positions at which an embedding must turn as its rates say."""
+"""Positions at which an embedding's phases must be those of its rates."""
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Of attention layers, the modules that they are part of."""
-_TURNS: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor] | None] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor] | None] = weakref.WeakKeyDictionary()
 """Of embeddings, which layers share: their tables are as long as the context."""
 _LISTENING: list[Any] = []
 
@@ -53,23 +53,23 @@ def key_bias(layer: Any) -> KeySmoothing | None:
     bias = projection.bias.detach()[first : first + projection.num_kv_heads * size].float().view(-1, size)
     if not bool(bias.any()):
         return None
-    turning = [module for module in owner.children() if isinstance(module, RotaryEmbedding)]
+    rotary = [module for module in owner.children() if isinstance(module, RotaryEmbedding)]
     # Between a bias and a key there must be nothing but the embedding.
-    if len(turning) == 1 and not any("norm" in name for name, _ in owner.named_children()):
-        found = _turned(turning[0], bias)
+    if len(rotary) == 1 and not any("norm" in name for name, _ in owner.named_children()):
+        found = _rotary_smoothing(rotary[0], bias)
         if found is not None:
             return found
     _LOG.warning("kvq: key biases of %s stay in its keys: what becomes of them is not known", layer.layer_name)
     return None
 
 
-def _turned(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None:
-    if embedding not in _TURNS:
-        _TURNS[embedding] = _turns_of(embedding)
-    turns = _TURNS[embedding]
-    if turns is None:
+def _rotary_smoothing(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None:
+    if embedding not in _KNOWN:
+        _KNOWN[embedding] = _gain_and_rates(embedding)
+    known = _KNOWN[embedding]
+    if known is None:
         return None
-    gain, rates = turns
+    gain, rates = known
     count = len(rates)
     index = torch.arange(count)
     pairs = torch.stack((index, index + count) if embedding.is_neox_style else (2 * index, 2 * index + 1), 1)
@@ -78,8 +78,8 @@ def _turned(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None:
     return KeySmoothing.of_bias(scaled, pairs, rates)
 
 
-def _turns_of(embedding: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What an embedding multiplies pairs of channels by, and by how many radians it turns them a position; ``None`` if that changes."""
+def _gain_and_rates(embedding: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What an embedding multiplies pairs of channels by, and their radians a position; ``None`` if these change."""
     count, least = embedding.rotary_dim // 2, max(_CHECKED) + 1
     try:
         table = embedding._compute_cos_sin_cache()[:least].double()

@@ -9,6 +9,7 @@ from typing import Any, Final
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend
 from kvq_vllm.names import PLAIN_NAMES, VLLM_NAMES, own_names
+from kvq_vllm.settings import RESIDUAL
 
 WITHOUT_KVQ: Final = "use --kv-cache-dtype auto or fp8 without --attention-backend CUSTOM"
 
@@ -108,6 +109,21 @@ def check_group(kv_cache_spec: Any, config: Any) -> None:
         ranks = getattr(config.parallel_config, name, 1)
         if ranks > 1:
             raise ArgumentError(f"--{name.replace('_', '-')}", ranks, f"1: {_PARTS}; {WITHOUT_KVQ}")
+
+
+_WITHOUT_LAYERS: Final = ("ngram", "suffix")
+"""Ways to propose drafts whose cache vLLM need not prepare each step for."""
+
+
+def check_residual(config: Any) -> None:
+    """Raise :class:`ArgumentError` if vLLM would not keep pages of exact rows as it keeps those of a sliding window."""
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        need = f"vLLM's manager of several kinds of pages, which keeps those of the newest tokens alone, for {RESIDUAL}"
+        raise ArgumentError("--disable-hybrid-kv-cache-manager", True, need)
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is not None and not str(speculative.method).startswith(_WITHOUT_LAYERS):
+        need = f"{' or '.join(_WITHOUT_LAYERS)}, which have no layers of their own, with {RESIDUAL}"
+        raise ArgumentError("--speculative-config", speculative.method, need)
 
 
 _CONNECTORS: Final = f"{EXPLANATIONS['KV connector not supported']}; {WITHOUT_KVQ}"

@@ -11,13 +11,19 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_vllm.names import VLLM_NAMES, mode_of
+from kvq_vllm.pages import content_bytes
 
 SECTION: Final = "kvq"
-"""The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE or "none"}``, both optional."""
+"""The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE or "none", "residual_length": TOKENS}``, each
+optional."""
 SMOOTHING: Final = f"--additional-config {SECTION}.smoothing"
 """What messages call the second."""
+RESIDUAL: Final = f"--additional-config {SECTION}.residual_length"
+"""And the third."""
 NOTHING: Final = "none"
 """In place of a file: keys are stored as they are."""
+_FIELDS: Final = {"mode": str, "smoothing": str, "residual_length": int}
+_KINDS: Final = {str: "a string", int: "a whole number"}
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,13 @@ class Settings:
 
     ``kv_cache_dtype``: the option's value. ``override``: the mode of layers with one of vLLM's own quantized names.
     ``smoothing``: a file of :meth:`kvq_core.smoothing.calibration.ModelSmoothing.save`, :data:`NOTHING`, or ``None``: what the weights say.
-    ``dtype``: of the model's K/V rows.
+    ``residual_length``: how many of a sequence's newest tokens are read from exact rows. ``dtype``: of the model's K/V rows.
     """
 
     kv_cache_dtype: str = "auto"
     override: str | None = None
     smoothing: str | None = None
+    residual_length: int = 0
     dtype: torch.dtype = torch.bfloat16
 
     @classmethod
@@ -41,11 +48,14 @@ class Settings:
         found = getattr(config, "additional_config", None)
         section = found.get(SECTION, {}) if isinstance(found, dict) else {}
         argument = f"--additional-config {SECTION}"
-        if not isinstance(section, dict) or set(section) - {"mode", "smoothing"}:
-            raise ArgumentError(argument, repr(section), 'a mapping with "mode", "smoothing" or both')
+        if not isinstance(section, dict) or set(section) - set(_FIELDS):
+            raise ArgumentError(argument, repr(section), f"a mapping with some of {', '.join(_FIELDS)}")
         for name, value in section.items():
-            if not isinstance(value, str):
-                raise ArgumentError(f"{argument}.{name}", repr(value), "a string")
+            if type(value) is not _FIELDS[name]:
+                raise ArgumentError(f"{argument}.{name}", repr(value), _KINDS[_FIELDS[name]])
+        length = section.get("residual_length", 0)
+        if length < 0:
+            raise ArgumentError(RESIDUAL, length, "0 or more tokens")
         override = section.get("mode")
         name = "auto" if cache is None else str(cache.cache_dtype)
         if override is not None and name not in VLLM_NAMES:
@@ -56,7 +66,9 @@ class Settings:
         smoothing = section.get("smoothing")
         if smoothing not in (None, NOTHING):
             _check_smoothed_mode(smoothing, name, mode_of(name, full))
-        return cls(name, full, smoothing, dtype)
+        if length and mode_of(name, full) in (None, "none"):
+            raise ArgumentError(RESIDUAL, f"{length} with --kv-cache-dtype {name}", "a quantized --kv-cache-dtype of kvq's")
+        return cls(name, full, smoothing, length, dtype)
 
     def backend(self, kv_cache_dtype: str) -> QuantKVBackend:
         """The kvq backend of layers with this ``kv_cache_dtype``."""
@@ -75,6 +87,14 @@ def _check_smoothed_mode(file: str, name: str, mode: str | None) -> None:
         raise ArgumentError(
             SMOOTHING, got, f"a mode that finds its own scales: those of {mode} come with the checkpoint, for keys as they are"
         )
+
+
+def smallest_window_block(settings: Settings, head_size: int) -> int:
+    """The least block size, a power of two, with which a page of packed rows holds 16 exact ones."""
+    name = settings.kv_cache_dtype
+    content = content_bytes(get_backend(name) if name in VLLM_NAMES else settings.backend(name), head_size, head_size, settings.dtype)
+    need = -(-16 * content_bytes(get_backend("none"), head_size, head_size, settings.dtype) // content)
+    return max(16, 1 << (need - 1).bit_length())
 
 
 _LAST: list[Settings] = []

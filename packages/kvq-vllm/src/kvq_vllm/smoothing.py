@@ -76,7 +76,7 @@ def lacks_smoothing(layer: Any) -> bool:
 
 
 def has_rotary_mean(layer: Any) -> bool:
-    """Whether keys of ``layer`` lack something that turns with their positions."""
+    """Whether keys of ``layer`` are stored less a rotary mean."""
     smoothing: KeySmoothing | None = getattr(layer.impl, "smoothing", None)
     return smoothing is not None and smoothing.rotary is not None
 

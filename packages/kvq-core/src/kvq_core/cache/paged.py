@@ -58,6 +58,7 @@ class PagedKVCache:
             the mean of the first keys it is given off all that it stores (:mod:`kvq_core.smoothing.calibration`). Fixed for its life.
         residual_length, sink_tokens: read the newest and the first so many tokens of a sequence from exact rows, at least
             (:mod:`kvq_core.residual`). Each layer's :meth:`attend` then follows its :meth:`write`.
+        residual_mode: the mode of exact rows: ``none``, as they are given, or one that quantizes each, such as ``int8``.
         max_sequences: with one of the two: sequences that live at a time, for which exact rows are allocated.
 
     Raises:
@@ -86,6 +87,7 @@ class PagedKVCache:
         smoothing: Smoothings = None,
         residual_length: int = 0,
         sink_tokens: int = 0,
+        residual_mode: str = "none",
         max_sequences: int | None = None,
     ) -> None:
         backend = _backend("mode_or_backend", mode_or_backend)
@@ -94,8 +96,8 @@ class PagedKVCache:
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
         self._table = SequenceTable(BlockPool(geometry.num_blocks), geometry.block_size)
         self.backend, self.geometry = backend, geometry
-        self._exact = ResidualRows.of(residual_length, sink_tokens, max_sequences, geometry, self.device)
         self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), geometry.num_kv_heads, geometry.head_size, self.device)
+        self._exact = ResidualRows.of(residual_length, sink_tokens, max_sequences, geometry, self.device, residual_mode, self.smoothing)
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -255,19 +257,10 @@ class PagedKVCache:
         for name, rows, size in (("key", key, g.head_size), ("value", value, g.head_size_v)):
             (self._exact or self._pages).check_rows(name, rows, (step.num_tokens, g.num_kv_heads, size))
         smoothing = self._smoothings.for_write(layer, key)
-        self.backend.reshape_and_cache(
-            key,
-            value,
-            caches.key_cache,
-            caches.value_cache,
-            step.slot_mapping,
-            k_scale_cache=caches.k_scale_cache,
-            v_scale_cache=caches.v_scale_cache,
-            smoothing=smoothing,
-            positions=step.positions_for(smoothing),
-        )
+        stored: dict[str, Any] = {"smoothing": smoothing, "positions": step.positions_for(smoothing)}
+        self.backend.reshape_and_cache(key, value, slot_mapping=step.slot_mapping, **vars(caches), **stored)
         if self._exact is not None and step.residual is not None:
-            self._exact.pages.write(layer, key, value, step.residual)
+            self._exact.pages.write(layer, key, value, step.residual, **stored)
 
     def attend(
         self,

@@ -32,6 +32,7 @@ _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _CHECKED: Final = ("mode", "geometry", "next_id", "smoothing", "checksums")
 """What of the header its own checksum is of: all that the bytes' meaning depends on."""
 _RESIDUAL: Final = ("residual_length", "sink_tokens", "max_sequences")
+"""Counts among what a header says of exact rows."""
 _LARGEST_ID: Final = 2**62
 
 
@@ -45,8 +46,8 @@ class Header:
     next_id: int
     smoothing: str | None = None
     """The fingerprint of what keys were smoothed with."""
-    residual: dict[str, int] | None = None
-    """``residual_length``, ``sink_tokens`` and ``max_sequences``, if exact rows are kept."""
+    residual: dict[str, Any] | None = None
+    """``residual_length``, ``sink_tokens``, ``max_sequences`` and ``residual_mode``, if exact rows are kept."""
 
     def to_json(self, checksums: Mapping[str, int]) -> str:
         geometry = asdict(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
@@ -124,7 +125,10 @@ class Snapshot:
             geometry = Geometry(**stored | {"dtype": _DTYPES[stored["dtype"]]})
             checksums = dict(raw["checksums"])
             smoothing = None if version != SMOOTHED_VERSION and raw.get("smoothing") is None else str(raw["smoothing"])
-            residual = {name: _count(raw["residual"][name]) for name in _RESIDUAL} if version == RESIDUAL_VERSION else None
+            residual = None
+            if version == RESIDUAL_VERSION:
+                rows = raw["residual"]
+                residual = {name: _count(rows[name]) for name in _RESIDUAL} | {"residual_mode": _text(rows["residual_mode"])}
             packages = {name: _text(package) for name, package in raw["packages"].items()}
             next_id = raw["next_id"]
             if type(next_id) is not int or not 0 <= next_id <= _LARGEST_ID:

@@ -30,7 +30,7 @@ class Smoothing:
 
     @property
     def num_pairs(self) -> int:
-        """The pairs of channels that turn, of a read; 0 without a rotary mean."""
+        """The rotary pairs of channels, of a read; 0 without a rotary mean."""
         return 0 if self.rotary is None else self.rotary.shape[2]
 
     def validate(self, num_kv_heads: int, head_size: int, device: torch.device, *, of_read: bool) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvq_core.cache.layout import cell_size, fields
 from kvq_core.capacity.shape import AttentionLayer, ModelShape
 from kvq_core.errors import ArgumentError
+from kvq_core.registry import get_backend
 from kvq_core.residual.window import ResidualWindow
 
 if TYPE_CHECKING:
@@ -118,9 +119,9 @@ class _Costs:
 def _costs(backend: QuantKVBackend, shape: ModelShape, window: ResidualWindow | None = None) -> _Costs:
     kinds = Counter(shape.layers).items()
     layers = [(count * layer_bytes(backend, layer, shape.dtype), layer) for layer, count in kinds]
-    if window is None or backend.mode == "none":
+    if window is None or not window.serves(backend.mode):
         return _Costs(layers)
-    exact = sum(count * layer.num_kv_heads * (layer.head_size + layer.head_size_v) * shape.dtype.itemsize for layer, count in kinds)
+    exact = sum(count * layer_bytes(get_backend(window.mode), layer, shape.dtype) for layer, count in kinds)
     return _Costs(layers, exact * window.blocks_per_sequence * window.block_size)
 
 
@@ -155,6 +156,7 @@ def size_of(
     block_size: int = 16,
     residual_length: int = 0,
     sink_tokens: int = 0,
+    residual_mode: str = "none",
 ) -> CacheSize:
     """What ``shape``'s cache takes in the mode of ``backend``, on whatever GPU.
 
@@ -162,8 +164,8 @@ def size_of(
         context: tokens a sequence, prompt and output.
         concurrency: sequences at once.
         block_size: slots a block, a multiple of 8.
-        residual_length, sink_tokens: of a residual window (:mod:`kvq_core.residual`), whose exact rows are counted as for
-            :class:`~kvq_core.PagedKVCache`.
+        residual_length, sink_tokens, residual_mode: of a residual window (:mod:`kvq_core.residual`), whose exact rows are counted as
+            for :class:`~kvq_core.PagedKVCache`, but for a mode whose packed rows are no worse.
 
     Raises:
         ArgumentError: the mode cannot pack the model's head sizes, or a number is out of range.
@@ -173,7 +175,7 @@ def size_of(
             raise ArgumentError(name, value, "a positive integer")
     if block_size % 8:
         raise ArgumentError("block_size", block_size, "a multiple of 8")
-    costs = _costs(backend, shape, ResidualWindow.of(residual_length, sink_tokens, block_size))
+    costs = _costs(backend, shape, ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode))
     values = _Costs([(layer.num_kv_heads * (layer.head_size + layer.head_size_v) * n, layer) for layer, n in Counter(shape.layers).items()])
     per_token, elements = sum(nbytes for nbytes, _ in costs.layers), sum(number for number, _ in values.layers)
     one, held = costs.held(context, block_size), values.held(context, block_size)
@@ -188,11 +190,13 @@ def size_of(
     )
 
 
-def capacity_of(backend: QuantKVBackend, shape: ModelShape, budget: Budget, *, context: int, **options: int) -> Capacity:
+def capacity_of(backend: QuantKVBackend, shape: ModelShape, budget: Budget, *, context: int, **options: Any) -> Capacity:
     """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. ``options`` and errors are those of :func:`size_of`."""
     size = size_of(backend, shape, context=context, **options)
     room, block_size = max(budget.cache_bytes, 0), options.get("block_size", 16)
-    window = ResidualWindow.of(options.get("residual_length", 0), options.get("sink_tokens", 0), block_size)
+    window = ResidualWindow.of(
+        options.get("residual_length", 0), options.get("sink_tokens", 0), block_size, options.get("residual_mode", "none")
+    )
     each = room // options.get("concurrency", 1)
     return Capacity(
         **vars(size),

@@ -65,6 +65,7 @@ _TOKENS: Final = click.IntRange(0, 2**30)
     "--residual-length", type=click.IntRange(0, 2**30), default=0, help="Newest tokens of a sequence kept exact.  [default: none]"
 )
 @click.option("--sink-tokens", type=click.IntRange(0, 2**30), default=0, help="First tokens of a sequence kept exact.  [default: none]")
+@click.option("--residual-mode", default="none", show_default=True, help="What the tokens kept exact are stored in, such as int8.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Of the model's rows.  [default: the config's]")
 @click.option(
     "--ignore-windows", is_flag=True, help="Count windowed layers as if they kept every token, as a cache that evicts nothing does."
@@ -84,6 +85,7 @@ def calc(
     block_size: int,
     residual_length: int,
     sink_tokens: int,
+    residual_mode: str,
     dtype: str | None,
     ignore_windows: bool,
     plot: Path | None,
@@ -97,6 +99,7 @@ def calc(
     copy of one, with more GPUs than heads) and of the weights.
     """
     from kvq_core.capacity import GIB, Budget, model_shape
+    from kvq_core.residual.window import ResidualWindow
 
     if block_size < 8 or block_size % 8:
         raise ArgumentError("block_size", block_size, "a multiple of 8")
@@ -109,12 +112,13 @@ def calc(
     context = context or min(8192, shape.max_context or 8192)
     backends, faults = backends_of(modes)
     numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
-    window = {"residual_length": residual_length, "sink_tokens": sink_tokens}
+    window = {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
+    with_window = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode) is not None
     figures, refused, broken = _figures(backends, bool(modes), shape, budget, **numbers, **window)
     faults += broken
     if form == "table":
         _explain(config, shape, budget, source, gpus)
-        output.say(_table(figures, context, concurrency, with_window=bool(residual_length or sink_tokens)))
+        output.say(_table(figures, context, concurrency, with_window=with_window))
         for line in [*refused, *(f"broken: {fault}" for fault in faults)]:
             output.say(line)
         if shape.max_context and context > shape.max_context:
@@ -197,7 +201,7 @@ def _figures(
     asked_for: bool,
     shape: ModelShape,
     budget: Budget | None,
-    **numbers: int,
+    **numbers: Any,
 ) -> tuple[list[CacheSize], list[str], list[str]]:
     """A figure a mode, largest first; why modes that nobody asked for by name have none; and what is wrong with those that are broken."""
     from kvq_core.capacity import capacity_of, size_of

@@ -38,7 +38,7 @@ kvq eval --model smollm2 --text book.txt --mode int4,k4v2 --task copy,passkey,ar
 kvq eval --model Qwen/Qwen3-0.6B --text book.txt --mode int8,int4 --device cuda --out results
 
 A mode's options follow it: MODE:name=value,name=value. smoothing=KIND is as --smoothing; residual_length=N and sink_tokens=N leave the
-newest and the first N tokens exact.
+newest and the first N tokens exact, or with residual_mode=MODE in that mode.
 
 TEXT is UTF-8. A line "#### name" opens a document; a text without such lines is one. Documents are cut into passages of --length
 tokens. Standard errors are over documents, or over the passages of a single one.

@@ -19,6 +19,7 @@ FIRST_PARTY_BITS: Final = {
     "fp8_per_token_head": 8.25,
     "fp8_per_tensor": 8.0,
     "int4_per_token_head": 4.25,
+    "int3_per_token_head": 3.25,
     "int2_per_token_head": 2.25,
 }
 """Bits a stored value with heads of 128 and a bf16 model, scales included: facts of the formats, here so that listing imports nothing."""

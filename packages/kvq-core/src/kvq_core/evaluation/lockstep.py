@@ -150,10 +150,10 @@ def _result(run: _Run, exact: _Run, subject: Subject, passages: Sequence[Passage
 
 
 def sizes_of(config: CacheConfig, subject: Subject, context: int) -> Sizes:
-    """What a cache of ``context`` tokens takes, with exact rows in bf16."""
-    bf16 = subject.bytes_per_token(get_backend("none"), torch.bfloat16)
+    """What a cache of ``context`` tokens takes, with exact rows of bf16 or of their own mode."""
+    bf16, exact = (subject.bytes_per_token(backend, torch.bfloat16) for backend in (get_backend("none"), config.exact_backend))
     packed = context * subject.bytes_per_token(config.backend)
-    return Sizes(context, packed + config.exact_tokens(context) * bf16, context * bf16)
+    return Sizes(context, packed + config.exact_tokens(context) * exact, context * bf16)
 
 
 def _advance(

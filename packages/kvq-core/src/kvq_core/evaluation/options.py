@@ -49,9 +49,10 @@ SMOOTHING: Final = Option(
 )
 RESIDUAL_LENGTH: Final = Option("residual_length", _count, "a number of tokens: the newest, which are kept exact")
 SINK_TOKENS: Final = Option("sink_tokens", _count, "a number of tokens: the first, which are kept exact")
+RESIDUAL_MODE: Final = Option("residual_mode", str, "a mode: what exact rows are kept in")
 _BLOCK_SIZE: Final = 16
 """Of the caches that subjects make."""
-OPTIONS: Final = {option.name: option for option in (SMOOTHING, RESIDUAL_LENGTH, SINK_TOKENS)}
+OPTIONS: Final = {option.name: option for option in (SMOOTHING, RESIDUAL_LENGTH, SINK_TOKENS, RESIDUAL_MODE)}
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,16 @@ class CacheConfig:
         """This one, with an option that it does not set itself."""
         return replace(self, options={name: value, **self.options})
 
+    @property
+    def exact_backend(self) -> QuantKVBackend:
+        """The mode of exact rows."""
+        return get_backend(self.options.get(RESIDUAL_MODE.name, NOTHING))
+
     def exact_tokens(self, context: int) -> int:
         """Slots of exact rows that a sequence of ``context`` tokens has beside its packed pages."""
         length, sinks = (self.options.get(option.name, 0) for option in (RESIDUAL_LENGTH, SINK_TOKENS))
-        window = ResidualWindow.of(length, sinks, _BLOCK_SIZE)
-        if window is None or self.backend.mode == "none":
+        window = ResidualWindow.of(length, sinks, _BLOCK_SIZE, self.exact_backend.mode)
+        if window is None or not window.serves(self.backend.mode):
             return 0
         return min(window.blocks_per_sequence, -(-context // window.block_size)) * window.block_size
 
@@ -118,7 +124,9 @@ def parse_mode(text: str) -> CacheConfig:
             options[name] = OPTIONS[name].parse(value)
         except ValueError:
             raise ArgumentError(f"--mode, {name}", repr(value), OPTIONS[name].takes) from None
-    return CacheConfig(get_backend(mode), {name: options[name] for name in OPTIONS if name in options})
+    config = CacheConfig(get_backend(mode), {name: options[name] for name in OPTIONS if name in options})
+    config.exact_tokens(1)  # refuses what no window has
+    return config
 
 
 def check_supported(config: CacheConfig, subject: Subject) -> None:

@@ -45,8 +45,8 @@ class Config:
         return self.head_size**-0.5
 
 
-def turned_channels(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Channels that :func:`rope` turns together [n, 2], and by how many radians a position [n]."""
+def rotary_channels(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs of channels of :func:`rope` [n, 2], and their radians a position [n]."""
     half = config.head_size // 2
     index = torch.arange(half)
     return torch.stack((index, index + half), 1), config.rope_theta ** (-index.double() / half)

@@ -15,7 +15,7 @@ from kvq_core.cache.paged import PagedKVCache
 from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
-from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales, turned_channels
+from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales, rotary_channels
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing, Smoothings
 from kvq_core.smoothing.rotary import RotaryStatistics
 
@@ -107,7 +107,7 @@ class TinySubject:
         found: dict[int, KeySmoothing] = {}
         tokens = torch.tensor(passage.tokens, device=self.device)
         positions = torch.arange(len(tokens), device=self.device)
-        pairs, rates = turned_channels(self.model.config)
+        pairs, rates = rotary_channels(self.model.config)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             rows, rotary = k, None

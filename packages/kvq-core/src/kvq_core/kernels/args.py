@@ -29,8 +29,8 @@ class Rows(NamedTuple):
     """A [tokens, heads, channels] tensor with contiguous channels: q, out, or new K/V rows.
 
     Where keys are smoothed, ``mean`` and ``factor`` [kv heads, channels] float32 or None: new keys become ``(k - mean) * factor``; q
-    becomes ``q * factor``, and ``q . mean`` joins its scores. ``rotary``: a table of a mean that turns with the position (:mod:`.rotary`),
-    or None; ``positions`` [tokens] int32: those of new keys.
+    becomes ``q * factor``, and ``q . mean`` joins its scores. ``rotary``: a table of a rotary mean (:mod:`.rotary`), or
+    None; ``positions`` [tokens] int32: those of new keys.
     """
 
     ptr: Any
@@ -168,8 +168,8 @@ class QueryRows(NamedTuple):
 class RotaryRows(NamedTuple):
     """A rotary mean as a tile's query rows see it (:mod:`.rotary`), in log2 units.
 
-    ``along``, ``across``: A and B, [PAIRS, ROWS] if keys come first, else [ROWS, PAIRS]. ``steps``: of the pairs, in the shape of what they
-    turn. ``cosines``, ``sines``: of a few rows, those of a tile's keys counted from its first. ``first``: the position of the sequence's
+    ``along``, ``across``: A and B, [PAIRS, ROWS] if keys come first, else [ROWS, PAIRS]. ``steps``: of the pairs, in the shape of A
+    and B. ``cosines``, ``sines``: of a few rows, those of a tile's keys counted from its first. ``first``: the position of the sequence's
     first key.
     """
 

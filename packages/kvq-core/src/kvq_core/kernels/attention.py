@@ -22,11 +22,22 @@ from kvq_core.kernels.mma import (
     query_operand,
     scores,
     seed_of_rows,
+    sum_over_keys,
     unweigh,
     weigh,
 )
 from kvq_core.kernels.narrow_n import narrow, narrow_rows
-from kvq_core.kernels.paged_kv import first_blocks, key_tile, load_chunks, load_scales, seen_tiles, tile_offsets, tiles_of, unmasked_tiles
+from kvq_core.kernels.paged_kv import (
+    first_blocks,
+    key_tile,
+    load_chunks,
+    load_scales,
+    seen_tiles,
+    side_selectors,
+    tile_offsets,
+    tiles_of,
+    unmasked_tiles,
+)
 from kvq_core.kernels.prefetch import prefetch_first
 from kvq_core.kernels.queries import load_queries, query_ways, scaled_queries
 from kvq_core.kernels.rotary import rotary_rows
@@ -96,6 +107,11 @@ def attend_work_tile(
     state = softmax_start(C)
     acc = accumulator(C)
     largest = 1e-30
+    k_selectors, v_selectors = None, None
+    if K.side_bytes:
+        k_selectors = side_selectors(keys, num_blocks, K_HEADS, K_ROW)
+    if V.side_bytes:
+        v_selectors = side_selectors(values, num_blocks, V_HEADS, V_ROW)
     rotary = None
     if C.features.rotary_pairs > 0:
         rotary = rotary_rows(queries, rows, work, kv_head, score_unit(scoring), batch, C)
@@ -106,7 +122,17 @@ def attend_work_tile(
             tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, loop, C)
             k_offset, v_offset = tile_offsets(keys, values, tile, C)
             k = load_chunks(
-                keys, tile, k_offset, kv_head, K_HEADS, K_ROW, K.side_bytes, C, TRANSPOSED=C.tile.keys_transposed, CLEAR=C.clear_keys
+                keys,
+                tile,
+                k_offset,
+                kv_head,
+                K_HEADS,
+                K_ROW,
+                K.side_bytes,
+                C,
+                TRANSPOSED=C.tile.keys_transposed,
+                CLEAR=C.clear_keys,
+                selectors=k_selectors,
             )
             k_scale = None
             if K.scales == "row":
@@ -117,7 +143,17 @@ def attend_work_tile(
                 if V.split is not None:
                     v_scale, _ = V.split(v_word)
             v = load_chunks(
-                values, tile, v_offset, kv_head, V_HEADS, V_ROW, V.side_bytes, C, TRANSPOSED=C.tile.keys_first, CLEAR=C.clear_values
+                values,
+                tile,
+                v_offset,
+                kv_head,
+                V_HEADS,
+                V_ROW,
+                V.side_bytes,
+                C,
+                TRANSPOSED=C.tile.keys_first,
+                CLEAR=C.clear_values,
+                selectors=v_selectors,
             )
             k, v = operands(k, K, K_ROW, C), operands(v, V, V_ROW, C)
             seed = common_seed
@@ -139,12 +175,12 @@ def attend_work_tile(
             else:
                 weights = p.to(v[0].dtype)
             if V.zero != 0.0:
-                zeros = tl.sum(weights.to(tl.float32), 0 if C.tile.keys_first else 1) * (V.zero * C.value_zero)
+                zeros = sum_over_keys(weights, C) * (V.zero * C.value_zero)
             acc = accumulate(weights, v, acc, alpha, zeros, C)
     if V.scales == "plane":
         largest = tl.load(values.scales)
     if V.packed:
-        acc = accumulated_rows(acc, C.value_unit * unweigh(largest), C)
+        acc = accumulated_rows(acc, C.value_operand_scale * unweigh(largest), C)
     else:
         acc = accumulated_rows(acc, 1.0, C)
     state = softmax_end(state, score_scale, score_base(scoring), C)

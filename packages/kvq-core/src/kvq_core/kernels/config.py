@@ -177,7 +177,7 @@ class Features(Constant):
 
     alibi_sqrt: bool
     shifted: bool  # a softcap, sinks or an LSE would notice that smoothed keys lack their mean
-    rotary_pairs: int  # pairs of channels whose mean turns with the position (:mod:`.rotary`); 0: none
+    rotary_pairs: int  # pairs of channels that have a rotary mean (:mod:`.rotary`); 0: none
     output: str  # "e4m3fn" or "e5m2", the fp8 format of results; else ""
     mixed: bool  # partials have their ways mixed: the part of the un-rotation that crosses ways is done
     use_asm: bool
@@ -244,6 +244,16 @@ class ReadConfig(Constant):
         return Heads(self.shape.head_size_v, ways, self.shape.width(ways))
 
     @property
+    def row_vector(self) -> int:
+        """The most bytes of a row that a thread loads at once: what rows start at a multiple of.
+
+        Of rows with side bytes it is 8. Such a row ends in the middle of one of the 32-byte sectors that the L2 sends, and two loads need
+        that sector. Copies of 16 bytes bypass the L1, and would have the L2 send it twice: decode is a fifth slower so (H100).
+        """
+        has_side_bytes = self.format.key.side_bytes or self.format.value.side_bytes
+        return min(self.shape.row_bytes, 8) if has_side_bytes else self.shape.row_bytes
+
+    @property
     def side_alignment(self) -> int:
         """What the bytes beside a row's lanes start at a multiple of: they follow the lanes."""
         return math.gcd(self.shape.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
@@ -261,28 +271,29 @@ class ReadConfig(Constant):
         return plane.gains[0 if self.tile.decode else 1] or (1.0,) * plane.ways
 
     @property
-    def key_unit(self) -> float:
+    def key_product_scale(self) -> float:
         """What a score's product is multiplied by, a power of two."""
         key = self.format.key
         block = self.key_heads.block if key.divided else 1
-        return self._unit(key) / block
+        return self._exponent_scale(key) / block
 
     @property
     def key_zero(self) -> float:
         """What each unit of a query's sum adds to a product, of a zero point of 1."""
-        return -1.0 / self._unit(self.format.key)
+        return -1.0 / self._exponent_scale(self.format.key)
 
     @property
-    def value_unit(self) -> float:
-        return self._unit(self.format.value) * self.format.value.level
+    def value_operand_scale(self) -> float:
+        """What an operand of 1 stands for, beside its row's scale."""
+        return self._exponent_scale(self.format.value) * self.format.value.level
 
     @property
     def value_zero(self) -> float:
         """What a weight of 1 adds to a product, of a zero point of 1."""
-        return 1.0 / self._unit(self.format.value)
+        return 1.0 / self._exponent_scale(self.format.value)
 
-    def _unit(self, plane: PlaneFormat) -> float:
-        return 1.0 if plane.converts and self.features.fp8_hardware else plane.unit
+    def _exponent_scale(self, plane: PlaneFormat) -> float:
+        return 1.0 if plane.converts and self.features.fp8_hardware else plane.exponent_scale
 
     @property
     def clear_keys(self) -> bool:

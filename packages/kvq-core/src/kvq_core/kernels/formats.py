@@ -46,11 +46,12 @@ class PlaneFormat(Constant):
     rows went through a Hadamard transform with ``signs`` (bit i set: +1; None: unsigned); if ``divided``, decoding divides by its block.
     ``scales``: one float32 for each (token, head), "row"; one for all, "plane"; or "".
 
-    ``side_bytes``: the lanes of a row, an even number, are followed by a byte for each: ``unpack`` gets (lanes uint16, bytes uint8).
+    ``side_bytes``: the lanes of a row, an even number n, are followed by a byte for each, in the order 0, n / 2, 1, n / 2 + 1, ...:
+    ``unpack`` gets (lanes, the byte beside each), both uint16.
 
     An operand of a product is what ``unpack(lanes, C)`` makes of lanes, a tuple of ``ways`` float16 tensors: a number, zero point
-    included, over ``level * unit``, ``unit`` a power of two; or over ``level`` where the hardware ``converts``. ``gains``: powers of two
-    that the operands of each way are times that, in decode; and otherwise, where all are the same. Empty: 1.
+    included, over ``level * exponent_scale``, the latter a power of two; or over ``level`` where the hardware ``converts``. ``gains``:
+    powers of two that the operands of each way are times that, in decode; and otherwise, where all are the same. Empty: 1.
 
     Zero points: ``zero`` is that of all codes. Or ``split(word)`` makes (scale, zero point) of scale words, float32; of V,
     ``weighted_zeros(weights, words, C)`` sums the zero points up, [ROWS] float32.
@@ -68,7 +69,7 @@ class PlaneFormat(Constant):
     divided: bool = False
     scales: str = "row"
     level: float = 1.0
-    unit: float = 1.0
+    exponent_scale: float = 1.0
     converts: bool = False
     gains: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     zero: float = 0.0

@@ -214,7 +214,7 @@ def tile_offsets(keys, values, tile, C: tl.constexpr):
 @triton.jit
 def row_offset(tile, plane, C: tl.constexpr):
     """Where a tile's rows of codes start."""
-    LANES: tl.constexpr = C.shape.row_bytes // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
+    LANES: tl.constexpr = C.row_vector // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
     # Of a stride Triton sees only whether 16 divides it: rows of 48 bytes, say, would be loaded lane by lane. Hints get lost on the way.
     return page_offset(tile.row_block, tile.row_slot, plane.block_stride // LANES, plane.slot_stride * C.tile.fold // LANES, C) * LANES
 
@@ -267,41 +267,78 @@ def valid_lanes(tile, lane, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, C: tl
 
 @triton.jit
 def load_side_bytes(
-    plane, offset, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+    plane, offset, kv_head, selector, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The bytes beside COUNT lanes of a tile's rows, from lane FIRST on, uint8 in the shape of :func:`load_lanes`.
+    """The bytes beside COUNT lanes of a tile's rows, from lane FIRST on, as uint16 in the shape of :func:`load_lanes`.
 
-    Of invalid keys some existing block's."""
-    lane = FIRST + tl.arange(0, COUNT)
+    A 16-bit word has the bytes of two lanes half a row apart. A thread that has one of them in a product's operand has the other in another
+    register, in the same half: so a row of 16 or 32 lanes needs no exchange. Of invalid keys some existing block's bytes.
+    """
+    HALF: tl.constexpr = HEADS.lanes // 2
     ALIGNMENT: tl.constexpr = C.side_alignment
-    base = (plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes).to(tl.pointer_type(tl.uint8), bitcast=True)
-    base = tl.multiple_of(base, ALIGNMENT)
-    if TRANSPOSED:
-        at = base + offset[None, :] * 2 + lane[:, None]
-        inside = (lane < HEADS.lanes)[:, None]
+    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes, ALIGNMENT)
+    if COUNT == HEADS.lanes:
+        at = base + offset[:, None] + tl.arange(0, HALF)[None, :]
+        KEYS: tl.constexpr = at.shape[0]
+        if TRANSPOSED:
+            # In three dimensions Triton takes the order in shared memory from the load; in two from the product, in whose order rows
+            # cannot be copied asynchronously.
+            pair = tl.broadcast_to(tl.load(at[:, None, :]), [KEYS, 2, HALF])
+            words = tl.reshape(tl.permute(pair, (1, 2, 0)), [COUNT, KEYS])
+        else:
+            pair = tl.broadcast_to(tl.load(at)[:, None, :], [KEYS, 2, HALF])
+            words = tl.reshape(pair, [KEYS, COUNT])
     else:
-        at = base + offset[:, None] * 2 + lane[None, :]
-        inside = (lane < HEADS.lanes)[None, :]
-    if FIRST + COUNT > HEADS.lanes:
-        side = tl.load(at, mask=inside, other=0)
+        lane = FIRST + tl.arange(0, COUNT)
+        if TRANSPOSED:
+            words = tl.load(base + offset[None, :] + (lane % HALF)[:, None], mask=(lane < HEADS.lanes)[:, None], other=0)
+        else:
+            words = tl.load(base + offset[:, None] + (lane % HALF)[None, :], mask=(lane < HEADS.lanes)[None, :], other=0)
+    return selected_bytes(words, tl.broadcast_to(selector[:, None] if TRANSPOSED else selector[None, :], words.shape), C)
+
+
+@triton.jit
+def side_selectors(plane, num_blocks, HEADS: tl.constexpr, ROW: tl.constexpr):
+    """Which byte of its word is a lane's, for :func:`selected_bytes`: [COUNT] uint16 for each chunk of a row's lanes.
+
+    They come from a load that loads nothing, which the compiler cannot know. It carries a product's layout back through operations on
+    elements as far as loads, and not to indices: for these it would exchange all operands between threads instead.
+    """
+    result = ()
+    for i in tl.static_range(len(ROW.chunks)):
+        lane = ROW.chunk_starts[i] + tl.arange(0, tl.constexpr(ROW.chunks[i]))
+        selector = tl.where(lane < HEADS.lanes // 2, 0x4240, 0x4341).to(tl.uint16)
+        result = result + (tl.load(plane.codes + lane, mask=lane + num_blocks < 0, other=selector),)
+    return result
+
+
+@triton.jit
+def selected_bytes(words, selector, C: tl.constexpr):
+    """The low bytes of 16-bit words where ``selector``, a byte permutation of a pair of words, is 0x4240, the high ones where 0x4341."""
+    if C.features.use_asm:
+        x = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.uint16, is_pure=True, pack=2)
     else:
-        side = tl.load(at)
-    return side
+        x = ((words >> ((selector & 1) * 8).to(tl.uint16)) & 0xFF).to(tl.uint16)
+    return x
 
 
 @triton.jit
 def load_chunks(
     plane, tile, offset, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr,
-    CLEAR: tl.constexpr,
+    CLEAR: tl.constexpr, selectors=None,
 ):  # fmt: skip
     """The codes of a tile in the chunks that its rows are multiplied in, a tuple of what :func:`load_lanes` gives.
 
-    SIDE: of pairs, with :func:`load_side_bytes`."""
+    SIDE: of pairs, with :func:`load_side_bytes`; ``selectors``: :func:`side_selectors`."""
     result = ()
     for i in tl.static_range(len(ROW.chunks)):
         chunk = load_lanes(plane, tile, offset, kv_head, HEADS, C, TRANSPOSED, CLEAR, ROW.chunk_starts[i], ROW.chunks[i])
         if SIDE:
-            chunk = (chunk, load_side_bytes(plane, offset, kv_head, HEADS, C, TRANSPOSED, ROW.chunk_starts[i], ROW.chunks[i]))
+            side = load_side_bytes(
+                plane, offset, kv_head, selectors[i], HEADS, C, TRANSPOSED, tl.constexpr(ROW.chunk_starts[i]), tl.constexpr(ROW.chunks[i])
+            )
+            chunk = (chunk, side)
         result = result + (chunk,)
     return result
 

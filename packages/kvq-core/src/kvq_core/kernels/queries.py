@@ -78,7 +78,7 @@ def scaled_queries(ways, queries, factor, C: tl.constexpr):
             if K.zero != 0.0 or K.split is not None:
                 total += tl.sum(x.to(tl.float32), 1) * C.key_gains[s]
             result = result + (x,)
-        score_scale, total = score_scale * C.key_unit, total * C.key_zero
+        score_scale, total = score_scale * C.key_product_scale, total * C.key_zero
     else:
         score_scale = tl.full([C.tile.rows], 1.0, tl.float32) * factor
         total = score_scale

@@ -1,12 +1,12 @@
-"""A mean key that turns with the position (:mod:`kvq_core.smoothing.rotary`): taken off new keys, given back to scores.
+"""A mean key behind a rotary embedding (:mod:`kvq_core.smoothing.rotary`): taken off new keys, given back to scores.
 
-A pair of channels turns by ``step`` turns / 2^32 from one position to the next, so that phases are products of whole numbers. What a query
+A pair's phase grows by ``step`` turns / 2^32 from one position to the next, so that phases are products of whole numbers. What a query
 row q takes of the pair's bias b at position j is a sum of two products, of a row's numbers and a position's::
 
     q . R_j b = A cos(j step) + B sin(j step)             A = q_x b_x + q_y b_y,  B = q_y b_x - q_x b_y
 
 Over pairs these are two small matrix products, which add to a tile's scores. Of many rows, cosines and sines are those of the tile's
-positions. Of a few rows it is cheaper to turn A and B back by the phase of the tile's first key: what is left is the same for every tile.
+positions. Of a few rows it is cheaper to take the phase of the tile's first key off A and B: what is left is the same for every tile.
 """
 
 import triton
@@ -34,7 +34,7 @@ def cosine_sine(phase, ASM: tl.constexpr):
 
 
 @triton.jit
-def turned_mean(table, head, position, channel, mask, HEADS: tl.constexpr, ASM: tl.constexpr):
+def rotary_mean(table, head, position, channel, mask, HEADS: tl.constexpr, ASM: tl.constexpr):
     """R_j b [ROWS, channels] float32 of new keys of heads ``head`` at ``position`` [ROWS]; ``table``: a RotaryMean's channel_table."""
     at = table + head[:, None] * (3 * HEADS.size) + channel[None, :]
     step = tl.load(at + 2 * HEADS.size, mask=mask, other=0.0).to(tl.int32, bitcast=True)
@@ -65,7 +65,7 @@ def rotary_rows(queries, rows, work, kv_head, unit, batch, C: tl.constexpr):
     if FOLD > 1:
         # Rows of the second key of a lane row are one position on.
         own = (tl.arange(0, C.tile.rows) // (C.tile.rows // FOLD))[:, None]
-        along, across = turned_back(along, across, step[None, :] * own, C)
+        along, across = inverse_rotary(along, across, step[None, :] * own, C)
     first = 0
     if batch.first_positions is not None:
         first = tl.load(batch.first_positions + work.seq)
@@ -82,8 +82,8 @@ def rotary_rows(queries, rows, work, kv_head, unit, batch, C: tl.constexpr):
 
 
 @triton.jit
-def turned_back(along, across, phase, C: tl.constexpr):
-    """(A, B) turned back by ``phase``."""
+def inverse_rotary(along, across, phase, C: tl.constexpr):
+    """(A, B) less ``phase``: the inverse of a rotary embedding."""
     cosine, sine = cosine_sine(phase, C.features.use_asm)
     return along * cosine + across * sine, across * cosine - along * sine
 
@@ -93,7 +93,7 @@ def add_rotary_scores(s, rotary, tile, C: tl.constexpr):
     """Scores and ``q . R_j b``, in log2 units."""
     UPCAST: tl.constexpr = C.features.upcast_dots
     if C.tile.decode:
-        along, across = turned_back(rotary.along, rotary.across, rotary.steps * (rotary.first + tile.first), C)
+        along, across = inverse_rotary(rotary.along, rotary.across, rotary.steps * (rotary.first + tile.first), C)
         along, across = along.to(rotary.cosines.dtype), across.to(rotary.cosines.dtype)
         if not C.tile.keys_first:
             s = dot(across, rotary.sines, dot(along, rotary.cosines, s, UPCAST), UPCAST)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.rotary import turned_mean
+from kvq_core.kernels.rotary import rotary_mean
 from kvq_core.kernels.rounding import to_nearest
 
 
@@ -88,7 +88,7 @@ def smooth(x, source, rows, channel, mask, HEADS: tl.constexpr, C: tl.constexpr)
     y = x.to(tl.float32) - tl.load(source.mean + at, mask=mask, other=0.0)
     if source.rotary is not None:
         position = tl.load(source.positions + rows.token, mask=rows.exists, other=0)
-        y = y - turned_mean(source.rotary, rows.head, position, channel, mask, HEADS, C.use_asm)
+        y = y - rotary_mean(source.rotary, rows.head, position, channel, mask, HEADS, C.use_asm)
     if source.factor is not None:
         y = y * tl.load(source.factor + at, mask=mask, other=0.0)
     return to_nearest(y, x.dtype, C.upcast_dots)
@@ -112,13 +112,14 @@ def store_lanes_at(lane, plane, rows, lanes, HEADS: tl.constexpr):
 
 @triton.jit
 def store_side_bytes(plane, rows, side, HEADS: tl.constexpr, C: tl.constexpr):
-    """Scatter the bytes beside the lanes of packed rows, [ROWS, WIDTH], behind them."""
+    """Scatter the bytes beside the lanes of packed rows, [ROWS, WIDTH], behind them: a word for each two lanes half a row apart."""
     lane = tl.arange(0, HEADS.width)
+    HALF: tl.constexpr = HEADS.lanes // 2
     mask = rows.valid[:, None]
     if HEADS.padded:
         mask = mask & (lane < HEADS.lanes)[None, :]
     offset = offsets(rows, plane.block_stride, plane.slot_stride, plane.head_stride) + HEADS.lanes
-    at = plane.codes.to(tl.pointer_type(tl.uint8), bitcast=True) + offset[:, None] * 2 + lane[None, :]
+    at = plane.codes.to(tl.pointer_type(tl.uint8), bitcast=True) + offset[:, None] * 2 + (lane % HALF * 2 + lane // HALF)[None, :]
     tl.store(at, side.to(tl.uint8), mask=mask)
 
 

@@ -73,7 +73,7 @@ def _has_no_rotary_mean(call: Sm90Call) -> bool:
     return call.attention.smoothing is None or call.attention.smoothing.rotary is None
 
 
-def _turns_16_pairs(call: Sm90Call) -> bool:
+def _rotary_mean_fits(call: Sm90Call) -> bool:
     smoothing = call.attention.smoothing
     return _has_no_rotary_mean(call) or (smoothing is not None and smoothing.num_pairs == 16 and not call.unquantized)
 
@@ -115,7 +115,7 @@ SM90_PREFILL: Final = Family(
     "sm_90 prefill kernels",
     "prefill",
     _HOPPER,
-    (*_SM90_CALL, Rule("a rotary mean, if any, of 16 pairs, of packed keys", _turns_16_pairs)),
+    (*_SM90_CALL, Rule("a rotary mean, if any, of 16 pairs, of packed keys", _rotary_mean_fits)),
 )
 SM90_DECODE_MULTIROW: Final = Family(
     "sm_90 multi-row decode kernels",

@@ -26,11 +26,13 @@ from typing import Any, Self
 import torch
 
 from kvq_core.cache.layout import LayerCaches
+from kvq_core.call.cascade import combine
 from kvq_core.errors import ArgumentError
 from kvq_core.launch.offline import Device, compiling_for, loading_for, planning_for, replaced
 from kvq_core.launch.workspace import reserve
 from kvq_core.plan.planner import DECODE_QUERY_LEN, power_of_two
 from kvq_core.registry import get_backend
+from kvq_core.residual.reads import runs_beside
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_core.smoothing.rotary import RotaryMean
 
@@ -82,6 +84,9 @@ class Demand:
     ``places``: of a layer's caches (:func:`places_of`). ``query_rows``: rows that all sequences have in steps that only decode (1, and 1 +
     the number of drafts). Every batch comes with this ``max_seqlen_k``, as in a captured graph, and the ``max_seqlen_q`` of
     :func:`rounded_query_len`. ``sinks``: their dtype. ``slopes``: whether there are ALiBi slopes; ``sqrt``: the square root's.
+    ``partial``: whether reads are of a part of the keys, with float32 results and log-sum-exps, to be combined with others; ``key_stops``:
+    whether these bound them. ``decodes``, of exact rows beside packed ones: the most query rows of a sequence in batches with a
+    ``max_seqlen_k`` of their own, and that one.
     ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors; ``rotary_pairs``: of its rotary mean, 0: none.
     """
 
@@ -103,6 +108,13 @@ class Demand:
     smoothed: bool = False
     balanced: bool = False
     rotary_pairs: int = 0
+    partial: bool = False
+    key_stops: bool = False
+    decodes: tuple[int, int] | None = None
+
+    def longest_keys(self, rows: int) -> int:
+        """``max_seqlen_k`` of batches of up to ``rows`` query rows a sequence."""
+        return self.max_seqlen_k if self.decodes is None or rows > self.decodes[0] else self.decodes[1]
 
 
 @dataclass(frozen=True)
@@ -124,12 +136,15 @@ class Call:
         def rows(count: int, size: int) -> torch.Tensor:
             return torch.empty(self.num_tokens, count, size, dtype=wanted.dtype, device=_META)
 
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=_META)
+
         def indices(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=_META)
 
         scales: dict[str, Any] = {"k_scale_cache": k_scale, "v_scale_cache": v_scale}
         if wanted.smoothed:
-            mean = torch.empty(key_cache.shape[2], wanted.head_size, device=_META)
+            mean = floats(key_cache.shape[2], wanted.head_size)
             balance = torch.empty_like(mean) if wanted.balanced else None
             scales["smoothing"] = KeySmoothing(mean, balance, self._rotary(len(mean)))
         if not self.num_seqs:
@@ -140,31 +155,39 @@ class Call:
             backend.reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
             return
         block_size, query_heads = key_cache.shape[1], wanted.num_query_heads
+        out = rows(query_heads, wanted.head_size_v)
+        result = out.float() if wanted.partial else out
+        lse = floats(*result.shape[:2]) if wanted.partial else None
         backend.unified_attention(
             rows(query_heads, wanted.head_size),
             key_cache,
             value_cache,
-            rows(query_heads, wanted.head_size_v),
+            result,
             cu_seqlens_q=indices(self.num_seqs + 1),
             max_seqlen_q=self.max_seqlen_q,
             seqused_k=indices(self.num_seqs),
             max_seqlen_k=self.max_seqlen_k,
             softmax_scale=wanted.head_size**-0.5,
             window_size=(wanted.window, -1 if wanted.window < 0 else 0),
-            block_table=indices(self.num_seqs, -(-wanted.max_seqlen_k // block_size)),
+            block_table=indices(self.num_seqs, -(-self.max_seqlen_k // block_size)),
+            key_stops=indices(self.num_seqs) if wanted.key_stops else None,
+            lse=lse,
+            seq_threshold_3D=0 if wanted.decodes and runs_beside(self.max_seqlen_q, self.max_seqlen_k) else None,
             softcap=wanted.softcap,
             sinks=None if wanted.sinks is None else torch.empty(query_heads, dtype=wanted.sinks, device=_META),
-            alibi_slopes=torch.empty(query_heads, device=_META) if wanted.slopes else None,
+            alibi_slopes=floats(query_heads) if wanted.slopes else None,
             use_alibi_sqrt=wanted.sqrt,
             **scales,
         )
+        if lse is not None:
+            combine(result, lse, result, lse, result=out)
 
     def _rotary(self, heads: int) -> RotaryMean | None:
         pairs = self.demand.rotary_pairs
         if not pairs:
             return None
         channels, steps = (torch.empty(heads, pairs, *more, dtype=torch.int32, device=_META) for more in ((2,), ()))
-        return RotaryMean(channels, steps, torch.empty(heads, pairs, 2, device=_META), self.demand.head_size)
+        return RotaryMean(channels, steps, torch.empty(heads, pairs, 2, dtype=torch.float32, device=_META), self.demand.head_size)
 
 
 def warm_up(demands: Sequence[Demand], device: torch.device, processes: int | None = None) -> int:
@@ -259,7 +282,7 @@ def _calls(demands: Sequence[Demand]) -> Iterator[Call]:
             # No sequence has more rows than there are tokens.
             unlike += [(rows, num_tokens) for rows in few for num_tokens in _powers(rows) if num_tokens >= num_seqs]
             for rows, num_tokens in (*alike, *unlike):
-                yield Call(demand, num_tokens, num_seqs, rows, demand.max_seqlen_k)
+                yield Call(demand, num_tokens, num_seqs, rows, demand.longest_keys(rows))
 
 
 def _powers(most: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Residual windows: a sequence's newest and first tokens are read from exact rows, the rest from packed pages, in one softmax.
 
 Every row is quantized once, when it is written. Beside the packed pages lie the exact rows of the newest ``residual_length`` tokens and of
-the first ``sink_tokens``, in a few blocks of mode ``none`` for each sequence. A call of ``n`` new tokens at length ``c`` reads
+the first ``sink_tokens``, in a few blocks for each sequence, as they are given or in a mode of their own (``residual_mode``). A call of
+``n`` new tokens at length ``c`` reads
 
 =====================================  ==========================================================
 exact rows                             keys ``j < sinks``, and keys ``j >= first``

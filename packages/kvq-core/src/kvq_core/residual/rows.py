@@ -1,4 +1,4 @@
-"""The exact rows of a cache, and a layer's write and read with them: the doors of mode ``none`` beside those of the cache's mode."""
+"""The exact rows of a cache, and a layer's write and read with them: the doors of the window's mode beside those of the cache's mode."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from kvq_core.cache.layout import Geometry, LayerCaches
 from kvq_core.cache.pages import Pages
 from kvq_core.cache.sequences import GrownRow
 from kvq_core.cache.snapshot import Snapshot
-from kvq_core.call.cascade import combine
-from kvq_core.call.reference import to_output_dtype
 from kvq_core.errors import ArgumentError, OutOfBlocksError
 from kvq_core.registry import get_backend
-from kvq_core.residual.step import Read, ResidualStep, build
+from kvq_core.residual.reads import PartialRead, attend
+from kvq_core.residual.step import ResidualStep, build
 from kvq_core.residual.table import SAVED, ExactTable
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 
 
 class ResidualRows:
@@ -37,10 +36,24 @@ class ResidualRows:
 
     @classmethod
     def of(
-        cls, residual_length: int, sink_tokens: int, max_sequences: int | None, geometry: Geometry, device: torch.device
+        cls,
+        residual_length: int,
+        sink_tokens: int,
+        max_sequences: int | None,
+        geometry: Geometry,
+        device: torch.device,
+        residual_mode: str = "none",
+        smoothing: ModelSmoothing | None = None,
     ) -> ResidualRows | None:
-        """``None`` if nothing is kept exact. Raises :class:`ArgumentError` naming the argument that is no count."""
-        window = ResidualWindow.of(residual_length, sink_tokens, geometry.block_size)
+        """``None`` if nothing is kept exact.
+
+        Raises:
+            ArgumentError: as :meth:`ResidualWindow.of`; ``max_sequences`` does not fit; the rows cannot be stored with ``smoothing``.
+            UnknownModeError: no installed package provides ``residual_mode``.
+        """
+        window = ResidualWindow.of(residual_length, sink_tokens, geometry.block_size, residual_mode)
+        if window is not None and smoothing is not None:
+            window.check_rotary(one.rotary for one in smoothing.values())
         if window is not None and max_sequences is not None:
             return cls(window, geometry, max_sequences, device)
         if window is not None:
@@ -64,9 +77,11 @@ class ResidualRows:
             raise OutOfBlocksError(f"{num_sequences} sequences are live, and exact rows are kept of max_sequences={self.max_sequences}")
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """What makes another one like this, by the names of a cache's arguments."""
-        return {"residual_length": self.window.length, "sink_tokens": self.window.sinks, "max_sequences": self.max_sequences}
+        window = self.window
+        counts = {"residual_length": window.length, "sink_tokens": window.sinks, "max_sequences": self.max_sequences}
+        return counts | {"residual_mode": window.mode}
 
     def saved(self, sequences: Sequence[int]) -> dict[str, torch.Tensor]:
         """What a snapshot holds of the exact rows of ``sequences``, by name."""
@@ -96,9 +111,8 @@ class ExactPages:
     """The memory of ``num_blocks`` blocks of exact rows, for all layers of a cache of ``geometry``."""
 
     def __init__(self, window: ResidualWindow, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
-        self.window = window
-        self._pages = _pages(replace(geometry, num_blocks=num_blocks, block_size=window.block_size, layout="head_major"), device)
-        self._none = get_backend("none")
+        self.window, self.backend = window, get_backend(window.mode)
+        self._pages = self._made(replace(geometry, num_blocks=num_blocks, block_size=window.block_size, layout="head_major"), device)
         self._staged: tuple[ResidualStep, int, LayerCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +120,7 @@ class ExactPages:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._none, self._staged = get_backend("none"), None
+        self.backend, self._staged = get_backend(self.window.mode), None
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +129,7 @@ class ExactPages:
     def grow(self, num_blocks: int) -> None:
         """Make room for ``num_blocks`` blocks; those there are keep their numbers and rows."""
         if num_blocks > self._pages.geometry.num_blocks:
-            old, self._pages = self._pages, _pages(replace(self._pages.geometry, num_blocks=num_blocks), self.device)
+            old, self._pages = self._pages, self._made(replace(self._pages.geometry, num_blocks=num_blocks), self.device)
             for name, tensor in self._pages.tensors.items():
                 tensor[:, : old.geometry.num_blocks] = old.tensors[name]
 
@@ -137,16 +151,29 @@ class ExactPages:
         if copies:
             self._pages.copy_blocks(copies)
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, step: ResidualStep) -> None:
-        """Store a call's exact rows ``key`` [T, Hkv, D] and ``value`` [T, Hkv, Dv] in one layer."""
+    def write(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: ResidualStep,
+        *,
+        smoothing: KeySmoothing | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Store a call's exact rows ``key`` [T, Hkv, D] and ``value`` [T, Hkv, Dv] in one layer.
+
+        ``smoothing`` and ``positions``: those of the packed write; mode ``none`` stores keys as they are.
+        """
+        options = {"smoothing": self._of_rows(smoothing), "positions": positions}
         caches = self._pages.layers[layer]
         if step.staging is not None:
-            staged = _pages(replace(self._pages.geometry, num_blocks=step.staging.num_blocks, num_layers=1), self.device).layers[0]
-            for source, target in zip(_planes(caches), _planes(staged), strict=True):
-                target[step.staging.targets] = source[step.staging.sources]
-            self._store(key, value, staged, step.staging.slot_mapping)
-            self._staged = (step, layer, staged)
-        self._store(key, value, caches, step.slot_mapping)
+            pages = self._made(replace(self._pages.geometry, num_blocks=step.staging.num_blocks, num_layers=1), self.device)
+            for name, target in pages.tensors.items():
+                target[0, step.staging.targets] = self._pages.tensors[name][layer, step.staging.sources]
+            self._staged = (step, layer, pages.layers[0])
+            self._store(key, value, pages.layers[0], step.staging.slot_mapping, **options)
+        self._store(key, value, caches, step.slot_mapping, **options)
 
     def read_from(self, layer: int, step: ResidualStep) -> LayerCaches:
         """Where a call's exact rows are read in a layer.
@@ -185,17 +212,13 @@ class ExactPages:
         """
         self.window.check(**options)
         exact = self.read_from(layer, step)
-        result, lse = _read(self._none, q, out.shape, exact, step.exact, sinks=sinks, qq_bias=qq_bias, **options)
-        if step.packed is None:
-            out.copy_(to_output_dtype(result, out.dtype, output_scale))
-        else:
-            options |= {"k_scale_cache": packed.k_scale_cache, "v_scale_cache": packed.v_scale_cache, "smoothing": smoothing}
-            options |= {"key_stops": step.key_stops, "first_positions": step.first_positions}
-            reads = result, lse, *_read(backend, q, out.shape, packed, step.packed, **options)
-            if output_scale is None and out.is_contiguous():
-                combine(*reads, result=out)
-            else:
-                out.copy_(to_output_dtype(combine(*reads)[0], out.dtype, output_scale))
+        of_rows = {"sinks": sinks, "qq_bias": qq_bias, "smoothing": self._of_rows(smoothing)}
+        older = None
+        if step.packed is not None:
+            of_packed = {"key_stops": step.key_stops, "first_positions": step.first_positions, "smoothing": smoothing}
+            older = PartialRead(backend, packed, vars(step.packed) | of_packed)
+        newest = PartialRead(self.backend, exact, vars(step.exact) | of_rows)
+        attend(q, out, newest, older, output_scale=output_scale, **options)
 
     def release(self) -> None:
         """Give back what the last call was read from."""
@@ -206,33 +229,12 @@ class ExactPages:
         for tensor in self._pages.tensors.values():
             tensor[:, : len(blocks)] = tensor.index_select(1, blocks)
 
-    def _store(self, key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor) -> None:
-        self._none.reshape_and_cache(key, value, caches.key_cache, caches.value_cache, slot_mapping)
+    def _of_rows(self, smoothing: KeySmoothing | None) -> KeySmoothing | None:
+        """What of a layer's ``smoothing`` its exact rows are stored with: rows that are not quantized need none."""
+        return None if self.window.mode == "none" else smoothing
 
+    def _made(self, geometry: Geometry, device: torch.device) -> Pages:
+        return Pages(self.backend, geometry, device, None, None)
 
-def _read(
-    backend: QuantKVBackend, q: torch.Tensor, shape: torch.Size, caches: LayerCaches, read: Read, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One read's result, float32, and its log-sum-exp. Every row is a sequence's, and so written."""
-    result = torch.empty(shape, dtype=torch.float32, device=q.device)
-    lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
-    backend.unified_attention(
-        q,
-        caches.key_cache,
-        caches.value_cache,
-        result,
-        seqused_k=read.seqused_k,
-        max_seqlen_k=read.max_seqlen_k,
-        block_table=read.block_table,
-        lse=lse,
-        **options,
-    )
-    return result, lse
-
-
-def _pages(geometry: Geometry, device: torch.device) -> Pages:
-    return Pages(get_backend("none"), geometry, device, None, None)
-
-
-def _planes(caches: LayerCaches) -> tuple[torch.Tensor, torch.Tensor]:
-    return caches.key_cache, caches.value_cache
+    def _store(self, key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor, **options: Any) -> None:
+        self.backend.reshape_and_cache(key, value, slot_mapping=slot_mapping, **vars(caches), **options)

@@ -15,11 +15,15 @@ from kvq_core.residual.table import ExactGrowth
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """What one of the two reads is told of the sequences: int32 tensors as the read door takes them."""
+    """What one of the two reads is told of the sequences: int32 tensors as the read door takes them.
+
+    ``first_positions`` [num_seqs]: of their first keys, in a read of exact rows that begin with no sinks.
+    """
 
     block_table: torch.Tensor
     seqused_k: torch.Tensor
     max_seqlen_k: int
+    first_positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +95,7 @@ def build(
     packed_tables = [row.blocks[shift // packed_block_size :] for row, shift in zip(rows, shifts, strict=True)]
     packed_lengths = array("i", [row.end - shift for row, shift in zip(rows, shifts, strict=True)])
     stops = array("i", [growth.before.first - shift for growth, shift in zip(planned, shifts, strict=True)])
+    skipped = dropped or [0] * len(rows)
     parts = (
         torch.tensor(kept, dtype=torch.int64, device="cpu"),
         padded_table(tables),
@@ -98,12 +103,13 @@ def build(
         padded_table(packed_tables),
         int32(packed_lengths),
         int32(stops),
-        int32(array("i", [shift + before for shift, before in zip(shifts, dropped or [0] * len(rows), strict=True)])),
+        int32(array("i", [shift + before for shift, before in zip(shifts, skipped, strict=True)])),
+        int32(array("i", [growth.before.first + before for growth, before in zip(planned, skipped, strict=True)])),
         torch.tensor(copied, dtype=torch.int64, device="cpu").view(-1, 2).t().contiguous(),
         torch.tensor(staged, dtype=torch.int64, device="cpu"),
     )
-    slots, table, used, packed_table, packed_used, key_stops, firsts, blocks_copied, staged_slots = to_device(parts, device)
-    exact = Read(table[:, : max(map(len, tables))], used, max(lengths))
+    slots, table, used, packed_table, packed_used, key_stops, firsts, exact_firsts, blocks_copied, staged_slots = to_device(parts, device)
+    exact = Read(table[:, : max(map(len, tables))], used, max(lengths), exact_firsts)
     packed = Read(packed_table[:, : max(map(len, packed_tables))], packed_used, max(packed_lengths)) if max(stops) > 0 else None
     staging = Staging(num_blocks, blocks_copied[0], blocks_copied[1], staged_slots) if is_staged else None
     return ResidualStep(copies, slots, staging, exact, packed, key_stops, firsts)

@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvq_core import checks
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
+from kvq_core.registry import get_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvq_core.smoothing.rotary import RotaryMean
 
 
 @dataclass(frozen=True)
 class ResidualWindow:
     """The newest ``length`` tokens and the first ``sinks`` of a sequence, in blocks of ``block_size`` slots.
 
-    ``sinks`` is a number of whole blocks, of these and of packed ones.
+    ``sinks`` is a number of whole blocks, of these and of packed ones. ``mode``: what their rows are stored in.
     """
 
     length: int
     sinks: int
     block_size: int
+    mode: str = "none"
 
     @classmethod
-    def of(cls, residual_length: int, sink_tokens: int, packed_block_size: int) -> Self | None:
-        """``None`` if nothing is kept exact. Raises :class:`~kvq_core.ArgumentError` naming what is no count."""
+    def of(cls, residual_length: int, sink_tokens: int, packed_block_size: int, residual_mode: str = "none") -> Self | None:
+        """``None`` if nothing is kept exact.
+
+        Raises:
+            ArgumentError: a number is no count, or rows cannot be kept in ``residual_mode``.
+            UnknownModeError: no installed package provides that mode.
+        """
         length = checks.integer("residual_length", residual_length, 0)
         sinks = -(-checks.integer("sink_tokens", sink_tokens, 0) // packed_block_size) * packed_block_size
-        return cls(length, sinks, 8 if packed_block_size % 16 else 16) if length or sinks else None
+        if not isinstance(residual_mode, str):
+            raise ArgumentError("residual_mode", described(residual_mode), "a mode's name or alias")
+        rows = get_backend(residual_mode)
+        if rows.takes_scales:
+            raise ArgumentError("residual_mode", rows.mode, "a mode that finds its own scales: exact rows have none from the caller")
+        if length or sinks:
+            return cls(length, sinks, 8 if packed_block_size % 16 else 16, rows.mode)
+        if rows.mode != "none":
+            raise ArgumentError("residual_mode", rows.mode, "none: without residual_length and sink_tokens no exact rows are kept")
+        return None
+
+    def serves(self, mode: str) -> bool:
+        """Whether its rows may be nearer to what was given than packed rows of ``mode``."""
+        return mode not in ("none", self.mode)
+
+    def check_rotary(self, means: Iterable[RotaryMean | None]) -> None:
+        """Raise :class:`~kvq_core.ArgumentError` if one of these is there and keys of exact rows cannot be stored without it."""
+        if self.mode != "none" and self.sinks and any(mean is not None for mean in means):
+            need = "none with sink_tokens and a rotary mean (key biases): in exact rows positions jump from the first tokens to the newest"
+            raise ArgumentError("residual_mode", self.mode, need)
 
     @property
     def sink_blocks(self) -> int:

@@ -6,8 +6,8 @@ For a fixed vector mu and factors g of a kv head, with ``k' = (k - mu) / g`` in 
 
 ``q.mu`` is the same for every key of a row, so that the softmax does not see it; where something else does (a softcap, sinks), the
 kernels add it back. Real keys have channels with a large mean (key biases, in Qwen2 and Qwen2.5), which would take up the levels that
-should tell keys apart. mu and g must be the same for all keys of a cache: they are part of what its bytes mean. What turns with the
-position is taken off beside mu (:mod:`kvq_core.smoothing.rotary`).
+should tell keys apart. mu and g must be the same for all keys of a cache: they are part of what its bytes mean. A rotary mean
+is taken off beside mu (:mod:`kvq_core.smoothing.rotary`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LARGEST_FACTOR: Final = 16.0
 class KeySmoothing:
     """One layer's mean key ``mean`` [num_kv_heads, head_size] and channel factors ``balance`` (the same shape, positive), float32.
 
-    ``balance`` is optional, and so is ``rotary``, a mean that turns with the position and is taken off as well. ``inverse`` is 1 / balance.
+    ``balance`` is optional, and so is ``rotary``, a rotary mean that is taken off as well. ``inverse`` is 1 / balance.
 
     Raises:
         ArgumentError: a tensor has another shape or dtype, or they differ in heads or device.
@@ -82,8 +82,8 @@ class KeySmoothing:
 
     @classmethod
     def of_bias(cls, bias: torch.Tensor, pairs: torch.Tensor, rates: torch.Tensor) -> Self:
-        """What keys share by a ``bias`` [num_kv_heads, head_size] that comes before a rotary embedding, which turns channels ``pairs``
-        [n, 2] by ``rates`` [n] radians a position: a rotary mean, and the mean of channels that do not turn."""
+        """What keys share by a ``bias`` [num_kv_heads, head_size] that comes before a rotary embedding of channels ``pairs``
+        [n, 2], ``rates`` [n] radians a position: a rotary mean, and the mean of the other channels."""
         mean = bias.float().clone()
         mean[:, pairs.flatten()] = 0.0
         return cls(mean, None, RotaryMean.of_bias(bias.float(), pairs, rates) if len(pairs) else None)
@@ -91,8 +91,8 @@ class KeySmoothing:
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the doors take."""
-        turned = () if self.rotary is None else (self.rotary.channel_table, self.rotary.pair_table)
-        return tuple(tensor for tensor in (self.mean, self.balance, self.inverse, *turned) if tensor is not None)
+        rotary = () if self.rotary is None else (self.rotary.channel_table, self.rotary.pair_table)
+        return tuple(tensor for tensor in (self.mean, self.balance, self.inverse, *rotary) if tensor is not None)
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Rotary key means: a mean key before its rotary embedding, which turns with the position as keys do.
+"""Rotary key means: a mean key before its rotary embedding, which it goes through as keys do.
 
 A key bias b (``k_proj``'s, or the mean of keys before RoPE) is in the key at position j as R_j b: a mean that no fixed vector takes off.
 With ``k' = k - R_j b`` in the pages::
@@ -21,7 +21,7 @@ from kvq_core import checks
 from kvq_core.errors import ArgumentError
 
 NUM_PAIRS: Final = 16
-"""Pairs of channels that turn, of each kv head: what one step of a matrix product takes."""
+"""Rotary pairs of channels, of each kv head: what one step of a matrix product takes."""
 TURN: Final = 2**32
 """Phases in a turn."""
 
@@ -31,8 +31,8 @@ class RotaryMean:
     """One layer's mean key before RoPE, in ``num_pairs`` pairs of channels a kv head; in the other channels it is 0.
 
     Attributes:
-        channels: [num_kv_heads, num_pairs, 2] int32: the two channels of a pair, which turn from the first towards the second.
-        steps: [num_kv_heads, num_pairs] int32: how far a pair turns from one position to the next, in turns / 2^32.
+        channels: [num_kv_heads, num_pairs, 2] int32: the two channels of a pair; a positive phase goes from the first towards the second.
+        steps: [num_kv_heads, num_pairs] int32: by how much a pair's phase grows from one position to the next, in turns / 2^32.
         bias: [num_kv_heads, num_pairs, 2] float32: the mean in the two channels at position 0.
         head_size: channels of a head.
         channel_table: [num_kv_heads, 3, head_size] float32, what a write takes: of each channel what it has of the cosine of its phase, of
@@ -71,15 +71,15 @@ class RotaryMean:
     def of_bias(cls, bias: torch.Tensor, pairs: torch.Tensor, rates: torch.Tensor, num_pairs: int = NUM_PAIRS) -> RotaryMean:
         """The ``num_pairs`` pairs of each head that have the most of ``bias`` [num_kv_heads, head_size].
 
-        ``pairs`` [rotated // 2, 2]: channels that turn together; ``rates`` [rotated // 2]: radians from one position to the next.
+        ``pairs`` [rotary_dim // 2, 2]: pairs of channels; ``rates`` [rotary_dim // 2]: radians from one position to the next.
         """
         heads, size = checks.floats("bias", bias, 2, "[num_kv_heads, head_size]").shape
         if pairs.dim() != 2 or pairs.shape[1] != 2 or rates.shape != pairs.shape[:1]:
             raise ArgumentError("rates", f"{tuple(rates.shape)} for pairs {tuple(pairs.shape)}", "a rate for each pair of channels")
         pairs = pairs.to(bias.device, torch.int64)
-        turned = bias.float()[:, pairs]
+        pair_bias = bias.float()[:, pairs]
         count = min(num_pairs, len(pairs))
-        most = turned.square().sum(-1).topk(count, dim=-1).indices
+        most = pair_bias.square().sum(-1).topk(count, dim=-1).indices
         steps = (rates.double() / (2 * torch.pi) * TURN).round().to(torch.int64).remainder(TURN)
         steps = torch.where(steps >= TURN // 2, steps - TURN, steps).to(bias.device, torch.int32)
         chosen = torch.arange(heads, device=bias.device)[:, None]
@@ -88,7 +88,7 @@ class RotaryMean:
         return cls(
             pad(pairs[most], (0, 0, 0, missing)).to(torch.int32),
             pad(steps[most], (0, missing)),
-            pad(turned[chosen, most], (0, 0, 0, missing)),
+            pad(pair_bias[chosen, most], (0, 0, 0, missing)),
             size,
         )
 
@@ -138,7 +138,7 @@ class RotaryMean:
 
 
 class RotaryStatistics:
-    """The mean of keys before RoPE, from keys behind it, whose channels ``pairs`` [n, 2] turn by ``rates`` [n] radians a position.
+    """The mean of keys before RoPE, from keys behind it: channels ``pairs`` [n, 2], ``rates`` [n] radians a position.
 
     From any number of :meth:`add` to one :class:`RotaryMean`."""
 

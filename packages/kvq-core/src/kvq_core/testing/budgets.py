@@ -41,7 +41,7 @@ F32 = 2.0**-24
 SIGMAS = 6.0
 FLOAT16_WEIGHT = 2.0**-33
 """Half the smallest float16 above 0, relative to the 256 that the largest scale of a tile's values stands for."""
-TURNED = 2.0**-10
+ROTARY = 2.0**-10
 """Of a rotary mean's terms: operands are float16, both a query's and a position's."""
 SMALLEST = 2.0**-126
 """Below this float32 is subnormal, and hardware may flush it to zero."""
@@ -115,7 +115,7 @@ def _scores(exact: Exact, softmax_scale: float, softcap: float, u: float, level_
     size = exact.q.shape[-1]
     lengths = exact.q.norm(dim=-1)[..., None] * exact.k.norm(dim=-1)[:, None, :] * softmax_scale
     rest = level_error.shared * (exact.raw - exact.shift).abs() + level_error.spread * SIGMAS * lengths / math.sqrt(size)
-    rest = rest + size * F32 * (lengths + exact.shift_terms) + TURNED * exact.turned_terms
+    rest = rest + size * F32 * (lengths + exact.shift_terms) + ROTARY * exact.rotary_terms
     rest = rest + 8 * F32 * (exact.raw.abs() + softcap) + 4 * F32 * exact.final.abs().nan_to_num(posinf=0.0)
     from_query = _deviation(softmax_scale, u) * _largest_spread(exact.q, exact.k) if u else torch.zeros_like(rest)
     return from_query, rest

@@ -26,7 +26,7 @@ class Case:
     vLLM's cell [K codes | K scale | V codes | V scale] per slot and head; ``padding`` bytes that are nobody's follow each block.
     ``rows`` says how key, value, q and out lie: ``contiguous``, ``fused`` (columns of one wide projection) or ``transposed``
     [head, token]. ``smoothing``: keys share a mean, in some channels thirty times what they
-    differ in, which is known (``mean``), with a factor for each channel (``balanced``), and with a part that turns with the position, of
+    differ in, which is known (``mean``), with a factor for each channel (``balanced``), and with a rotary mean as well, of
     sequences that begin anywhere (``rotary``), or not (empty). The block table has
     ``spare_columns`` more than the longest sequence needs. ``shared``: every sequence begins with the blocks of the first, as far as both
     fill them, and with the keys and values that are in them. ``key_stops``: keys at these positions and later are not seen.
@@ -118,14 +118,14 @@ OPTIONS = (
 )
 """Every option of the attention alone."""
 
-TURNED = (
+ROTARY = (
     Case(**_MIXED, smoothing="rotary", shared=True),
     Case(**_LONG, smoothing="rotary", softcap=20.0, head_size=96, dtype=torch.bfloat16),
     Case(**_LONG, smoothing="rotary", dtype=torch.float32, rows="fused", layout="interleaved", sinks=True, alibi=True),
     Case(query_lens=(20, 3), seq_lens=(90, 65), num_kv_heads=1, queries_per_kv=8, head_size=24, smoothing="rotary"),
 )
-"""Keys with a mean that turns with the position."""
-TURNED_LARGE = (Case(query_lens=(1, 700), seq_lens=(3000, 700), head_size=128, dtype=torch.bfloat16, smoothing="rotary"),)
+"""Keys with a rotary mean."""
+ROTARY_LARGE = (Case(query_lens=(1, 700), seq_lens=(3000, 700), head_size=128, dtype=torch.bfloat16, smoothing="rotary"),)
 
 SMOOTHED = (
     Case(**_MIXED, smoothing="mean"),
@@ -137,7 +137,7 @@ SMOOTHED = (
     Case(query_lens=(1, 1), seq_lens=(560, 270), num_kv_heads=2, smoothing="balanced", sinks=True),
     Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, sinks=True, window=300, smoothing="mean"),
     Case(query_lens=(2, 20, 0), seq_lens=(300, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, smoothing="mean"),
-    *TURNED,
+    *ROTARY,
     Case(query_lens=(1, 1), seq_lens=(560, 270), num_kv_heads=2, smoothing="rotary", sinks=True),
     Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, window=300, smoothing="rotary", key_stops=(390,)),
 )

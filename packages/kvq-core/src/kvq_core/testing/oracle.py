@@ -16,7 +16,7 @@ from kvq_core.testing.scene import Scene
 class Exact:
     """One sequence: ``q`` [Hq, n, D], ``k`` [Hq, m, D], ``v`` [Hq, m, Dv] (kv heads repeated); ``raw`` scores before the softcap and
     ``capped`` ones after it [Hq, n, m]; ``shift`` [Hq, n, 1 or m], the part of ``raw`` that is the smoothed keys' mean's, where a softcap,
-    a sink or an LSE sees it, or a rotary mean's, which all see, and ``shift_terms``, ``turned_terms`` [Hq, n, 1], the sums of their terms'
+    a sink or an LSE sees it, or a rotary mean's, which all see, and ``shift_terms``, ``rotary_terms`` [Hq, n, 1], the sums of their terms'
     magnitudes;
     ``final`` ones, -inf where unseen; ``weights`` [Hq, n, m], which sum to 1 less the sink's
     share; ``out`` [Hq, n, Dv]; ``lse`` [Hq, n], the logarithm of the softmax denominator."""
@@ -31,7 +31,7 @@ class Exact:
     out: torch.Tensor
     shift: torch.Tensor
     shift_terms: torch.Tensor
-    turned_terms: torch.Tensor
+    rotary_terms: torch.Tensor
     lse: torch.Tensor
 
 
@@ -59,9 +59,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
     k, v = (x.masked_fill(~present[:, None, None], 0.0).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     context = num_keys - num_rows
 
-    turned, turned_terms = _turned(q, num_keys, group, seq, arguments)
+    rotary, rotary_terms = _rotary_scores(q, num_keys, group, seq, arguments)
     q, shift, shift_terms = _smoothed(q, group, arguments)
-    shift = shift + turned
+    shift = shift + rotary
     raw = q @ k.transpose(1, 2) * arguments["softmax_scale"] + shift
     cap = arguments["softcap"]
     capped = cap * torch.tanh(raw / cap) if cap else raw
@@ -84,7 +84,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
     if arguments["sinks"] is not None:
         logits = torch.cat([final, arguments["sinks"].double()[:, None, None].expand(heads, num_rows, 1)], -1)
     weights = torch.softmax(logits, -1)[..., :num_keys].nan_to_num(0.0).masked_fill(~seen, 0.0)
-    return Exact(q, k, v, raw, capped, final, weights, weights @ v, shift, shift_terms, turned_terms, torch.logsumexp(logits, -1))
+    return Exact(q, k, v, raw, capped, final, weights, weights @ v, shift, shift_terms, rotary_terms, torch.logsumexp(logits, -1))
 
 
 def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,7 +102,7 @@ def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[t
     return q, terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True)
 
 
-def _turned(q: torch.Tensor, num_keys: int, group: int, seq: int, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_scores(q: torch.Tensor, num_keys: int, group: int, seq: int, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """What a rotary mean adds to the scores of ``q`` [Hq, n, D], [Hq, n, m], and its terms' magnitudes. 0 without one."""
     none = q.new_zeros(*q.shape[:2], 1)
     smoothing = arguments.get("smoothing")
@@ -116,9 +116,9 @@ def _turned(q: torch.Tensor, num_keys: int, group: int, seq: int, arguments: dic
     bias = torch.complex(*rotary.bias.double().unbind(-1)).repeat_interleave(group, 0)
     positions = torch.arange(first, first + num_keys, device=q.device, dtype=torch.int64)
     turns = rotary.steps.long().repeat_interleave(group, 0)[..., None] * positions % 2**32
-    turned = torch.polar(torch.ones_like(turns, dtype=torch.float64), turns.double() * (2 * math.pi / 2**32)) * bias[..., None]
+    rotary_bias = torch.polar(torch.ones_like(turns, dtype=torch.float64), turns.double() * (2 * math.pi / 2**32)) * bias[..., None]
     terms = (rows.abs() * bias.abs()[:, None]).sum(-1, keepdim=True) * scale
-    return (rows @ turned.conj()).real * scale, terms
+    return (rows @ rotary_bias.conj()).real * scale, terms
 
 
 def slots_of(scene: Scene, seq: int, arguments: dict[str, Any], position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -324,7 +324,7 @@ def _uneven(tokens: int, heads: int, size: int, generator: torch.Generator) -> t
 
 
 def _smoothing(case: Case, seed: int, device: torch.device) -> KeySmoothing | None:
-    """A mean of about thirty in every seventh channel, factors around one, and as much again in pairs of channels that turn, each at a rate
+    """A mean of about thirty in every seventh channel, factors around one, and as much again in rotary pairs of channels, each at a rate
     of its own. From a generator of their own: other values stay."""
     if not case.smoothing:
         return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvq_core.hadamard import block_of, single_rht
 from kvq_core.testing import places, strategies
-from kvq_core.testing.cases import QUICK, SHAPES, SMOOTHED, TURNED, TURNED_LARGE, Case
+from kvq_core.testing.cases import QUICK, ROTARY, ROTARY_LARGE, SHAPES, SMOOTHED, Case
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 from kvq_core.testing.subject import Subject, assert_within
@@ -33,7 +33,7 @@ class WriteTests(Subject):
         built = self.build(backend, case, place)
         self.assert_write(built, str(built.case))
 
-    @places.each(TURNED, large=TURNED_LARGE, quick=TURNED[:1])
+    @places.each(ROTARY, large=ROTARY_LARGE, quick=ROTARY[:1])
     def test_written_rows_less_a_rotary_mean(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """No further off than ``encode`` leaves them, but for a rounding to the rows' dtype that may go the other way: the mean is of sines
         that hardware approximates."""

@@ -22,12 +22,12 @@ WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
 """The left operand in registers: what PRODUCT holds, rounded, in the same threads."""
 QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 """Rows as they come from memory, 16 bytes a thread."""
-TURNED_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
+ROTARY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 """Rows of 16 pairs: a thread has eight of one."""
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-TURNED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
+ROTARY = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 """An operand of 32 columns."""
 PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 """OPERAND's bytes, two values a word."""
@@ -59,7 +59,7 @@ class Buffers(NamedTuple):
     """Shared memory for ``stages`` tiles: operands, what goes with each key, and barriers that say which are full and which free.
 
     ``k_scales``, ``v_scales`` [KEYS] float32: the values' relative to the largest so far, which is in all of ``v_largest`` [HALF].
-    ``positions`` [KEYS] int32: each key's position, beyond all others if it is not to be seen. ``turned``: cosines and sines of positions,
+    ``positions`` [KEYS] int32: each key's position, beyond all others if it is not to be seen. ``rotary``: cosines and sines of positions,
     where there is a rotary mean.
     """
 
@@ -73,10 +73,10 @@ class Buffers(NamedTuple):
     v_full: Any
     k_free: Any
     v_free: Any
-    turned: Any
+    rotary: Any
 
 
-class Turning(NamedTuple):
+class RotaryArgs(NamedTuple):
     """A rotary mean: its table of one head, the position of the sequence's first key, what turns q.k into log2 units, and the query rows'
     part of its products, [GROUPS, HALF, 32] in shared memory."""
 

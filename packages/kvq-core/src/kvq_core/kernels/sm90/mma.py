@@ -8,7 +8,7 @@ from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, store_output
-from kvq_core.kernels.sm90.rotary import load_turned_queries
+from kvq_core.kernels.sm90.rotary import load_rotary_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
 
 LOG2E = gl.constexpr(_LOG2E.value)
@@ -17,7 +17,7 @@ LN2 = gl.constexpr(_LN2.value)
 
 @gluon.jit
 def multiply_tiles(
-    GROUP: gl.constexpr, work, span, shared, turning,
+    GROUP: gl.constexpr, work, span, shared, rotary,
     SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ADJACENT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
@@ -27,7 +27,7 @@ def multiply_tiles(
     row_scale = score_scale
     if C.features.rotary_pairs > 0:
         # In log2 units, as what joins the scores is.
-        load_turned_queries(work, turning, GROUP, C)
+        load_rotary_queries(work, rotary, GROUP, C)
         score_scale = gl.full_like(row_scale, 1.0)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
     acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
@@ -36,14 +36,14 @@ def multiply_tiles(
     largest = gl.full([HALF], 1e-30, gl.float32, ROWS)
     whole = gl.where(all_exist(0, span.whole * C.tile.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
-    turned = turning.tile.index(GROUP)
+    rotary_query = rotary.tile.index(GROUP)
     for n in range(0, whole):
         acc, top, total, largest = multiply(
-            n, acc, top, total, largest, row_scale, score_scale, position, query, turned, shared, SCALED, False, C
+            n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, False, C
         )
     for n in range(whole, span.last):
         acc, top, total, largest = multiply(
-            n, acc, top, total, largest, row_scale, score_scale, position, query, turned, shared, SCALED, True, C
+            n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, True, C
         )
     scale, top, total = take_sink(top, total, score_scale, head, valid, work, SINKS)
     if LSE:
@@ -57,7 +57,7 @@ def multiply_tiles(
 
 @gluon.jit
 def multiply(
-    n, acc, top, total, largest, row_scale, score_scale, position, query, turned, shared,
+    n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared,
     SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
@@ -78,7 +78,7 @@ def multiply(
     if C.features.rotary_pairs > 0:
         # After the scales of keys and rows, which are not those of this.
         s = s * row_scale[:, None]
-        s = warpgroup_mma(turned, shared.turned.index(at).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(rotary_query, shared.rotary.index(at).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if not EDGE:
             mbarrier.arrive(shared.k_free.index(at), count=1)

@@ -4,11 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kvq_core.kernels.sm90.layouts import GROUPS, HALF, OPERAND, PLAIN, TURNED, WARPS, Buffers, Codes, QueryTile, Span, Turning
+from kvq_core.kernels.sm90.layouts import GROUPS, HALF, OPERAND, PLAIN, ROTARY, WARPS, Buffers, Codes, QueryTile, RotaryArgs, Span
 from kvq_core.kernels.sm90.mma import LOG2E, multiply_tiles
 from kvq_core.kernels.sm90.rotary import PAIRS
 from kvq_core.kernels.sm90.scheduler import find_work
 from kvq_core.kernels.sm90.unpack import fill_tiles
+
+__all__ = ["as_stored", "attend_in_groups"]
 
 
 @gluon.jit
@@ -44,8 +46,8 @@ def attend_in_groups(
     ``key_operand_scale``, ``value_operand_scale``: what an operand of 1 stands for, beside its row's scale. SCALED: rows have scales,
     SCALE_OF(word).
     KEY_PRESCALE: keys' are taken times it, so that a score is finite whatever the scale. FINITE: operands are, whatever the codes.
-    UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
-    pairs. ADJACENT: see queries.py.
+    UNPACK(words [KEYS, n], scale words [KEYS]), or UNPACK(words, side bytes [KEYS, n], scale words): operands in pairs, [KEYS, ..., n]
+    32-bit words whose dimensions between count a word's pairs. ADJACENT: see queries.py.
     """
     D: gl.constexpr = C.shape.head_size
     KEYS: gl.constexpr = C.tile.keys
@@ -91,19 +93,19 @@ def attend_in_groups(
             mbarrier.init(v_free.index(at), count=GROUPS)
         ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(ready, count=GROUPS)
-        turned = k_tiles
-        turned_queries = q_tile
+        rotary_tiles = k_tiles
+        rotary_queries = q_tile
         table = queries.ptr
         first = 0
         if C.features.rotary_pairs > 0:
             gl.static_assert(C.features.rotary_pairs == PAIRS and PACKED, "a rotary mean of 16 pairs, of packed keys")
-            turned = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, 2 * PAIRS], TURNED)
-            turned_queries = gl.allocate_shared_memory(gl.float16, [GROUPS, HALF, 2 * PAIRS], TURNED)
+            rotary_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, 2 * PAIRS], ROTARY)
+            rotary_queries = gl.allocate_shared_memory(gl.float16, [GROUPS, HALF, 2 * PAIRS], ROTARY)
             table = queries.rotary + kv_head * (5 * PAIRS)
             if batch.first_positions is not None:
                 first = gl.load(batch.first_positions + seq)
-        turning = Turning(table, first, scoring.softmax_scale * LOG2E, turned_queries)
-        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free, turned)
+        rotary = RotaryArgs(table, first, scoring.softmax_scale * LOG2E, rotary_queries)
+        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free, rotary_tiles)
 
         BALANCED: gl.constexpr = queries.factor is not None
         SINKS: gl.constexpr = scoring.sinks is not None
@@ -155,9 +157,9 @@ def attend_in_groups(
         )
         gl.warp_specialize(
             [
-                (fill_tiles, (k, v, span, shared, turning, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)),
-                (multiply_tiles, (0, work, span, shared, turning, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
-                (multiply_tiles, (1, work, span, shared, turning, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+                (fill_tiles, (k, v, span, shared, rotary, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)),
+                (multiply_tiles, (0, work, span, shared, rotary, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+                (multiply_tiles, (1, work, span, shared, rotary, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
             ],
             [WARPS, WARPS],
             [C.tile.registers, C.tile.registers],

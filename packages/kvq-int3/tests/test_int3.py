@@ -1,0 +1,99 @@
+"""The conformance suite on ``int3_per_token_head``, the bytes as they are drawn, and the table of levels."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from kvq_core import QuantKVBackend, single_rht
+from kvq_core.hadamard import LARGEST_SCALE, block_of
+from kvq_core.testing import BackendTests, budgets
+from kvq_int3 import codec
+
+
+class TestInt3PerTokenHead(BackendTests):
+    mode = "int3_per_token_head"
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float16
+
+    def space(self, x: torch.Tensor) -> torch.Tensor:
+        return single_rht(x.double())
+
+    def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        y = self.space(x)
+        steps = [codec.STEP * (n + 0.5) for n in range(4)]
+        bound = budgets.as_long(y, budgets.gaussian_levels(y, [(a + b) / 2 for a, b in itertools.pairwise(steps)], steps))
+        # No further than zero is; that alone where the scale may be more than is stored.
+        length = y.norm(dim=-1, keepdim=True)
+        largest_scale = rms(y) / (0.5 * codec.STEP * block_of(x.shape[-1]))
+        return torch.where(largest_scale > LARGEST_SCALE, length, torch.minimum(bound, length))
+
+    def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """At the norm's scale, by which the cells are cut."""
+        return (codec.unpack(codes).double() - codec.ZERO) * (codec.STEP * rms(self.space(x)))
+
+    def fitted(self, half: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        scale = codec.fitted(self.space(x), codec.unpack(codes), half == "value") / block_of(x.shape[-1])
+        return scale.clamp(max=LARGEST_SCALE).squeeze(-1).float()
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("size", [64, 80, 128, 256])
+    def test_keys_are_as_long_and_values_without_bias(self, size: int) -> None:
+        x = torch.randn(64, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(-20, 15, 64)[:, None]
+        x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
+        x[2::4, 5] *= 100
+        length = x.double().square().sum(-1)
+        # Of rows and the levels they take: what the bound leaves where levels fit a row badly, and 1 elsewhere.
+        level = codec.dequantize(codec.quantize(x, unbiased=False)[0], torch.ones(64)).double()
+        cosine = (level * x).sum(-1) / level.norm(dim=-1) / length.sqrt()
+        assert float((codec.LARGEST_FACTOR * cosine.square() < 1).double().mean()) < 0.5
+        key, value = (codec.dequantize(*codec.quantize(x, unbiased=unbiased)).double() for unbiased in (False, True))
+        of_key, of_value = ((codec.LARGEST_FACTOR * share).clamp(max=1) for share in (cosine, cosine.square()))
+        torch.testing.assert_close(key.square().sum(-1), length * of_key.square(), rtol=1e-5, atol=0)
+        torch.testing.assert_close((value * x).sum(-1), length * of_value, rtol=1e-5, atol=0)
+
+
+def rms(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean(-1, keepdim=True).sqrt()
+
+
+def test_bytes_are_as_drawn() -> None:
+    codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 5], [7, 0, 0, 0, 0, 0, 0, 2]], dtype=torch.uint8)
+    codes = torch.cat((codes, codes.flip(0)))
+    words = [0b1_101_100_011_010_001, 0b0_000_000_000_000_111, 0b0_000_000_000_000_111, 0b1_101_100_011_010_001]
+    sides = [0b01_111_110, 0b10_000_000, 0b10_000_000, 0b01_111_110]
+    packed = codec.pack(codes.flatten())
+    assert packed.tolist() == [*(byte for word in words for byte in (word & 0xFF, word >> 8)), *(sides[w] for w in (0, 2, 1, 3))]
+    assert torch.equal(codec.unpack(packed), codes.flatten())
+
+
+def test_every_byte_is_a_code() -> None:
+    packed = torch.randint(0, 256, (50, 24), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    assert torch.equal(codec.pack(codec.unpack(packed)), packed)
+
+
+def lost(step: float) -> float:
+    """What equal steps lose of a unit Gaussian: of each cell E z^2 - 2 l E z + l^2."""
+    levels = [step * (n + 0.5) for n in range(4)]
+    edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(levels)), math.inf]
+    total = 0.0
+    for level, (low, high) in zip(levels, itertools.pairwise(edges), strict=True):
+        density = [math.sqrt(2 / math.pi) * math.exp(-x * x / 2) for x in (low, high)]
+        mass = math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))
+        ends = low * density[0] - (high * density[1] if math.isfinite(high) else 0.0)
+        total += mass + ends - 2 * level * (density[0] - density[1]) + level * level * mass
+    return total
+
+
+def test_the_step_loses_least() -> None:
+    assert lost(codec.STEP) == pytest.approx(0.03744, abs=1e-5)
+    assert lost(codec.STEP) < min(lost(codec.STEP * factor) for factor in (0.99, 1.01))
+
+
+def test_a_gaussian_row_loses_as_much() -> None:
+    x = torch.randn(4096, 128, generator=torch.Generator().manual_seed(1))
+    for unbiased, expected in ((False, 0.0368), (True, 0.0378)):
+        found = float((codec.dequantize(*codec.quantize(x, unbiased=unbiased)) - x).square().mean() / x.square().mean())
+        assert found == pytest.approx(expected, rel=0.01)

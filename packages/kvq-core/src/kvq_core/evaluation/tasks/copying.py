@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvq_core.evaluation.tasks.task import Record
 
 _WORDS: Final = "words.txt"
-"""English words and parts of some, each one token of common vocabularies."""
+"""English words and parts of some: after a space, each is one token of SmolLM2 and of Gemma 3."""
 _QUARTERS: Final = ("0-25 %", "25-50 %", "50-75 %", "75-100 %")
 _OPENING: Final = "List:\n"
 _END: Final = "\n"

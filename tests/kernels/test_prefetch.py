@@ -16,7 +16,8 @@ from kvq_core.testing.cases import Case
 from kvq_core.testing.interpret.ptx import interpreted_ptx
 from kvq_core.testing.scene import Scene
 
-PACKED = sorted(set(FIRST_PARTY) - {"none"})
+PACKED = sorted(set(FIRST_PARTY) - {"none", "int3_per_token_head"})
+"""int3's tiles have 64 keys, for which nothing is prefetched."""
 ONE = Case(query_lens=(1,), seq_lens=(100,), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
 """Planned for five multiprocessors: four splits of a tile of 32 keys for each kv head, so all keys are in some program's first tile."""
 OTHERS: dict[str, tuple[str, Case]] = {

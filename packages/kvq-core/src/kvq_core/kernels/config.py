@@ -247,11 +247,11 @@ class ReadConfig(Constant):
     def row_vector(self) -> int:
         """The most bytes of a row that a thread loads at once: what rows start at a multiple of.
 
-        Of rows with side bytes it is 8. Such a row ends in the middle of one of the 32-byte sectors that the L2 sends, and two loads need
-        that sector. Copies of 16 bytes bypass the L1, and would have the L2 send it twice: decode is a fifth slower so (H100).
+        In decode of rows with side bytes it is 8. Such a row ends in the middle of one of the 32-byte sectors that the L2 sends, and two
+        loads need that sector. Copies of 16 bytes bypass the L1, and would have the L2 send it twice: decode is a fifth slower so (H100).
         """
         has_side_bytes = self.format.key.side_bytes or self.format.value.side_bytes
-        return min(self.shape.row_bytes, 8) if has_side_bytes else self.shape.row_bytes
+        return min(self.shape.row_bytes, 8) if has_side_bytes and self.tile.decode else self.shape.row_bytes
 
     @property
     def side_alignment(self) -> int:

@@ -10,8 +10,6 @@ from kvq_core.kernels.sm90.rotary import PAIRS
 from kvq_core.kernels.sm90.scheduler import find_work
 from kvq_core.kernels.sm90.unpack import fill_tiles
 
-__all__ = ["as_stored", "attend_in_groups"]
-
 
 @gluon.jit
 def as_stored(word):
@@ -46,8 +44,8 @@ def attend_in_groups(
     ``key_operand_scale``, ``value_operand_scale``: what an operand of 1 stands for, beside its row's scale. SCALED: rows have scales,
     SCALE_OF(word).
     KEY_PRESCALE: keys' are taken times it, so that a score is finite whatever the scale. FINITE: operands are, whatever the codes.
-    UNPACK(words [KEYS, n], scale words [KEYS]), or UNPACK(words, side bytes [KEYS, n], scale words): operands in pairs, [KEYS, ..., n]
-    32-bit words whose dimensions between count a word's pairs. ADJACENT: see queries.py.
+    UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
+    pairs. ADJACENT: see queries.py.
     """
     D: gl.constexpr = C.shape.head_size
     KEYS: gl.constexpr = C.tile.keys

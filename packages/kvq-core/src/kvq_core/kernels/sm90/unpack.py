@@ -40,11 +40,6 @@ def unpack_tiles(
     block, slot, seen, key_position = key_positions(0, span, BY_ROW, C)
     k = load_words(keys, block, slot, seen, True, WORDS, LAYOUT, C)
     v = load_words(values, block, slot, seen, FINITE, WORDS, LAYOUT, C)
-    k_side = k
-    v_side = v
-    if C.format.key.side_bytes:
-        k_side = load_side_bytes(keys, block, slot, WORDS, LAYOUT, C)
-        v_side = load_side_bytes(values, block, slot, WORDS, LAYOUT, C)
     block, slot, seen, key_position = key_positions(0, span, VECTOR, C)
     if SCALED:
         k_word = load_scales(keys, block, slot, seen)
@@ -59,10 +54,8 @@ def unpack_tiles(
             shared.k_scales.index(at).store(SCALE_OF(k_word) * KEY_PRESCALE)
         if C.features.rotary_pairs > 0:
             fill_rotary(n, rotary, shared.rotary.index(at), C)
-        hand_over(k, k_side, gl.convert_layout(k_word, BY_ROW), shared.k.index(at), shared.k_full.index(at), UNPACK, C)
+        hand_over(k, gl.convert_layout(k_word, BY_ROW), shared.k.index(at), shared.k_full.index(at), UNPACK, C)
         k = load_words(keys, row_block, row_slot, row_seen, True, WORDS, LAYOUT, C)
-        if C.format.key.side_bytes:
-            k_side = load_side_bytes(keys, row_block, row_slot, WORDS, LAYOUT, C)
         block, slot, seen, key_position = key_positions(n + 1, span, VECTOR, C)
         if SCALED:
             k_word = load_scales(keys, block, slot, seen)
@@ -73,24 +66,18 @@ def unpack_tiles(
             largest = gl.maximum(largest, gl.max(scale, 0))
             shared.v_scales.index(at).store(scale * (256.0 / largest))
             shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + largest)
-        hand_over(v, v_side, gl.convert_layout(v_word, BY_ROW), shared.v.index(at), shared.v_full.index(at), UNPACK, C)
+        hand_over(v, gl.convert_layout(v_word, BY_ROW), shared.v.index(at), shared.v_full.index(at), UNPACK, C)
         v = load_words(values, row_block, row_slot, row_seen, FINITE, WORDS, LAYOUT, C)
-        if C.format.value.side_bytes:
-            v_side = load_side_bytes(values, row_block, row_slot, WORDS, LAYOUT, C)
         if SCALED:
             v_word = load_scales(values, block, slot, seen)
 
 
 @gluon.jit
-def hand_over(words, side, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
-    """Packed rows [KEYS, n] as operands into ``tile``, which is then announced as full. ``side``: :func:`load_side_bytes`, if there are."""
+def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
+    """Packed rows [KEYS, n] as operands into ``tile``, which is then announced as full."""
     KEYS: gl.constexpr = C.tile.keys
     WIDTH: gl.constexpr = C.shape.head_size // 2
-    if C.format.key.side_bytes:
-        pairs = UNPACK(words, side, scales)
-    else:
-        pairs = UNPACK(words, scales)
-    tile._reinterpret(gl.uint32, [KEYS, WIDTH], PAIRS).store(pairs.reshape([KEYS, WIDTH]))
+    tile._reinterpret(gl.uint32, [KEYS, WIDTH], PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
     fence_async_shared()
     mbarrier.arrive(full, count=1)
 
@@ -162,17 +149,6 @@ def load_words(plane, block, slot, seen, FINITE: gl.constexpr, WORDS: gl.constex
     else:
         words = gl.load(at, mask=seen[:, None], other=0)
     return words
-
-
-@gluon.jit
-def load_side_bytes(plane, block, slot, WORDS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The bytes beside the lanes of a tile's rows, [KEYS, WORDS] of 32 bits: those of a word's two lanes in the low bytes of its halves.
-    Two words half a row apart have theirs in one (:func:`kvq_core.kernels.paged_kv.load_side_bytes`)."""
-    HALF: gl.constexpr = WORDS // 2
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-    base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
-    both = gl.load(base + (lane_row_places(block, slot, plane, C) * 4)[:, None] + (WORDS + word % HALF)[None, :])
-    return (both >> (word // HALF * 8).to(gl.uint32)[None, :]) & 0x00FF00FF
 
 
 @gluon.jit

@@ -148,11 +148,11 @@ def _lop3(a: Word, b: Word, c: Word, table: Any) -> Word:
 
 
 def _prmt(a: Word, b: Word, selector: Any) -> Word:
-    result = np.zeros(np.broadcast(a, b).shape, np.uint32)
+    result = np.zeros(np.broadcast(a, b, selector).shape, np.uint32)
     for i in range(4):
-        chosen = int(selector) >> (4 * i) & 0xF
-        assert chosen < 8, "prmt's sign replication is not supported"
-        byte = (a if chosen < 4 else b) >> np.uint32(8 * (chosen % 4)) & np.uint32(0xFF)
+        chosen = np.asarray(selector, np.uint32) >> np.uint32(4 * i) & np.uint32(0xF)
+        assert np.all(chosen < 8), "prmt's sign replication is not supported"
+        byte = np.where(chosen < 4, a, b) >> np.uint32(8) * (chosen % np.uint32(4)) & np.uint32(0xFF)
         result = result | byte << np.uint32(8 * i)
     return result
 

@@ -22,7 +22,7 @@ from kvq_core.kernels.mma import (
     query_operand,
     scores,
     seed_of_rows,
-    sum_by_product,
+    sum_over_keys,
     unweigh,
     weigh,
 )
@@ -175,8 +175,8 @@ def attend_work_tile(
             else:
                 weights = p.to(v[0].dtype)
             if V.zero != 0.0:
-                if V.ways > 2 and C.tile.keys_first and not C.tile.narrow_n:
-                    zeros = sum_by_product(weights, C) * (V.zero * C.value_zero)
+                if V.ways > 2:
+                    zeros = sum_over_keys(weights, C) * (V.zero * C.value_zero)
                 else:
                     zeros = tl.sum(weights.to(tl.float32), 0 if C.tile.keys_first else 1) * (V.zero * C.value_zero)
             acc = accumulate(weights, v, acc, alpha, zeros, C)

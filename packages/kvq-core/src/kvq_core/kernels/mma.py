@@ -141,15 +141,19 @@ def weigh(p, v_scale, largest, C: tl.constexpr):
 
 
 @triton.jit
-def sum_by_product(weights, C: tl.constexpr):
-    """The sum of each row's float16 weights [KEYS, ROWS], float32.
+def sum_over_keys(weights, C: tl.constexpr):
+    """The sum of each row's float16 weights, float32.
 
-    A product with ones adds a thread's own: one instruction for 16 keys, not a conversion and an addition for each. It pays where
-    instructions limit the loop, beyond two ways.
+    Where keys come first, a product with ones adds a thread's own: one instruction for 16 keys, not a conversion and an addition for each.
+    It pays where instructions limit the loop, beyond two ways.
     """
-    ones = tl.full([16, C.tile.lane_rows], 1.0, tl.float16)
-    # Every row of the product has the sums.
-    return tl.sum(dot(ones, weights, None, C.features.upcast_dots), 0) * (1.0 / 16)
+    if C.tile.keys_first and not C.tile.narrow_n:
+        ones = tl.full([16, C.tile.lane_rows], 1.0, tl.float16)
+        # Every row of the product has the sums.
+        total = tl.sum(dot(ones, weights, None, C.features.upcast_dots), 0) * (1.0 / 16)
+    else:
+        total = tl.sum(weights.to(tl.float32), 0 if C.tile.keys_first else 1)
+    return total
 
 
 @triton.jit

@@ -337,11 +337,8 @@ def load_subject(model: str | None, device: torch.device) -> Subject:
     if path.is_file():
         return TinySubject(load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32))
     if not path.is_dir() and (not _HUB_ID.fullmatch(str(model)) or path.suffix in _FILES):
-        raise ArgumentError(
-            "model",
-            f"{model}: no such file or folder",
-            f"{', '.join(PRETRAINED)}, a GGUF file, a Hugging Face model's folder or id, or a tiny model's weights",
-        )
+        need = f"{', '.join(PRETRAINED)}, a GGUF file, a Hugging Face model's folder or id, or a tiny model's weights"
+        raise ArgumentError("model", f"{model}: no such file or folder", need)
     from kvq_core.evaluation.huggingface import load
 
     return load(str(model), device)

@@ -76,7 +76,7 @@ def window_demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, d
 
 
 def blocks_read(length: int, block_size: int, rows: int) -> int:
-    """The most blocks of exact rows that a step with ``rows`` of a sequence reads, beside whose own tokens are ``length`` before them."""
+    """The most blocks of exact rows that a step reads of a sequence with ``rows`` new tokens: theirs and those of the ``length`` before."""
     return -(-(length + block_size - 1 + rows) // block_size)
 
 
@@ -118,8 +118,9 @@ def reserve_for(impl: Any, config: Any, dtype: torch.dtype, device: torch.device
     demands = {demand_of(impl, config, 1, 16, dtype)}
     if impl.residual is not None:
         demands.add(window_demand_of(impl, config, 1, 16, dtype))
-    _RESERVED.update(new := demands - _RESERVED)
-    reserve_workspace(list(new), device)
+    if new := demands - _RESERVED:
+        _RESERVED.update(new)
+        reserve_workspace(list(new), device)
 
 
 _NONE = get_backend("none")

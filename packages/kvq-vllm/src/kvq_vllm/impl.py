@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
 from kvq_core.plan.planner import set_batch_invariant
-from kvq_core.residual.reads import PartialRead, attend
+from kvq_core.residual.reads import PagedRead, attend
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
@@ -133,11 +133,11 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             "use_alibi_sqrt": self.use_alibi_sqrt,
         }
         if self.residual is None:
-            PartialRead(self.kvq, caches, packed | {"sinks": self.sinks})(query[:rows], output[:rows], **options)
+            PagedRead(self.kvq, caches, packed | {"sinks": self.sinks})(query[:rows], output[:rows], **options)
             return output
         exact, older = self._metadata_of(self.residual), None
         if not exact.nothing_packed:
-            older = PartialRead(self.kvq, caches, packed | {"key_stops": exact.key_stops})
+            older = PagedRead(self.kvq, caches, packed | {"key_stops": exact.key_stops})
         attend(query[:rows], output[:rows], self.residual.read(exact, query.dtype, self.sinks), older, **options)
         return output
 

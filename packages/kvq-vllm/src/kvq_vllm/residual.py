@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
-from kvq_core.residual.reads import PartialRead
+from kvq_core.residual.reads import PagedRead
 from kvq_vllm.backend import KVQBackend
 from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group
 from kvq_vllm.pages import content_bytes, layer_views
@@ -93,10 +93,10 @@ class ResidualLayer(AttentionLayerBase):
         caches = self._caches(key.dtype)
         self._none.reshape_and_cache(key, value, caches.key_cache, caches.value_cache, slot_mapping)
 
-    def read(self, batch: ResidualMetadata, dtype: torch.dtype, sinks: torch.Tensor | None) -> PartialRead:
+    def read(self, batch: ResidualMetadata, dtype: torch.dtype, sinks: torch.Tensor | None) -> PagedRead:
         """Of a step's exact keys, and of the layer's ``sinks``."""
         keys = {"seqused_k": batch.seqused_k, "max_seqlen_k": batch.max_seqlen_k, "block_table": batch.block_table}
-        return PartialRead(self._none, self._caches(dtype), keys | {"sinks": sinks})
+        return PagedRead(self._none, self._caches(dtype), keys | {"sinks": sinks})
 
     def _caches(self, dtype: torch.dtype) -> LayerCaches:
         """Views of the pages."""

@@ -24,8 +24,8 @@ MOST_KEYS: Final = 512
 
 
 @dataclass(frozen=True)
-class PartialRead:
-    """Some of the keys: ``caches`` of ``backend``, and the options of ``unified_attention`` that say which."""
+class PagedRead:
+    """Keys to attend to: ``caches`` of ``backend``, and the options of ``unified_attention`` that say which."""
 
     backend: QuantKVBackend
     caches: LayerCaches
@@ -41,8 +41,8 @@ class PartialRead:
 def attend(
     q: torch.Tensor,
     out: torch.Tensor,
-    exact: PartialRead,
-    packed: PartialRead | None,
+    exact: PagedRead,
+    packed: PagedRead | None,
     *,
     output_scale: torch.Tensor | None = None,
     **options: Any,
@@ -79,12 +79,14 @@ def runs_beside(max_seqlen_q: int, max_seqlen_k: int) -> bool:
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """A stream that starts from here, and that the current one waits for at the end."""
-    stream, current = _stream(device), torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(device)
+    stream = _stream_of(device, current.cuda_stream)
     stream.wait_stream(current)
     yield stream
     current.wait_stream(stream)
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream_of(device: torch.device, current: int) -> torch.cuda.Stream:
+    """One for each stream: what another thread launches meanwhile must not end up in a graph that this one captures."""
     return torch.cuda.Stream(device)

@@ -16,7 +16,7 @@ from kvq_core.cache.sequences import GrownRow
 from kvq_core.cache.snapshot import Snapshot
 from kvq_core.errors import ArgumentError, OutOfBlocksError
 from kvq_core.registry import get_backend
-from kvq_core.residual.reads import PartialRead, attend
+from kvq_core.residual.reads import PagedRead, attend
 from kvq_core.residual.step import ResidualStep, build
 from kvq_core.residual.table import SAVED, ExactTable
 from kvq_core.residual.window import ResidualWindow
@@ -216,8 +216,8 @@ class ExactPages:
         older = None
         if step.packed is not None:
             of_packed = {"key_stops": step.key_stops, "first_positions": step.first_positions, "smoothing": smoothing}
-            older = PartialRead(backend, packed, vars(step.packed) | of_packed)
-        newest = PartialRead(self.backend, exact, vars(step.exact) | of_rows)
+            older = PagedRead(backend, packed, vars(step.packed) | of_packed)
+        newest = PagedRead(self.backend, exact, vars(step.exact) | of_rows)
         attend(q, out, newest, older, output_scale=output_scale, **options)
 
     def release(self) -> None:

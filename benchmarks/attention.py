@@ -1,4 +1,4 @@
-"""What decode and prefill have in common: the read door as the call that is timed, with FlashInfer's bf16 kernel beside it."""
+"""What decode and prefill have in common: the read door as the call that is timed, with others' bf16 kernels beside it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 import torch
 
 import baselines
+import flash_attention
 import problems
 from kvq_core import QuantKVBackend, get_backend
-from rows import FLASHINFER, Row, measured
+from rows import FLASHATTENTION, FLASHINFER, Row, measured
 from shapes import Read, Setting
 from timing import Call, Timer
 
@@ -36,11 +37,14 @@ def run(
     *,
     peers: bool = True,
 ) -> Iterator[Row]:
-    """A row for each mode in each setting, after that of FlashInfer's ``peer``."""
+    """A row for each mode in each setting, after those of FlashAttention 3 and of FlashInfer's ``peer``."""
     for setting in settings:
         assert isinstance(setting, Read)
+        unquantized = unmeasured(op, get_backend("none"), setting)
+        if peers and flash_attention.serves(setting):
+            known = replace(unquantized, mode=FLASHATTENTION)
+            yield measured(timer, known, partial(flash_attention.attend, setting, timer.device), allow_eager=True)
         if peers and baselines.flashinfer_serves(setting):
-            known = replace(unmeasured(op, get_backend("none"), setting), mode=FLASHINFER)
-            yield measured(timer, known, partial(peer, setting, timer.device), allow_eager=True)
+            yield measured(timer, replace(unquantized, mode=FLASHINFER), partial(peer, setting, timer.device), allow_eager=True)
         for backend in backends:
             yield measured(timer, unmeasured(op, backend, setting), partial(attend, backend, setting, timer.device))

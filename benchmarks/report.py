@@ -10,7 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from rows import COPY, FLASHINFER, PEERS, Row
+from rows import COPY, FLASHATTENTION, FLASHINFER, PEERS, Row
 
 FORMAT = 1
 SAME = 0.05
@@ -20,13 +20,15 @@ _PEER_OF = {"decode": FLASHINFER, "prefill": FLASHINFER, "write": COPY}
 
 @dataclass(frozen=True)
 class Line:
-    """A row beside its like: how many times as fast as ``none`` and as the peer, the share of the memory bus, and TFLOP/s."""
+    """A row beside its like: how many times as fast as ``none``, as the peer and as FlashAttention 3, the share of the memory bus, and
+    TFLOP/s."""
 
     row: Row
     hbm: float | None
     tflops: float | None
     x_none: float | None
     x_peer: float | None
+    x_flash_attention: float | None = None
 
 
 def lines(rows: Sequence[Row], bandwidth: float) -> list[Line]:
@@ -44,6 +46,7 @@ def lines(rows: Sequence[Row], bandwidth: float) -> list[Line]:
             tflops=r.flops / r.us / 1e6 if r.us and r.flops else None,
             x_none=times_as_fast(r, "none"),
             x_peer=times_as_fast(r, _PEER_OF[r.op]),
+            x_flash_attention=times_as_fast(r, FLASHATTENTION),
         )
         for r in rows
     ]
@@ -56,10 +59,12 @@ def _number(value: float | None, form: str) -> str:
 def table(op: str, everything: Sequence[Line]) -> str:
     """The table of one operation, setting by setting; an error stands after its row's setting."""
     peer = "x copy" if op == "write" else "x FlashInfer"
-    columns = {"us": "us", "hbm": "% HBM", "tflops": "TFLOP/s", "none": "x none", "peer": peer, "host": "host us", "temporary": "temp. MiB"}
-    for name in {"decode": ("tflops",), "prefill": (), "write": ("tflops", "temporary")}[op]:
-        del columns[name]
+    columns = {"us": "us", "hbm": "% HBM", "tflops": "TFLOP/s", "none": "x none", "peer": peer, "fa3": "x FA3"}
+    columns |= {"host": "host us", "temporary": "temp. MiB"}
     mine = [line for line in everything if line.row.op == op]
+    unknown = ("fa3",) if all(line.x_flash_attention is None for line in mine) else ()
+    for name in {"decode": ("tflops",), "prefill": (), "write": ("tflops", "temporary")}[op] + unknown:
+        del columns[name]
     body = []
     for line in mine:
         r = line.row
@@ -72,6 +77,7 @@ def table(op: str, everything: Sequence[Line]) -> str:
             "tflops": _number(line.tflops, ".0f"),
             "none": _number(line.x_none, ".2f"),
             "peer": _number(line.x_peer, ".2f"),
+            "fa3": _number(line.x_flash_attention, ".2f"),
             "host": _number(r.host_us, ".0f"),
             "temporary": _number(None if r.temporary is None else r.temporary / 2**20, ".1f"),
         }

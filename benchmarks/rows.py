@@ -11,8 +11,8 @@ import torch
 
 from timing import Call, Timer
 
-FLASHINFER, COPY = "flashinfer bf16", "torch copy bf16"
-PEERS = (FLASHINFER, COPY)
+FLASHATTENTION, FLASHINFER, COPY = "flash_attention 3 bf16", "flashinfer bf16", "torch copy bf16"
+PEERS = (FLASHATTENTION, FLASHINFER, COPY)
 """Rows of the table that are no mode of ours."""
 
 

@@ -1,8 +1,8 @@
 """The whole table, from one command: ``python benchmarks/run.py``.
 
-Decode, prefill and write of every installed mode, against ``none`` and FlashInfer's bf16 kernels in the same run. Nothing is timed
-before every mode has passed the correctness gate. Prints the tables; writes ``benchmarks.json``, setting by setting, so that a run that is
-cut off leaves what it has, and ``benchmarks.png``.
+Decode, prefill and write of every installed mode, in the same run as ``none``, FlashInfer's bf16 kernels and FlashAttention 3's (those of
+an installed vLLM). Nothing is timed before every mode has passed the correctness gate. Prints the tables; writes ``benchmarks.json``,
+setting by setting, so that a run that is cut off leaves what it has, and ``benchmarks.png``.
 
 Exit status: 0; 1 if a row ended in an error; 2 for a machine without CUDA or a wrong command line; 3 if the gate is red.
 """
@@ -29,6 +29,7 @@ import baselines  # noqa: E402
 import bench_decode  # noqa: E402
 import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
+import flash_attention  # noqa: E402
 import gate  # noqa: E402
 import modes  # noqa: E402
 import precompile  # noqa: E402
@@ -41,8 +42,6 @@ from rows import DeviceLostError, Row  # noqa: E402
 from timing import Timer  # noqa: E402
 
 OK, ROW_ERROR, CANNOT_RUN, GATE_RED = 0, 1, 2, 3
-H200_READ = 4.3e12
-"""Bytes a second that pure reads reach on an H200 (4.39e12 measured; copies 4.24e12)."""
 _RUN: dict[str, Callable[..., Iterator[Row]]] = {"decode": bench_decode.run, "prefill": bench_prefill.run, "write": bench_write.run}
 Plan = tuple[tuple[str, tuple[shapes.Setting, ...]], ...]
 
@@ -54,7 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--settings", metavar="A,B,...", help="only these, or all of decode, prefill or write; see shapes.py")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), metavar="DIR", help="for the JSON and the PNG")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show the difference to an earlier run")
-    parser.add_argument("--no-peers", action="store_true", help="leave FlashInfer and the plain copy out")
+    parser.add_argument("--no-peers", action="store_true", help="leave FlashAttention 3, FlashInfer and the plain copy out")
     return parser.parse_args(argv)
 
 
@@ -65,32 +64,27 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
-    """What the figures were measured on and with; ``hbm`` in bytes a second is what 100 % means."""
-    name = torch.cuda.get_device_name(device)
-    copied = timer.copy_bandwidth()
+    """What the figures were measured on and with; ``hbm`` in bytes a second, a pure read's, is what 100 % means."""
     return {
-        "gpu": name,
+        "gpu": torch.cuda.get_device_name(device),
         "driver": nvidia_driver() or "unknown",
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "triton": installed("triton") or "not installed",
         "flashinfer": installed("flashinfer-python") or "not installed",
         "commit": source_version(checkout.ROOT),
-        "copy_bandwidth": copied,
-        "hbm": H200_READ if "H200" in name else copied,
+        "hbm": timer.read_bandwidth(),
         "floor_us": timer.floor(),
     }
 
 
 def header(facts: dict[str, Any]) -> str:
     """The facts, and how to read the figures."""
-    source = "of an H200" if facts["hbm"] == H200_READ else "as copying measured it"
-    copied, whole = facts["copy_bandwidth"] / 1e12, facts["hbm"] / 1e12
     versions = ", ".join(f"{name} {facts[name]}" for name in ("driver", "python", "torch", "triton", "flashinfer", "commit"))
     return "\n".join(
         (
             f"{facts['gpu']}: {versions}",
-            f"copy measured here: {copied:.2f} TB/s (read + write); 100 % HBM = {whole:.2f} TB/s, {source}",
+            f"100 % HBM = {facts['hbm'] / 1e12:.2f} TB/s, a pure read measured here",
             f"us: median CUDA-graph replay, cold cache, {facts['floor_us']:.1f} us of it the replay of an empty kernel; "
             "host us: one eager call of the door",
         )
@@ -134,8 +128,10 @@ def measure(
 ) -> list[Row]:
     """Every row of the plan, or those up to a fault that loses the device; ``keep`` gets all that there are after each setting."""
     every = [setting for _, settings in plan for setting in settings]
-    beside = sum(isinstance(setting, shapes.Write) + baselines.flashinfer_serves(setting) for setting in every) if peers else 0
-    bar.reset(total=len(every) * len(backends) + beside)
+    beside = (
+        isinstance(setting, shapes.Write) + baselines.flashinfer_serves(setting) + flash_attention.serves(setting) for setting in every
+    )
+    bar.reset(total=len(every) * len(backends) + (sum(beside) if peers else 0))
     found: list[Row] = []
     for op, setting in ((op, setting) for op, settings in plan for setting in settings):
         try:

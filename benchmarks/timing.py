@@ -11,8 +11,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 Call = Callable[[], object]
 
@@ -22,6 +26,8 @@ FLUSH_BYTES = 256 << 20
 COLD_SETS = 4
 """Working sets of this many times the L2 leave nothing of use in it."""
 HOST_CALLS = 20
+READ_TILE = 16384
+"""Values that a program of the pure read loads at once."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,18 @@ class Timer:
         one = torch.zeros(1, device=self.device)
         return self.measure(lambda: one.add_(1), 4).device_us
 
-    def copy_bandwidth(self, size: int = 2 << 30) -> float:
-        """Bytes a second, read and written, of a large device-to-device copy; of a smaller one where memory is short."""
+    def read_bandwidth(self, size: int = 2 << 30) -> float:
+        """Bytes a second of a kernel that only reads a large tensor; a smaller one where memory is short."""
         free = torch.cuda.mem_get_info(self.device)[0]
-        size = min(size, free // 4)
-        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * size / self.measure(lambda: target.copy_(source), 2 * size).device_us * 1e6
+        count = min(size, free // 4) // READ_TILE // 4
+        source = torch.zeros(count * READ_TILE, dtype=torch.int32, device=self.device)
+        found = torch.empty(count, dtype=torch.int32, device=self.device)
+        read = partial(_read_kernel[(count,)], source, found, READ_TILE, num_warps=8)
+        return source.nbytes / self.measure(read, source.nbytes).device_us * 1e6
+
+
+@triton.jit
+def _read_kernel(source: Any, found: Any, values: tl.constexpr) -> None:
+    """The largest of a program's values: what is read must end up somewhere."""
+    tile = tl.program_id(0).to(tl.int64) * values + tl.arange(0, values)
+    tl.store(found + tl.program_id(0), tl.max(tl.load(source + tile), axis=0))

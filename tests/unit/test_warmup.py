@@ -55,3 +55,8 @@ def test_planning_leaves_other_threads_their_launches() -> None:
             pass
         assert target.current() is not None
     assert seen == [True] and target.current() is None
+
+
+def test_kernels_are_found_on_disk_whatever_was_compiled_before() -> None:
+    found = [told_by("kernel_keys", seed) for seed in ("1", "2")]
+    assert found[0] == found[1] and len(found[0]) > 100

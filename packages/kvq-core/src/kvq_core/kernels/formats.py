@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from triton.runtime import JITFunction
 
+from kvq_core.kernels.cache_keys import settle
+
 SOURCE = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("config.py", "formats.py"))).hexdigest()
 """That of the files of constants, which decides what a kernel becomes as much as the kernel's own source does."""
 
@@ -35,6 +37,8 @@ class Constant(dict[str, object]):
     def cache_key(self) -> str:
         """What Triton tells compiled kernels on disk apart by. By itself it would take the fields, and find a kernel of another version of
         kvq, in which a property or a jit function among the fields was another."""
+        for function in self.jit_functions():
+            settle(function)
         return f"{self} {SOURCE} {[function.cache_key for function in self.jit_functions()]}"
 
 

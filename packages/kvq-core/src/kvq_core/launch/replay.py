@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 from kvq_core.call.memory import Apart
 from kvq_core.call.replay_cache import ALIGNMENT
+from kvq_core.kernels.cache_keys import settle
 from kvq_core.launch import target
 from kvq_core.launch.workspace import kept_buffer, sole_use, workspace, workspace_size
 
@@ -77,6 +78,7 @@ class LaunchRecord:
     def start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch ``kernel``. ``arguments``: its run-time values, loose or in tuples; ``options``: its constants and Triton's options."""
         elsewhere = target.current()
+        settle(kernel)
         with _CHOOSING:
             compiled = kernel[grid](*arguments, **options) if elsewhere is None else elsewhere.start(kernel, grid, arguments, options)
         if not isinstance(compiled, CompiledKernel):

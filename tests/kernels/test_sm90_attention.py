@@ -33,8 +33,7 @@ from sm90_device import H200, HOPPER, use_shipped_tables_and_a_known_triton
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 FP8 = ("fp8_per_token_head", "fp8_per_tensor")
 PACKAGES = ("int8fp8", "int4", "int2")
-MODES = set(FIRST_PARTY) - {"int3_per_token_head"}
-"""Those that have such kernels."""
+WITHOUT_MULTIROW = {"none", "int3_per_token_head"}
 SHIPPED = Table("sm_90", {})
 SM_100 = replace(H200, arch="sm_100")
 
@@ -117,9 +116,9 @@ def table_of(arch: str, choice: Groups) -> Table:
 PREFILL = Family(
     "prefill",
     "prefill",
-    tuple(sorted(MODES)),
+    tuple(sorted(FIRST_PARTY)),
     PROMPTS,
-    ("kvq_core.kernels.sm90.plain", *(f"kvq_{package}.prefill" for package in PACKAGES)),
+    ("kvq_core.kernels.sm90.plain", *(f"kvq_{package}.prefill" for package in (*PACKAGES, "int3"))),
     Groups(2, 2, 184),
     table_of("sm_90", Groups(2, 2, 184)),
     unsupported(PROMPTS),
@@ -129,7 +128,7 @@ PREFILL = Family(
 MULTIROW = Family(
     "multirow",
     "decode",
-    tuple(sorted(MODES - {"none"})),
+    tuple(sorted(set(FIRST_PARTY) - WITHOUT_MULTIROW)),
     ROWS,
     tuple(f"kvq_{package}.decode_multirow" for package in PACKAGES),
     Groups(1, 4, 248),
@@ -141,7 +140,12 @@ MULTIROW = Family(
         "unlike lengths": replace(ROWS, query_lens=(8, 8, 7)),
         "a group of more heads than a tile has rows": replace(ROWS, query_lens=(1,) * 3, queries_per_kv=65, num_kv_heads=1),
     },
-    ({"device": SM_100}, {"case": replace(ROWS, seq_lens=(100, 40, 77)), "max_seqlen_k": 100}, {"mode": "none"}),
+    (
+        {"device": SM_100},
+        {"case": replace(ROWS, seq_lens=(100, 40, 77)), "max_seqlen_k": 100},
+        {"mode": "none"},
+        {"mode": "int3_per_token_head"},
+    ),
 )
 FAMILIES = (PREFILL, MULTIROW)
 
@@ -292,7 +296,7 @@ def parametrize(*params: Any) -> Any:
     *each(PREFILL, *INTERPRETED_PROMPTS, on=("interpret",), most=500),
     *each(PREFILL, *LARGE_PROMPTS, on=("gpu",)),
     *each(MULTIROW, *MULTIROW_CASES),
-    *each(PREFILL, *ROTARY_PROMPTS, modes=MULTIROW.modes),
+    *each(PREFILL, *ROTARY_PROMPTS, modes=tuple(sorted(set(FIRST_PARTY) - {"none"}))),
 )
 def test_attention(mode: str, case: Case, most: int, where: Where) -> None:
     built = where.build(mode, case, most)

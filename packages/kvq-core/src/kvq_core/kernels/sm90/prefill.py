@@ -10,6 +10,8 @@ from kvq_core.kernels.sm90.rotary import PAIRS
 from kvq_core.kernels.sm90.scheduler import find_work
 from kvq_core.kernels.sm90.unpack import fill_tiles
 
+__all__ = ["as_stored", "attend_in_groups"]
+
 
 @gluon.jit
 def as_stored(word):
@@ -45,7 +47,7 @@ def attend_in_groups(
     SCALE_OF(word).
     KEY_PRESCALE: keys' are taken times it, so that a score is finite whatever the scale. FINITE: operands are, whatever the codes.
     UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
-    pairs. ADJACENT: see queries.py.
+    pairs. With side bytes it gets (words, bytes [KEYS, n]) for the words. ADJACENT: see queries.py.
     """
     D: gl.constexpr = C.shape.head_size
     KEYS: gl.constexpr = C.tile.keys

@@ -59,6 +59,8 @@ MULTIROW_CASES = (
     replace(ROWS, sinks=True, block_size=32),
     replace(ROWS, smoothing="balanced", layout="paired", rows="transposed"),
     replace(ROWS, smoothing="mean", block_size=64),
+    replace(ROWS, smoothing="rotary"),
+    replace(ROWS, smoothing="rotary", seq_lens=(2900, 8, 129), queries_per_kv=8, dtype=torch.float16),
     # Some keys far above the others, and rows that see no key but their own.
     replace(ROWS, score_gain=400.0, dtype=torch.float16, query_lens=(8, 8, 8), seq_lens=(3000, 8, 65)),
     # Rows that do not fill the tile; one token of many heads; two tiles of 64 rows; lengths around the tile's 64 keys.
@@ -135,7 +137,6 @@ MULTIROW = Family(
     SHIPPED,
     unsupported(ROWS)
     | {
-        "a rotary mean": replace(ROWS, smoothing="rotary"),
         "16 rows": replace(ROWS, query_lens=(4,) * 3),
         "unlike lengths": replace(ROWS, query_lens=(8, 8, 7)),
         "a group of more heads than a tile has rows": replace(ROWS, query_lens=(1,) * 3, queries_per_kv=65, num_kv_heads=1),

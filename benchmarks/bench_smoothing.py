@@ -28,6 +28,7 @@ READS = (
     Read("decode, 1 x 131072", (131072,)),
     Read("decode, 32 x 2048", (2048,) * 32),
     Read("4 rows, 32 x 8192", (8192,) * 32, query_len=4),
+    Read("8 rows, 32 x 8192", (8192,) * 32, query_len=8),
     Read("prefill, 8192", (8192,), query_len=8192),
     Read("prefill, 2048 of 32768", (32768,), query_len=2048),
 )

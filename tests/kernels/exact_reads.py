@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import test_int3
 
 import test_backends
 from kvq_core import get_backend
@@ -13,7 +14,7 @@ from kvq_core.testing.cases import Case
 from kvq_core.testing.launches import noted_constants
 from kvq_core.testing.scene import Scene
 
-SUITES = {suite.mode: suite for name, suite in vars(test_backends).items() if name.startswith("Test")}
+SUITES = {suite.mode: suite for tests in (test_backends, test_int3) for name, suite in vars(tests).items() if name.startswith("Test")}
 EMPTY_TABLE = Table("", {})
 
 

@@ -33,8 +33,7 @@ from sm90_device import H200, HOPPER, use_shipped_tables_and_a_known_triton
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 FP8 = ("fp8_per_token_head", "fp8_per_tensor")
 PACKAGES = ("int8fp8", "int4", "int2")
-MODES = set(FIRST_PARTY) - {"int3_per_token_head"}
-"""Those that have such kernels."""
+WITHOUT_MULTIROW = {"none", "int3_per_token_head"}
 SHIPPED = Table("sm_90", {})
 SM_100 = replace(H200, arch="sm_100")
 
@@ -60,6 +59,8 @@ MULTIROW_CASES = (
     replace(ROWS, sinks=True, block_size=32),
     replace(ROWS, smoothing="balanced", layout="paired", rows="transposed"),
     replace(ROWS, smoothing="mean", block_size=64),
+    replace(ROWS, smoothing="rotary"),
+    replace(ROWS, smoothing="rotary", seq_lens=(2900, 8, 129), queries_per_kv=8, dtype=torch.float16),
     # Some keys far above the others, and rows that see no key but their own.
     replace(ROWS, score_gain=400.0, dtype=torch.float16, query_lens=(8, 8, 8), seq_lens=(3000, 8, 65)),
     # Rows that do not fill the tile; one token of many heads; two tiles of 64 rows; lengths around the tile's 64 keys.
@@ -117,9 +118,9 @@ def table_of(arch: str, choice: Groups) -> Table:
 PREFILL = Family(
     "prefill",
     "prefill",
-    tuple(sorted(MODES)),
+    tuple(sorted(FIRST_PARTY)),
     PROMPTS,
-    ("kvq_core.kernels.sm90.plain", *(f"kvq_{package}.prefill" for package in PACKAGES)),
+    ("kvq_core.kernels.sm90.plain", *(f"kvq_{package}.prefill" for package in (*PACKAGES, "int3"))),
     Groups(2, 2, 184),
     table_of("sm_90", Groups(2, 2, 184)),
     unsupported(PROMPTS),
@@ -129,19 +130,23 @@ PREFILL = Family(
 MULTIROW = Family(
     "multirow",
     "decode",
-    tuple(sorted(MODES - {"none"})),
+    tuple(sorted(set(FIRST_PARTY) - WITHOUT_MULTIROW)),
     ROWS,
     tuple(f"kvq_{package}.decode_multirow" for package in PACKAGES),
     Groups(1, 4, 248),
     SHIPPED,
     unsupported(ROWS)
     | {
-        "a rotary mean": replace(ROWS, smoothing="rotary"),
         "16 rows": replace(ROWS, query_lens=(4,) * 3),
         "unlike lengths": replace(ROWS, query_lens=(8, 8, 7)),
         "a group of more heads than a tile has rows": replace(ROWS, query_lens=(1,) * 3, queries_per_kv=65, num_kv_heads=1),
     },
-    ({"device": SM_100}, {"case": replace(ROWS, seq_lens=(100, 40, 77)), "max_seqlen_k": 100}, {"mode": "none"}),
+    (
+        {"device": SM_100},
+        {"case": replace(ROWS, seq_lens=(100, 40, 77)), "max_seqlen_k": 100},
+        {"mode": "none"},
+        {"mode": "int3_per_token_head"},
+    ),
 )
 FAMILIES = (PREFILL, MULTIROW)
 
@@ -292,7 +297,7 @@ def parametrize(*params: Any) -> Any:
     *each(PREFILL, *INTERPRETED_PROMPTS, on=("interpret",), most=500),
     *each(PREFILL, *LARGE_PROMPTS, on=("gpu",)),
     *each(MULTIROW, *MULTIROW_CASES),
-    *each(PREFILL, *ROTARY_PROMPTS, modes=MULTIROW.modes),
+    *each(PREFILL, *ROTARY_PROMPTS, modes=tuple(sorted(set(FIRST_PARTY) - {"none"}))),
 )
 def test_attention(mode: str, case: Case, most: int, where: Where) -> None:
     built = where.build(mode, case, most)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.api import UNSPECIALIZED, Kernels, attention_kernel, write_kernel
+from kvq_core.kernels.api import UNSPECIALIZED, Kernels, Sm90Kernels, attention_kernel, write_kernel
 from kvq_int3.format import FORMAT
 
 
@@ -22,4 +22,11 @@ def attend(
     )  # fmt: skip
 
 
-KERNELS = Kernels(FORMAT, write, attend)
+def sm90() -> Sm90Kernels:
+    """The kernels for Hopper."""
+    from kvq_int3 import prefill
+
+    return Sm90Kernels(prefill.attend)
+
+
+KERNELS = Kernels(FORMAT, write, attend, sm90)

@@ -69,13 +69,9 @@ def _is_plain(call: Sm90Call) -> bool:
     )
 
 
-def _has_no_rotary_mean(call: Sm90Call) -> bool:
-    return call.attention.smoothing is None or call.attention.smoothing.rotary is None
-
-
 def _rotary_mean_fits(call: Sm90Call) -> bool:
     smoothing = call.attention.smoothing
-    return _has_no_rotary_mean(call) or (smoothing is not None and smoothing.num_pairs == 16 and not call.unquantized)
+    return smoothing is None or smoothing.rotary is None or (smoothing.num_pairs == 16 and not call.unquantized)
 
 
 def _has_heads_of_128(call: Sm90Call) -> bool:
@@ -105,24 +101,15 @@ _SM90_CALL: Final = (
     Rule("bf16 or fp16 rows in mode none", _has_16_bit_rows),
     Rule("rows of codes that start at multiples of 16 bytes", lambda call: call.row_bytes == 16),
     Rule("blocks of less than 2^31 elements", lambda call: call.block_reach < 2**31),
+    Rule("a rotary mean, if any, of 16 pairs, of packed keys", _rotary_mean_fits),
 )
 KERNELS: Final = Family(
     "Triton kernels",
     "reads and writes",
     (Rule("a GPU that torch can use, or TRITON_INTERPRET=1", lambda machine: bool(machine.arch) or machine.interpreting),),
 )
-SM90_PREFILL: Final = Family(
-    "sm_90 prefill kernels",
-    "prefill",
-    _HOPPER,
-    (*_SM90_CALL, Rule("a rotary mean, if any, of 16 pairs, of packed keys", _rotary_mean_fits)),
-)
-SM90_DECODE_MULTIROW: Final = Family(
-    "sm_90 multi-row decode kernels",
-    "decode of several tokens a sequence",
-    _HOPPER,
-    (*_SM90_CALL, Rule("no rotary mean", _has_no_rotary_mean)),
-)
+SM90_PREFILL: Final = Family("sm_90 prefill kernels", "prefill", _HOPPER, _SM90_CALL)
+SM90_DECODE_MULTIROW: Final = Family("sm_90 multi-row decode kernels", "decode of several tokens a sequence", _HOPPER, _SM90_CALL)
 STORE_MMA: Final = Family(
     "sm_90 writes in the MMA layout",
     "writes of rotated modes",

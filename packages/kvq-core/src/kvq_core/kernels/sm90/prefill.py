@@ -4,11 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kvq_core.kernels.sm90.layouts import GROUPS, HALF, OPERAND, PLAIN, ROTARY, WARPS, Buffers, Codes, QueryTile, RotaryArgs, Span
+from kvq_core.kernels.sm90.layouts import GROUPS, HALF, OPERAND, PLAIN, ROTARY, WARPS, Buffers, Codes, QueryTile, Span
 from kvq_core.kernels.sm90.mma import LOG2E, multiply_tiles
-from kvq_core.kernels.sm90.rotary import PAIRS
+from kvq_core.kernels.sm90.rotary import PAIRS, rotary_of
 from kvq_core.kernels.sm90.scheduler import find_work
 from kvq_core.kernels.sm90.unpack import fill_tiles
+
+__all__ = ["as_stored", "attend_in_groups"]
 
 
 @gluon.jit
@@ -45,7 +47,7 @@ def attend_in_groups(
     SCALE_OF(word).
     KEY_PRESCALE: keys' are taken times it, so that a score is finite whatever the scale. FINITE: operands are, whatever the codes.
     UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
-    pairs. ADJACENT: see queries.py.
+    pairs. With side bytes it gets (words, bytes [KEYS, n]) for the words. ADJACENT: see queries.py.
     """
     D: gl.constexpr = C.shape.head_size
     KEYS: gl.constexpr = C.tile.keys
@@ -93,16 +95,10 @@ def attend_in_groups(
         mbarrier.init(ready, count=GROUPS)
         rotary_tiles = k_tiles
         rotary_queries = q_tile
-        table = queries.ptr
-        first = 0
         if C.features.rotary_pairs > 0:
-            gl.static_assert(C.features.rotary_pairs == PAIRS and PACKED, "a rotary mean of 16 pairs, of packed keys")
             rotary_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, 2 * PAIRS], ROTARY)
             rotary_queries = gl.allocate_shared_memory(gl.float16, [GROUPS, HALF, 2 * PAIRS], ROTARY)
-            table = queries.rotary + kv_head * (5 * PAIRS)
-            if batch.first_positions is not None:
-                first = gl.load(batch.first_positions + seq)
-        rotary = RotaryArgs(table, first, scoring.softmax_scale * LOG2E, rotary_queries)
+        rotary = rotary_of(queries, kv_head, seq, scoring.softmax_scale, rotary_queries, batch, C)
         shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free, rotary_tiles)
 
         BALANCED: gl.constexpr = queries.factor is not None

@@ -1,19 +1,34 @@
-"""A rotary mean in prefill by warp groups: cosines and sines of a tile's positions are one more operand, of the same product for all rows.
+"""A rotary mean: cosines and sines of a tile's positions are one more operand, of the same product for all rows.
 
-What the portable kernels do in two products over pairs (:mod:`kvq_core.kernels.rotary`) is one here, over both.
+What the portable kernels do in two products over pairs (:mod:`kvq_core.kernels.rotary`) is one in prefill, over both.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.rotary import SHARE as _SHARE
 from kvq_core.kernels.rotary import cosine_sine, pair_products
-from kvq_core.kernels.sm90.layouts import ROTARY_ROWS
+from kvq_core.kernels.sm90.layouts import ROTARY_ROWS, RotaryArgs
 from kvq_core.kernels.sm90.queries import rows_of
 
 PAIRS = gl.constexpr(16)
 SHARE = gl.constexpr(_SHARE.value)
+LOG2E = gl.constexpr(_LOG2E.value)
+
+
+@gluon.jit
+def rotary_of(queries, kv_head, seq, softmax_scale, tile, batch, C: gl.constexpr):
+    """The rotary mean of a sequence's keys, if there is one. ``tile``: :class:`RotaryArgs`."""
+    table = queries.ptr
+    first = 0
+    if C.features.rotary_pairs > 0:
+        gl.static_assert(C.features.rotary_pairs == PAIRS and C.format.key.packed, "a rotary mean of 16 pairs, of packed keys")
+        table = queries.rotary + kv_head * (5 * PAIRS)
+        if batch.first_positions is not None:
+            first = gl.load(batch.first_positions + seq)
+    return RotaryArgs(table, first, softmax_scale * LOG2E, tile)
 
 
 @gluon.jit
@@ -34,10 +49,17 @@ def load_rotary_queries(work, rotary, GROUP: gl.constexpr, C: gl.constexpr):
     BY_ROW: gl.constexpr = gl.SliceLayout(1, ROTARY_ROWS)
     token, head, _, valid = rows_of(work, GROUP, BY_ROW, C)
     offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
-    p = gl.arange(0, PAIRS, gl.SliceLayout(0, ROTARY_ROWS))
-    along, across, _ = pair_products(work.queries, rotary.table, offset, valid, PAIRS, p)
-    unit = rotary.unit / SHARE
+    along, across = load_pairs(work.queries, rotary, offset, valid)
     tile = rotary.tile.index(GROUP)
-    tile.slice(0, PAIRS, dim=1).store((along * unit).to(gl.float16))
-    tile.slice(PAIRS, PAIRS, dim=1).store((across * unit).to(gl.float16))
+    tile.slice(0, PAIRS, dim=1).store(along)
+    tile.slice(PAIRS, PAIRS, dim=1).store(across)
     fence_async_shared()
+
+
+@gluon.jit
+def load_pairs(queries, rotary, offset, valid):
+    """A and B of the rows at ``offset``, [ROWS, PAIRS], in log2 units."""
+    p = gl.arange(0, PAIRS, gl.SliceLayout(0, ROTARY_ROWS))
+    along, across, _ = pair_products(queries, rotary.table, offset, valid, PAIRS, p)
+    unit = rotary.unit / SHARE
+    return (along * unit).to(gl.float16), (across * unit).to(gl.float16)

@@ -74,7 +74,7 @@ def unpack_tiles(
 
 @gluon.jit
 def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
-    """Packed rows [KEYS, n] as operands into ``tile``, which is then announced as full."""
+    """Packed rows as operands into ``tile``, which is then announced as full."""
     KEYS: gl.constexpr = C.tile.keys
     WIDTH: gl.constexpr = C.shape.head_size // 2
     tile._reinterpret(gl.uint32, [KEYS, WIDTH], PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
@@ -140,7 +140,8 @@ def lane_row_places(block, slot, plane, C: gl.constexpr):
 
 @gluon.jit
 def load_words(plane, block, slot, seen, FINITE: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """A tile's packed rows, [KEYS, WORDS] of 32 bits. Unseen rows are 0 unless FINITE: a weight of 0 takes out all but NaN."""
+    """A tile's packed rows, [KEYS, WORDS] of 32 bits; with side bytes (words, :func:`load_side_bytes`). Unseen rows are 0 unless FINITE: a
+    weight of 0 takes out all but NaN."""
     base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     at = base + (lane_row_places(block, slot, plane, C) * 4)[:, None] + word[None, :]
@@ -148,7 +149,20 @@ def load_words(plane, block, slot, seen, FINITE: gl.constexpr, WORDS: gl.constex
         words = gl.load(at)
     else:
         words = gl.load(at, mask=seen[:, None], other=0)
+    if C.format.key.side_bytes:
+        words = (words, load_side_bytes(plane, block, slot, WORDS, LAYOUT, C))
     return words
+
+
+@gluon.jit
+def load_side_bytes(plane, block, slot, WORDS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The bytes beside the lanes of a tile's rows, [KEYS, WORDS] of 32 bits: those of a word's two lanes in the low bytes of its halves.
+    Two words half a row apart have theirs in one (:func:`kvq_core.kernels.paged_kv.load_side_bytes`)."""
+    HALF: gl.constexpr = WORDS // 2
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
+    both = gl.load(base + (lane_row_places(block, slot, plane, C) * 4)[:, None] + (WORDS + word % HALF)[None, :])
+    return (both >> (word // HALF * 8).to(gl.uint32)[None, :]) & 0x00FF00FF
 
 
 @gluon.jit

@@ -12,9 +12,11 @@ from kvq_core.kernels.sm90.decode_multirow.copying import copy_tile, find_tile
 from kvq_core.kernels.sm90.decode_multirow.layouts import FARTHEST, OFFSETS_TILE, Span, State, Tiles, lane_tile, product, right_operand
 from kvq_core.kernels.sm90.decode_multirow.operands import key_operands, value_operands
 from kvq_core.kernels.sm90.decode_multirow.queries import load_queries, write_partial
+from kvq_core.kernels.sm90.decode_multirow.rotary import load_rotary
 from kvq_core.kernels.sm90.decode_multirow.weights import compare, load_scales, sum_of_threads, weigh
 from kvq_core.kernels.sm90.layouts import HALF, PLAIN, WARPS, Codes
 from kvq_core.kernels.sm90.mma import LOG2E
+from kvq_core.kernels.sm90.rotary import PAIRS
 from kvq_core.kernels.sm90.scheduler import all_exist, assigned_range, next_work_tile
 
 
@@ -85,6 +87,9 @@ def attend_multirow(
         gl.allocate_shared_memory(gl.float16, [2, OFFSET_ROWS, KEYS if N.zeros else 1], OFFSETS_TILE),
         gl.allocate_shared_memory(gl.int32, [2, WARPS], PLAIN),
     )
+    rotary_rows = tiles.query
+    if C.features.rotary_pairs > 0:
+        rotary_rows = gl.allocate_shared_memory(gl.float16, [2, ROWS, PAIRS], right_operand(PAIRS))
     score_unit = key_operand_scale * scoring.softmax_scale * LOG2E
     assigned = assigned_range(num_seqs, batch, scoring, splits, C)
     while assigned.next < assigned.stop:
@@ -98,6 +103,7 @@ def attend_multirow(
         for ahead in gl.static_range(STAGES - 1):
             copy_tile(find_tile(first + ahead, span, True, N.scaled, C), ahead, k, v, tiles, True, N.scaled, C)
         rows = load_queries(queries, tiles, work, kv_head, score_unit, N, C)
+        rotary = load_rotary(queries, rotary_rows, work, kv_head, scoring.softmax_scale, batch, C)
         nothing = gl.zeros([HALF, ROWS], gl.float32, P)
         total = sum_of_threads(gl.zeros([KEYS, ROWS], gl.float32, P), C)
         shift = gl.full([ROWS], FARTHEST, gl.float32, gl.SliceLayout(0, P))
@@ -107,18 +113,18 @@ def attend_multirow(
             thread_barrier()
             scales = load_scales(0, tiles, SPLIT, OFFSETS, N, C)
             s = warpgroup_mma_wait(0, deps=(begin_scores(0, scales, rows, tiles, UNPACK_KEYS, N, C),))
-            s, z, too_high = compare(first, first, s, scales, state, rows, tiles, span, True, N, C)
+            s, z, too_high = compare(first, first, s, scales, state, rows, rotary, tiles, span, True, N, C)
             state = weigh(first, first, s, z, too_high, scales, state, rows, tiles, N, C)
             # Keys are copied two tiles ahead and found three: those away from the edges need no mask in any.
             middle = gl.maximum(whole - (STAGES - 1), first + 1)
             location = find_tile(first + STAGES - 1, span, True, N.scaled, C)
             for n in range(first + 1, middle):
                 state, location = step(
-                    n, first, state, location, rows, k, v, tiles, span, False, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
+                    n, first, state, location, rows, rotary, k, v, tiles, span, False, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
                 )  # fmt: skip
             for n in range(middle, last):
                 state, location = step(
-                    n, first, state, location, rows, k, v, tiles, span, True, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
+                    n, first, state, location, rows, rotary, k, v, tiles, span, True, UNPACK_KEYS, UNPACK_VALUES, SPLIT, OFFSETS, N, C
                 )  # fmt: skip
             thread_barrier()
             low, high = begin_values(last - 1 - first, state, tiles, UNPACK_VALUES, N, C)
@@ -135,7 +141,7 @@ def attend_multirow(
 
 @gluon.jit
 def step(
-    n, first, state, location, rows, k, v, tiles, span, EDGE: gl.constexpr,
+    n, first, state, location, rows, rotary, k, v, tiles, span, EDGE: gl.constexpr,
     UNPACK_KEYS: gl.constexpr, UNPACK_VALUES: gl.constexpr, SPLIT: gl.constexpr, OFFSETS: gl.constexpr,
     N: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -154,7 +160,7 @@ def step(
     low, high = begin_values(at - 1, state, tiles, UNPACK_VALUES, N, C)
     s = warpgroup_mma_wait(2, deps=(s,))
     state = State(low, high, state.total, state.shift, state.largest, state.grow)
-    s, z, too_high = compare(n, first, s, scales, state, rows, tiles, span, EDGE, N, C)
+    s, z, too_high = compare(n, first, s, scales, state, rows, rotary, tiles, span, EDGE, N, C)
     copy_tile(location, (at + STAGES - 2) % STAGES, k, v, tiles, EDGE, N.scaled, C)
     return weigh(n, first, s, z, too_high, scales, state, rows, tiles, N, C), later
 

@@ -105,8 +105,10 @@ class Places(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Facts of the query rows, [ROWS]: what is left to multiply scores by, what the codes' offset adds to them, and positions."""
+    """Facts of the query rows, [ROWS]: what is left to multiply products by, and what of that once a rotary mean has joined them; what the
+    codes' offset adds to them; positions."""
 
+    row_scale: Any
     score_scale: Any
     seed: Any
     position: Any

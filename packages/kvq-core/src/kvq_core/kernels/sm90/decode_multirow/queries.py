@@ -51,8 +51,12 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
     fence_async_shared()
     # Above 0, so that -inf stays what it is.
     score_scale = gl.maximum(gl.convert_layout(power, KEPT) * (1.0 / (N.peak * N.unit)), 2.0**-126)
+    row_scale = score_scale
+    if C.features.rotary_pairs > 0:
+        # In log2 units, as what joins the scores is.
+        score_scale = gl.full_like(row_scale, 1.0)
     index, _, _ = rows_of(work, kv_head, KEPT, C)
-    return Rows(score_scale, gl.convert_layout(total, KEPT) * (N.offset * N.unit), work.context_len + index)
+    return Rows(row_scale, score_scale, gl.convert_layout(total, KEPT) * (N.offset * N.unit), work.context_len + index)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from kvq_core.kernels.sm90.decode_multirow.barrier import thread_barrier
 from kvq_core.kernels.sm90.decode_multirow.copying import exist
 from kvq_core.kernels.sm90.decode_multirow.layouts import EVERY_WARP, Scales, State, product
 from kvq_core.kernels.sm90.decode_multirow.operands import value_offsets
+from kvq_core.kernels.sm90.decode_multirow.rotary import add_rotary_scores
 from kvq_core.kernels.sm90.layouts import WARPS
 
 HEADROOM = gl.constexpr(7.0)
@@ -36,7 +37,7 @@ def load_scales(at, tiles, SPLIT: gl.constexpr, OFFSETS: gl.constexpr, N: gl.con
 
 @gluon.jit
 def compare(
-    n, first, s, scales, state, rows, tiles, span, EDGE: gl.constexpr, N: gl.constexpr, C: gl.constexpr
+    n, first, s, scales, state, rows, rotary, tiles, span, EDGE: gl.constexpr, N: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Tile n's products as (scores, the same in log2 units above their rows' maxima, whether these are to be looked up anew: a scalar)."""
     KEYS: gl.constexpr = C.tile.keys
@@ -47,6 +48,8 @@ def compare(
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
         nothing = gl.zeros([KEYS, ROWS], gl.float32, P)
         s = gl.fma(s, nothing + scales.k[:, None], nothing)
+    if C.features.rotary_pairs > 0:
+        s = add_rotary_scores(n, s * rows.row_scale[None, :], rotary, C)
     if EDGE:
         position = n * KEYS + gl.arange(0, KEYS, BY_KEY)
         seen = exist(n, span, BY_KEY, C)[:, None] & (position[:, None] <= rows.position[None, :])

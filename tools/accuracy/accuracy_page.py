@@ -86,10 +86,18 @@ documents' exact rows, so errors of the layers below are not carried along. *Nee
 
 
 def agreed(content: Content, gpu: Content | None) -> str:
-    """The table of CPU and GPU."""
+    """How far apart the figures of CPU and GPU are."""
     if gpu is None:
         return "No GPU's figures are kept with these: measure them on yours.\n"
-    return agreement.table(agreement.agreements(content, gpu), content, gpu) + "\n"
+    found = agreement.agreements(content, gpu)
+    farthest = max((mode.farthest for mode in found), key=lambda cell: cell.errors_apart)
+    machines = [f"{x['machine']['device']} (torch {x['machine']['torch']})" for x in (content, gpu)]
+    differences = [mode.difference.mean for mode in found]
+    span = f"{min(differences):+.5f} to {max(differences):+.5f}"
+    return f"""\
+{machines[0]}, and {machines[1]} at commit `{gpu["machine"]["commit"]}`: of {sum(mode.cells for mode in found)} figures of {len(found)}
+modes the farthest are {farthest.errors_apart:.1f} standard errors apart. Bits per byte differ by {span}.
+"""
 
 
 def estimate(found: dict[str, float], form: str, factor: float = 1.0) -> str:

@@ -119,12 +119,14 @@ class Goal:
         bound = self.bounds[-1] if len(self.bounds) == 1 else self.bounds[_BOUND.get(mode, 1)]
         return figure <= bound if self.at_most else figure >= bound
 
-    def cells(self, run: Run) -> list[str]:
-        """A line of the table: what, the bounds, and each mode's figure, in bold print if it is not met."""
-        figures = [(format(self.figure(run, mode), self.form), self.met(run, mode)) for mode in MODES]
-        bounds = ", ".join(format(bound, "g") for bound in self.bounds)
-        wanted = f"at {'most' if self.at_most else 'least'} {bounds}"
-        return [self.what, wanted, *(text if met else f"**{text}**" for text, met in figures)]
+    @property
+    def wanted(self) -> str:
+        """The bounds, in words."""
+        return f"at {'most' if self.at_most else 'least'} {', '.join(format(bound, 'g') for bound in self.bounds)}"
+
+    def misses(self, run: Run) -> list[str]:
+        """The modes that do not meet it, with their figures."""
+        return [f"{name} {self.figure(run, mode):{self.form}}" for mode, name in MODES.items() if not self.met(run, mode)]
 
 
 _BOUND: Final = {"none": 0, "int4_per_token_head": 2, "int2_per_token_head": 3}
@@ -170,21 +172,19 @@ GOALS: Final = (
 
 
 def goals(runs: dict[str, Run]) -> str:
-    """``runs`` by GPU. A line for each missed goal and GPU, then the goals that every mode meets on all, those of one kind in a line."""
+    """``runs`` by GPU. A line for each goal that a mode misses, with what misses it; then the others, those of one kind in a line."""
     missed: list[list[str]] = []
     met: dict[tuple[str, str], list[str]] = {}
     for goal in GOALS:
-        misses = [gpu for gpu, run in runs.items() if not all(goal.met(run, mode) for mode in MODES)]
-        missed += [[what, gpu, *cells] for gpu in misses for what, *cells in [goal.cells(runs[gpu])]]
-        if not misses:
-            what, wanted, *_ = goal.cells(next(iter(runs.values())))
-            case, _, figure = what.rpartition(", ")
-            met.setdefault((figure, wanted), []).append(case)
+        misses = [", ".join(goal.misses(run)) for run in runs.values()]
+        if any(misses):
+            missed.append([goal.what, goal.wanted, *misses])
+        else:
+            case, _, figure = goal.what.rpartition(", ")
+            met.setdefault((figure, goal.wanted), []).append(case)
     return f"""\
-{_table(["", "GPU", "goal", *MODES.values()], missed)}
-Met by every mode on both:
-
-{_table(["figure", "goal", "of"], [[*kind, "; ".join(cases)] for kind, cases in met.items()])}"""
+{_table(["missed", "goal", *runs], missed)}
+{_table(["met by every mode", "goal", "of"], [[*kind, "; ".join(cases)] for kind, cases in met.items()])}"""
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------------------

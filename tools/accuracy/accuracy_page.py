@@ -77,11 +77,11 @@ documents' exact rows, so errors of the layers below are not carried along. *Nee
 {LETTERS} random letters, and {DISTANCE} bytes later asks for it by the first {HINT}; scored are the others. A random letter costs
 {UNSEEN:.2f} bits or more.
 
-{image("position", "Bits per byte above none by position in the document, a panel for each mode, with standard errors")}
+{image("position", "Bits per byte above none by position")}
 
-{image("layers", "Signal-to-noise ratio of keys and of values, and relative error of attention's output, by layer and mode")}
+{image("layers", "SNR of keys and values, and attention's error, by layer")}
 
-{image("needles", "Bits a letter of the needle's name, and letters that were the likeliest byte, by distance and mode")}
+{image("needles", "Bits a letter of a needle, and letters right, by distance")}
 """
 
 

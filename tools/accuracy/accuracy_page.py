@@ -24,6 +24,8 @@ COLORS: Final = ("#8a8a8a", "#5b8fd0", "#d98f3f", "#4fa37a", "#c9605f", "#9778c4
 """Of ``none`` and the other modes, on light ground and on dark."""
 UNSEEN: Final = 4.70
 """log2 26: bits of a letter drawn at random."""
+DISTANCE: Final = 256
+"""Bytes from a needle's definition to the question in the table."""
 
 Content = dict[str, Any]
 """What ``_data/accuracy.json`` holds."""
@@ -52,71 +54,50 @@ def parts(content: Content, gpu: Content | None) -> dict[Marks, str]:
 def generated(content: Content) -> str:
     """All between the two comments of the page."""
     sizes, facts, modes = content["sizes"], content["machine"], content["modes"]
-    lossy = modes[1:]
-    ends, layers = sizes["ends"], range(len(lossy[0]["layers"]))
-    stretches = [f"{s['first']:,} to {s['last']:,}" for s in modes[0]["stretches"]]
-    by_bytes = [f"{distance:,}" for distance in sizes["distances"]]
-    kinds = [s["kind"] or "as they are" for s in modes[0]["smoothed"]]
-    numbered = [f"layer {i}" for i in layers]
+
+    def cells(mode: Content) -> list[str]:
+        needle = next(x for x in mode["recalls"] if x["distance"] == DISTANCE)
+        errors = [100 * layer["output_error"]["mean"] for layer in mode["layers"]]
+        return [
+            difference(mode, mode["whole"], "bits", ".4f"),
+            f"{min(errors):.2f} to {max(errors):.2f}" if errors else "exact",
+            difference(mode, needle, "bits", ".3f"),
+            estimate(needle["likeliest"], ".0f", 100),
+        ]
+
+    head = ["", "bits per byte", "attention error by layer, %", "bits a letter of a needle", "letters right, %"]
     return f"""\
 Measured {facts["date"]} at commit `{facts["commit"]}` on {facts["device"]} (torch {facts["torch"]}), by
-`hatch run accuracy`. ± is the standard error over documents.
+`hatch run accuracy`. {sizes["documents"]} documents of {sizes["ends"][-1]:,} bytes; ± is the standard error over documents.
 
-### By position in the document
+{table(head, modes, cells)}
 
-{sizes["documents"]} documents of {ends[-1]:,} bytes. `none`: bits per byte. The others: how many more, paired by document.
+*Bits*: of `none`, and how many more the others take, paired by document. *Attention error*: relative (rms), of {sizes["recorded"]}
+documents' exact rows, so errors of the layers below are not carried along. *Needle*: the text defines a function with a name of
+{LETTERS} random letters, and {DISTANCE} bytes later asks for it by the first {HINT}; scored are the others. A random letter costs
+{UNSEEN:.2f} bits or more.
 
-{table(["bytes", *stretches, "all"], modes, lambda m: [difference(m, x, "bits", ".4f") for x in (*m["stretches"], m["whole"])])}
+{image("position", "Bits per byte above none by position")}
 
-{image("position", "Bits per byte above none by position in the document, a panel for each mode, with standard errors")}
+{image("layers", "SNR of keys and values, and attention's error, by layer")}
 
-### By smoothing of the keys
-
-The first {sizes["smoothed"]} of these documents. `none`: bits per byte, which smoothing must not change. The others: how many more.
-*first_prefill* takes the mean of the first {sizes["chunk"]} bytes; *mean* and *balanced* were found on a document that is not scored.
-
-{table(["bytes", *kinds], modes, lambda m: [difference(m, x["whole"], "bits", ".4f") for x in m["smoothed"]])}
-
-### By layer
-
-The rows of {sizes["recorded"]} documents ({sizes["recorded_length"]} bytes each), read without a cache, are written to each mode's
-pages and attended over there. So each layer gets exact rows: errors of the layers below are not carried along.
-
-Keys, SNR in dB:
-
-{table(["layer", *numbered], lossy, lambda m: [estimate(x["key_snr"], ".2f") for x in m["layers"]])}
-
-Values, SNR in dB:
-
-{table(["layer", *numbered], lossy, lambda m: [estimate(x["value_snr"], ".2f") for x in m["layers"]])}
-
-Attention's output, relative error (rms) against `none`, in %:
-
-{table(["layer", *numbered], lossy, lambda m: [estimate(x["output_error"], ".2f", 100) for x in m["layers"]])}
-
-{image("layers", "Signal-to-noise ratio of keys and of values, and relative error of attention's output, by layer and mode")}
-
-### Needles by distance
-
-A function with a name of {LETTERS} random letters is defined near the beginning of each of {sizes["documents"]} documents. So many bytes
-later the text asks for it: `x = `, and the name's first {HINT} letters. Scored are the {LETTERS - HINT} others. Without the definition a
-random letter costs {UNSEEN:.2f} bits or more. `none`: bits a letter. The others: how many more, paired by document.
-
-{table(["bytes", *by_bytes], modes, lambda m: [difference(m, x, "bits", ".3f") for x in m["recalls"]])}
-
-Letters that were the likeliest byte, in %:
-
-{table(["bytes", *by_bytes], modes, lambda m: [estimate(x["likeliest"], ".0f", 100) for x in m["recalls"]])}
-
-{image("needles", "Bits a letter of the needle's name, and letters that were the likeliest byte, by distance and mode")}
+{image("needles", "Bits a letter of a needle, and letters right, by distance")}
 """
 
 
 def agreed(content: Content, gpu: Content | None) -> str:
-    """The table of CPU and GPU."""
+    """How far apart the figures of CPU and GPU are."""
     if gpu is None:
         return "No GPU's figures are kept with these: measure them on yours.\n"
-    return agreement.table(agreement.agreements(content, gpu), content, gpu) + "\n"
+    found = agreement.agreements(content, gpu)
+    farthest = max((mode.farthest for mode in found), key=lambda cell: cell.errors_apart)
+    machines = [f"{x['machine']['device']} (torch {x['machine']['torch']})" for x in (content, gpu)]
+    differences = [mode.difference.mean for mode in found]
+    span = f"{min(differences):+.5f} to {max(differences):+.5f}"
+    return f"""\
+{machines[0]}, and {machines[1]} at commit `{gpu["machine"]["commit"]}`: of {sum(mode.cells for mode in found)} figures of {len(found)}
+modes the farthest are {farthest.errors_apart:.1f} standard errors apart. Bits per byte differ by {span}.
+"""
 
 
 def estimate(found: dict[str, float], form: str, factor: float = 1.0) -> str:

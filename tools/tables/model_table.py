@@ -203,6 +203,15 @@ def _reason(note: str) -> str:
     return f"{has} | {needs}"
 
 
+def _kind(note: str) -> str:
+    """An error's class, which other types may share, or what else there is to say."""
+    return _one_line(note).partition(":")[0]
+
+
+WORDS: Final = {REFUSED: _reason, UNBUILT: _kind, DIFFERENT: _one_line}
+"""What a table says of an outcome, from its note."""
+
+
 def _grouped(findings: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Names of the types of each group, from (group, type): the largest group first."""
     groups: dict[str, list[str]] = {}
@@ -236,7 +245,7 @@ def page(findings: Iterable[Finding]) -> str:
     ]
     lines += [f"| {layers} | {types} |" for layers, types in _grouped((finding.layers, finding.model_type) for finding in same).items()]
     titles = {
-        REFUSED: ("Refused", "By `KVQCache(model.config)` and `enable(model)`, before anything runs.", "has | kvq needs"),
+        REFUSED: ("Refused", "By `KVQCache(model)` and `enable(model)`, before anything runs.", "has | kvq needs"),
         UNBUILT: (
             "Not built in tiny",
             "Eager attention over transformers' own cache fails here: there is nothing to compare.",
@@ -248,7 +257,7 @@ def page(findings: Iterable[Finding]) -> str:
         rows = by_outcome.get(outcome, [])
         if rows:
             lines += ["", f"## {title}", "", note, "", f"| {columns} | types |", "|---" * (columns.count("|") + 2) + "|"]
-            groups = _grouped((_reason(row.note) if outcome == REFUSED else _one_line(row.note), row.model_type) for row in rows)
+            groups = _grouped((WORDS[outcome](row.note), row.model_type) for row in rows)
             lines += [f"| {reason} | {types} |" for reason, types in groups.items()]
     return "\n".join(lines) + "\n"
 

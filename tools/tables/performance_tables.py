@@ -49,6 +49,8 @@ SMALL: Final = {
     "A-q4": "4 query rows",
     "A-q8": "8 query rows",
 }
+ON_H100: Final = ("b1-512", "b32-512", "b1-4096", "ragged", "A-q2", "A-q8")
+"""Those of SMALL that the H100 has a line for."""
 OTHERS: Final = {
     "A": "as in setting A",
     "A-g1": "1 query head a KV head",
@@ -69,6 +71,8 @@ OTHERS: Final = {
     "A-cells": "vLLM's cells",
     "B-window-1024": "one sequence of 131072, a window of 1024",
 }
+SHOWN: Final = ("A", "A-g16", "A-d64", "A-d96", "A-d192", "A-d256", "A-token-major", "A-cells", "B-window-1024")
+"""Those of OTHERS that have a line. The rest take setting A's time, which the goals say."""
 PEERS: Final = {FLASHINFER: "FlashInfer", COPY: "torch's copy"}
 PREFILL: Final = {"q8192": "8192", "q2048-32768": "2048 over 32768"}
 WRITES: Final = {
@@ -117,12 +121,14 @@ class Goal:
         bound = self.bounds[-1] if len(self.bounds) == 1 else self.bounds[_BOUND.get(mode, 1)]
         return figure <= bound if self.at_most else figure >= bound
 
-    def cells(self, run: Run) -> list[str]:
-        """A line of the table: what, the bounds, and each mode's figure, in bold print if it is not met."""
-        figures = [(format(self.figure(run, mode), self.form), self.met(run, mode)) for mode in MODES]
-        bounds = ", ".join(format(bound, "g") for bound in self.bounds)
-        wanted = f"at {'most' if self.at_most else 'least'} {bounds}"
-        return [self.what, wanted, *(text if met else f"**{text}**" for text, met in figures)]
+    @property
+    def wanted(self) -> str:
+        """The bounds, in words."""
+        return f"at {'most' if self.at_most else 'least'} {', '.join(format(bound, 'g') for bound in self.bounds)}"
+
+    def misses(self, run: Run) -> list[str]:
+        """The modes that do not meet it, with their figures."""
+        return [f"{name} {self.figure(run, mode):{self.form}}" for mode, name in MODES.items() if not self.met(run, mode)]
 
 
 _BOUND: Final = {"none": 0, "int4_per_token_head": 2, "int2_per_token_head": 3}
@@ -167,8 +173,20 @@ GOALS: Final = (
 )
 
 
-def goals(run: Run) -> str:
-    return _table(["", "goal", *MODES.values()], [goal.cells(run) for goal in GOALS])
+def goals(runs: dict[str, Run]) -> str:
+    """``runs`` by GPU. A line for each goal that a mode misses, with what misses it; then the others, those of one kind in a line."""
+    missed: list[list[str]] = []
+    met: dict[tuple[str, str], list[str]] = {}
+    for goal in GOALS:
+        misses = [", ".join(goal.misses(run)) for run in runs.values()]
+        if any(misses):
+            missed.append([goal.what, goal.wanted, *misses])
+        else:
+            case, _, figure = goal.what.rpartition(", ")
+            met.setdefault((figure, goal.wanted), []).append(case)
+    return f"""\
+{_table(["missed", "goal", *runs], missed)}
+{_table(["met by every mode", "goal", "of"], [[*kind, "; ".join(cases)] for kind, cases in met.items()])}"""
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------------------
@@ -233,9 +251,9 @@ def pages(run: Run, h100: Run) -> dict[Path, dict[Marks, str]]:
             _marks("small"): figures(run, SMALL, "decode", FLASHINFER),
             _marks("prefill"): figures(run, PREFILL, "prefill", FLASHINFER, figure="tflops", form=".0f"),
             _marks("writes"): figures(run, WRITES, "write", FLASHINFER, COPY),
-            _marks("others"): figures(run, OTHERS, "", FLASHINFER),
-            _marks("goals"): goals(run),
-            _marks("h100"): "\n".join((headline(h100), figures(h100, SMALL, "decode", FLASHINFER), goals(h100))),
+            _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", FLASHINFER),
+            _marks("goals"): goals({"H200": run, "H100": h100}),
+            _marks("h100"): "\n".join((headline(h100), figures(h100, {name: SMALL[name] for name in ON_H100}, "decode", FLASHINFER))),
         },
     }
 

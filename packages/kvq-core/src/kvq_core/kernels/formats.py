@@ -46,24 +46,25 @@ class Constant(dict[str, object]):
 class PlaneFormat(Constant):
     """How the rows of K or of V look to the read and write kernels: numbers, and the mode's mathematics as jit functions (*hooks*).
 
-    ``ways`` interleaved columns share a 16-bit lane: channel ``ways * lane + s`` is in way s (1: rows are not packed). ``rotated``
-    rows went through a Hadamard transform with ``signs`` (bit i set: +1; None: unsigned); if ``divided``, decoding divides by its block.
-    ``scales``: one float32 for each (token, head), "row"; one for all, "plane"; or "".
-
-    ``side_bytes``: the lanes of a row, an even number n, are followed by a byte for each, in the order 0, n / 2, 1, n / 2 + 1, ...:
-    ``unpack`` gets (lanes, the byte beside each), both uint16.
-
-    An operand of a product is what ``unpack(lanes, C)`` makes of lanes, a tuple of ``ways`` float16 tensors: a number, zero point
-    included, over ``level * exponent_scale``, the latter a power of two; or over ``level`` where the hardware ``converts``. ``gains``:
-    powers of two that the operands of each way are times that, in decode; and otherwise, where all are the same. Empty: 1.
-
-    Zero points: ``zero`` is that of all codes. Or ``split(word)`` makes (scale, zero point) of scale words, float32; of V,
-    ``weighted_zeros(weights, words, C)`` sums the zero points up, [ROWS] float32.
-
-    ``huge_scales``: of K, sums of operands times the scale of a huge row overflow, unless the query's factor comes first. ``has_nan``: a
-    code can be NaN, so that what is read for keys that are not there must be cleared.
-
-    ``write_plane(source, plane, rows, IS_VALUE, HEADS, C)`` quantizes and stores new rows (:mod:`.store`).
+    Attributes:
+        name: distinguishes modes of two ways in plan tables.
+        ways: channels that share a 16-bit lane: channel ``ways * lane + s`` is in way s. 1: rows are not packed.
+        rotated: rows went through a Hadamard transform with ``signs``.
+        signs: bit i set: sign +1 of channel i. ``None``: no signs.
+        divided: decoding divides by the transform's block.
+        scales: ``"row"``: one float32 for each (token, head). ``"plane"``: one for all. ``""``: none.
+        level, exponent_scale: an operand is the number, zero point included, over their product; the latter is a power of two.
+        converts: where the hardware converts fp8, operands are over ``level`` alone.
+        gains: powers of two that each way's operands are too large by: in decode; elsewhere, where all ways have the same. Empty: 1.
+        zero: the zero point of all codes.
+        huge_scales: of K: sums of operands times the scale of a huge row overflow unless the query's factor comes first.
+        has_nan: a code can be NaN: lanes of keys that are not there are loaded as 0.
+        side_bytes: a row's lanes, an even number n, are followed by a byte for each, in the order 0, n / 2, 1, n / 2 + 1, ...
+        unpack: ``unpack(lanes, C)``: a tuple of ``ways`` float16 tensors. With ``side_bytes``, ``lanes`` is (uint16 lanes, the byte
+            beside each, uint16).
+        split: ``split(word)``: (scale, zero point) of scale words, float32, where each row has its own zero point.
+        weighted_zeros: of V: ``weighted_zeros(weights, words, C)`` sums the zero points up, [ROWS] float32.
+        write_plane: ``write_plane(source, plane, rows, IS_VALUE, HEADS, C)`` quantizes and stores new rows.
     """
 
     name: str
@@ -106,8 +107,10 @@ class PlaneFormat(Constant):
 
 @dataclass(frozen=True)
 class Format(Constant):
-    """The formats of K and of V, which need not be the same, and ``narrow_n``: whether a read with much to do for each score may give rows
-    two columns each (:mod:`.narrow_n`)."""
+    """The formats of K and of V, which need not be the same.
+
+    ``narrow_n`` gives each of a few query rows two columns where a softcap makes scores expensive: for eight ways.
+    """
 
     key: PlaneFormat
     value: PlaneFormat
@@ -137,7 +140,7 @@ class Format(Constant):
 
 
 class Sm90Kernels(NamedTuple):
-    """A mode's kernels in Gluon, for sm_90 alone (:mod:`.sm90`): attention of many query rows, of several over split keys, and writes."""
+    """A mode's kernels in Gluon, for sm_90 alone: prefill, multi-row decode over split keys, and writes. Each may be ``None``."""
 
     prefill: Any = None
     decode_multirow: Any = None
@@ -146,8 +149,8 @@ class Sm90Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """A mode's kernels: of the entries ``write`` and ``attend``, and where they are quicker those of ``sm90()``, which imports them: not
-    every Triton has what they are written in."""
+    """What a mode's ``kernels`` returns: its format, its two entries, and a function that imports and returns its Gluon kernels, which not
+    every Triton can compile."""
 
     format: Format
     write: Any

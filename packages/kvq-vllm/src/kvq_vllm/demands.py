@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -128,23 +129,13 @@ _RESERVED: set[Demand] = set()
 _WARM: set[Demand] = set()
 
 
-def _attending(layer: Any) -> Any:
-    """The part in attention of a layer, or of the one whose exact rows it has."""
-    return layer.packed if hasattr(layer, "packed") else layer.impl
-
-
-def _demand(layer: Any, *sizes: Any) -> Demand:
-    return (window_demand_of if hasattr(layer, "packed") else demand_of)(_attending(layer), *sizes)
-
-
-def warm_up_group(kv_cache_spec: Any, layer_names: list[str], config: Any, device: torch.device) -> None:
-    """Compile what a group's layers can need, once vLLM knows how many blocks they have."""
+def warm_up_group(kv_cache_spec: Any, impls: Sequence[Any], demand: Callable[..., Demand], config: Any, device: torch.device) -> None:
+    """Compile what the layers of a group can need, as ``demand`` tells of each, once vLLM knows how many blocks they have."""
     if device.type != "cuda" or not config.cache_config.num_gpu_blocks:
         return
-    layers = [config.compilation_config.static_forward_context[name] for name in layer_names]
     block_size, dtype = kv_cache_spec.block_size, config.model_config.dtype
     sizes = config.cache_config.num_gpu_blocks, block_size, dtype, kv_cache_spec.page_size_bytes
-    demands = {_demand(layer, config, *sizes) for layer in layers if has_kernels(_attending(layer).kvq)} - _WARM
+    demands = {demand(impl, config, *sizes) for impl in impls if has_kernels(impl.kvq)} - _WARM
     if not demands:
         return
     _WARM.update(demands)

@@ -25,7 +25,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.reads import PagedRead
 from kvq_vllm.backend import KVQBackend
-from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group
+from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group, window_demand_of
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import check_residual
 from kvq_vllm.settings import RESIDUAL, Settings, smallest_window_block
@@ -120,7 +120,8 @@ class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
         # At one address, which captured graphs read.
         self._table = torch.zeros(scheduler.max_num_seqs, self._few, dtype=torch.int32, device=device)
         self._used, self._stops = (torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device) for _ in range(2))
-        warm_up_group(kv_cache_spec, layer_names, vllm_config, device)
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        warm_up_group(kv_cache_spec, [layer.packed for layer in layers], window_demand_of, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -58,14 +58,15 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
         balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
         rotary_pairs=0 if impl.smoothing is None or impl.smoothing.rotary is None else impl.smoothing.rotary.steps.shape[1],
         key_stops=impl.residual is not None,
+        first_block=0 if impl.residual is None else impl.residual.sink_blocks(block_size),
         **_options(impl, config, dtype),
     )
 
 
 def window_demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> Demand:
     """Of the exact rows of a layer with a residual window."""
-    length = Settings.of(config).residual_length
-    few, many = (block_size * blocks_read(length, block_size, rows) for rows in (longest_decode(config), longest_prefill(config)))
+    length, sinks = Settings.of(config).residual_length, impl.residual.sink_blocks(block_size)
+    few, many = (block_size * (sinks + blocks_read(length, block_size, rows)) for rows in (longest_decode(config), longest_prefill(config)))
     return Demand(
         mode=_NONE.mode,
         places=places_of(_caches(impl, _NONE, num_blocks, block_size, dtype, page_bytes)),

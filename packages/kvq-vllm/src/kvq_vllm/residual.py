@@ -44,7 +44,7 @@ SUFFIX: Final = ".residual_window"
 class ResidualMetadata:
     """A step's batch, as the exact read takes it.
 
-    ``packed``: what the packed read is told in other words than without exact rows, each [num_seqs] int32; ``key_stops`` is where it ends.
+    ``packed``: options of the packed read, each [num_seqs] int32, beside or in place of those of a read of all keys.
     ``nothing_packed``: no sequence has keys for it.
     """
 

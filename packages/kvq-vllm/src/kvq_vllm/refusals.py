@@ -118,11 +118,11 @@ _WITHOUT_LAYERS: Final = ("ngram", "suffix")
 def check_residual(config: Any) -> None:
     """Raise :class:`ArgumentError` if vLLM would not keep pages of exact rows as it keeps those of a sliding window."""
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
-        need = f"vLLM's manager of several kinds of pages, which keeps those of the newest tokens alone, for {RESIDUAL}"
+        need = f"vLLM's manager of several kinds of pages, which keeps those of some tokens alone, for {RESIDUAL} or {SINKS}"
         raise ArgumentError("--disable-hybrid-kv-cache-manager", True, need)
     speculative = getattr(config, "speculative_config", None)
     if speculative is not None and not str(speculative.method).startswith(_WITHOUT_LAYERS):
-        need = f"{' or '.join(_WITHOUT_LAYERS)}, which have no layers of their own, with {RESIDUAL}"
+        need = f"{' or '.join(_WITHOUT_LAYERS)}, which have no layers of their own, with {RESIDUAL} or {SINKS}"
         raise ArgumentError("--speculative-config", speculative.method, need)
 
 

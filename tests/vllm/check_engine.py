@@ -53,6 +53,8 @@ TOKENS = 12
 LENGTHS = (5, 37, 150, 64, 120, 129)
 """Of the prompts. Those beyond :data:`CHUNK` tokens are prefilled in chunks, beside others that decode."""
 CHUNK = 64
+LONG = (5, 37, 294, 64, 253, 222)
+"""With three that have tokens between sinks and window."""
 TEXTS = "texts.json"
 COMMON = {"dtype": "float32", "max_num_batched_tokens": CHUNK}
 
@@ -62,7 +64,8 @@ class Case:
     """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``, ``None`` without one.
 
     ``control``: modes that the comparison must tell from these, over keys as they are. ``smoothed``: with a calibration file, in place of
-    what the weights say. ``residual_length``: the newest tokens that are read from exact rows; the control has none.
+    what the weights say. ``residual_length``: the newest tokens that are read from exact rows; the control has none. ``sink_tokens``: the
+    first ones that are, too; the control has a window then, and no sinks. ``lengths``: of the prompts.
     """
 
     modes: str | Mapping[Any, str] | None
@@ -73,6 +76,14 @@ class Case:
     control: str = "none"
     smoothed: bool = False
     residual_length: int = 0
+    sink_tokens: int = 0
+    lengths: tuple[int, ...] = LENGTHS
+
+    @property
+    def exact(self) -> dict[str, int]:
+        """What is read from exact rows, sinks in whole blocks."""
+        named = {"residual_length": self.residual_length, "sink_tokens": -(-self.sink_tokens // self.block_size) * self.block_size}
+        return {name: tokens for name, tokens in named.items() if tokens}
 
 
 def carried(mode: str) -> dict[str, Any]:
@@ -89,6 +100,8 @@ CARRIER, INT4 = VLLM_NAMES[0], "int4_per_token_head"
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 2048, "num_gpu_blocks_override": 20}
 """Results depend on the parts in which a prompt is read: all of it, where another text may find it in the prefix cache."""
 UNCACHED: dict[str, Any] = {"enable_prefix_caching": False, "num_gpu_blocks_override": 20}
+SINKS: dict[str, Any] = {"control": "int4", "residual_length": 40, "sink_tokens": 4, "lengths": LONG}
+FOR_SINKS: dict[str, Any] = {"num_gpu_blocks_override": 40}
 CASES = {
     "none": Case("none", "auto", Tiny(query_heads=4, kv_heads=4), control="int8"),
     "int8": Case("int8", "int8_per_token_head", Tiny(query_heads=8, kv_heads=2, head_size=128), block_size=32),
@@ -105,11 +118,12 @@ CASES = {
     "ALiBi": Case(None, "auto", Tiny("bloom", query_heads=4, kv_heads=4), control=WITHOUT_ALIBI),
     "sinks": Case("int4", INT4, Tiny("gpt_oss", query_heads=8)),
     "residual window": Case("int4", INT4, block_size=128, options=WHOLE, control="int4", residual_length=40),
-    "residual window, in chunks": Case("int4", INT4, Tiny("qwen2"), 128, UNCACHED, control="int4", residual_length=40),
+    "residual window and sinks": Case("int4", INT4, block_size=128, options=WHOLE | FOR_SINKS, **SINKS),
+    "residual window and sinks, in chunks": Case("int4", INT4, Tiny("qwen2"), 128, UNCACHED | FOR_SINKS, **SINKS),
     "residual window beside windows": Case(
         "int8", CARRIER, Tiny("gemma3"), 64, UNCACHED | {"num_gpu_blocks_override": 90}, "int8", residual_length=16
     ),
-    "residual window, 3 drafts": Case("int4", INT4, block_size=128, options=WHOLE | drafts(3), control="int4", residual_length=40),
+    "residual window and sinks, 3 drafts": Case("int4", INT4, block_size=128, options=WHOLE | FOR_SINKS | drafts(3), **SINKS),
     "1 draft": Case("int4", INT4, options=drafts(1)),
     "3 drafts": Case("int4", INT4, options=drafts(3)),
     "7 drafts": Case("int8", "int8_per_token_head", options=drafts(7)),
@@ -118,9 +132,9 @@ CASES = {
 }
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     """Token ids with repetitions, so that drafts of n-grams are taken."""
-    return [[3 + (7 * i % 41) * (1 + n % 5) for i in range(n)] for n in LENGTHS]
+    return [[3 + (7 * i % 41) * (1 + n % 5) for i in range(n)] for n in lengths]
 
 
 def calibrated(model: Path) -> tuple[Path, ModelSmoothing]:
@@ -176,7 +190,7 @@ def engine_of(case: Case, model: Path, **options: Any) -> LLM:
     merged: dict[str, Any] = COMMON | {"num_gpu_blocks_override": blocks_for(case.block_size)} | case.options | options
     return LLM(
         model=str(model),
-        max_model_len=176,
+        max_model_len=max(case.lengths) + 26,
         enforce_eager="compilation_config" not in merged,
         attention_backend="CUSTOM",
         kv_cache_dtype=case.kv_cache_dtype,
@@ -206,16 +220,16 @@ def check(name: str, case: Case, folder: Path) -> str:
     if case.smoothed:
         file, smoothing = calibrated(model)
         further["additional_config"] = {"kvq": {"smoothing": str(file)}}
-    if case.residual_length:
-        further["additional_config"] = {"kvq": {"residual_length": case.residual_length}}
+    if case.exact:
+        further["additional_config"] = {"kvq": {"residual_length": case.residual_length, "sink_tokens": case.sink_tokens}}
     engine = engine_of(case, model, **further)
-    steps = recorded_steps(engine) if case.residual_length else {}
+    steps = recorded_steps(engine) if case.exact else {}
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
     ranks = engine.llm_engine.vllm_config.parallel_config.world_size
     if not all(isinstance(impl, KVQImpl) for impl in impls) or (not impls and ranks == 1):
         raise SystemExit(f"{name}: a layer is not kvq's")
-    asked = prompts()
+    asked = prompts(case.lengths)
     outputs = generate(engine, asked)
     generate(engine, asked[2:3])  # other prompts may have taken its blocks
     again = generate(engine, asked[2:3])
@@ -224,7 +238,7 @@ def check(name: str, case: Case, folder: Path) -> str:
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
     texts = [text_of(output, steps) for output in outputs]
     (folder / TEXTS).write_text(json.dumps([asdict(text) for text in texts]))
-    said = Reference(model, case.modes, case.control, smoothing, case.residual_length).compare(texts, name)
+    said = Reference(model, case.modes, case.control, smoothing, case.exact).compare(texts, name)
     # With windows vLLM may admit fewer requests instead of preempting, and few texts grow into another large block.
     may_wait = case.model.kind in ("gemma2", "gemma3", "gpt_oss") or case.block_size > 64
     uncached = case.options.get("enable_prefix_caching") is False

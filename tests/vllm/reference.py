@@ -7,21 +7,22 @@ each token: its log-probability, and by how much the reference likes another one
 Both sides compute in float32, with sums in different orders. That moves single values of K and V over the edge between two codes of a
 quantized cache, so a difference in the last bit can become one of a code's width, and no bound for the log-probabilities follows from the
 arithmetic alone. The budget is therefore what the reference itself does when it is moved as much as rounding moves it: :data:`TRIALS`
-times, every weight is multiplied by 1 + e, e uniform within :func:`rounding`, which makes products as wrong as those of float32 are here
-(against float64). Kernels on a GPU multiply 16-bit values, so there the weights that attention's output meets first are off by up to
-:data:`READ`. A log-probability may differ by :data:`MARGIN` times the largest change of any token in any trial, since both sides are off,
-by sums and by what is rounded between them.
+times, every weight and key bias is multiplied by 1 + e, e uniform within :func:`rounding`, which makes products as wrong as those of
+float32 are here (against float64). Kernels on a GPU multiply 16-bit values, so there the weights that attention's output meets first are
+off by up to :data:`READ`. A log-probability may differ by :data:`MARGIN` times the largest change of any token in any trial, since both
+sides are off, by sums and by what is rounded between them.
 
 The check must be able to fail: the reference in another mode, or without the smoothing, has to be further from the engine than the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -70,28 +71,34 @@ class Likelihood:
 
 
 WITHOUT_ALIBI = "without ALiBi"
+NOTHING_EXACT: Mapping[str, int] = MappingProxyType({})
 
 
 class Reference:
     """A model with caches in ``modes``, or ``None``: without a cache, for models that take no ``KVQCache``; ``control``: modes in which it
-    must differ, or ``WITHOUT_ALIBI``."""
+    must differ, or ``WITHOUT_ALIBI``. ``exact``: the caches' ``residual_length`` and ``sink_tokens``; with sinks it must differ from
+    ``control`` with the same smoothing and the window alone."""
 
-    def __init__(self, folder: Path, modes: Any, control: Any, smoothing: Smoothings = KEY_BIAS, residual_length: int = 0) -> None:
+    def __init__(
+        self, folder: Path, modes: Any, control: Any, smoothing: Smoothings = KEY_BIAS, exact: Mapping[str, int] = NOTHING_EXACT
+    ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for module in self._model.modules():
             if isinstance(module, BloomMLP):
                 module.gelu_impl = torch.nn.GELU()  # vLLM's is exact, transformers' an approximation
         self._modes, self._control, self._smoothing, self._in_kernels = modes, control, smoothing, torch.cuda.is_available()
-        self._residual_length = residual_length
+        self._exact = exact
 
     def compare(self, texts: list[Text], name: str) -> str:
         """What the comparison found, in words; ends the program if a text is not the reference's."""
-        found = self._read(texts, self._modes, self._smoothing, self._residual_length)
+        found = self._read(texts, self._modes, self._smoothing, self._exact)
         distinct = list({_key(text): text for text in texts}.values())
         engine = torch.tensor([logprob for text in texts for logprob in text.logprobs])
         error = (engine - found.logprobs).abs()
         budget = MARGIN * self._spread(distinct)
-        other = self._read(texts, self._control, None)
+        sinks = "sink_tokens" in self._exact
+        window = {"residual_length": self._exact["residual_length"]} if sinks else NOTHING_EXACT
+        other = self._read(texts, self._control, self._smoothing if sinks else None, window)
         distance = float((engine - other.logprobs).abs().max())
         ties = int((found.regret > 0).sum())
         said = (
@@ -107,8 +114,10 @@ class Reference:
 
     def _spread(self, texts: list[Text]) -> float:
         """The largest change of a log-probability when weights are off by rounding errors."""
-        found = self._read(texts, self._modes, self._smoothing, self._residual_length)
-        weights = [parameter for parameter in self._model.parameters() if parameter.dim() > 1]
+        found = self._read(texts, self._modes, self._smoothing, self._exact)
+        # Keys' biases are factors of products, too: those with queries.
+        named = self._model.named_parameters()
+        weights = [parameter for name, parameter in named if parameter.dim() > 1 or name.endswith("k_proj.bias")]
         kept = [weight.detach().clone() for weight in weights]
         after = {id(parameter) for name, parameter in self._model.named_parameters() if name.endswith("o_proj.weight")}
         largest, exact_products = 0.0, rounding()
@@ -118,22 +127,22 @@ class Reference:
                 generator = torch.Generator().manual_seed(trial)
                 for weight, exact, noise in zip(weights, kept, noises, strict=True):
                     weight.copy_(exact * (1 + noise * (2 * torch.rand(exact.shape, generator=generator) - 1)))
-                moved = self._read(texts, self._modes, self._smoothing, self._residual_length)
+                moved = self._read(texts, self._modes, self._smoothing, self._exact)
                 largest = max(largest, float((moved.logprobs - found.logprobs).abs().max()))
             for weight, exact in zip(weights, kept, strict=True):
                 weight.copy_(exact)
         return largest
 
     @torch.no_grad()
-    def _read(self, texts: list[Text], modes: Any, smoothing: Smoothings, residual_length: int = 0) -> Likelihood:
+    def _read(self, texts: list[Text], modes: Any, smoothing: Smoothings, exact: Mapping[str, int] = NOTHING_EXACT) -> Likelihood:
         known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         for text in texts:
             key = _key(text)
             if key in known:
                 continue
             tokens = torch.tensor([(*text.prompt, *text.tokens)[:-1]])
-            if residual_length:
-                new_cache = partial(KVQCache, self._model, modes, smoothing=smoothing, residual_length=residual_length)
+            if exact:
+                new_cache = partial(KVQCache, self._model, modes, smoothing=smoothing, **exact)
                 logits = self._in_steps(text, tokens, new_cache)
             elif modes is None:
                 logits = self._model(input_ids=tokens, use_cache=False).logits

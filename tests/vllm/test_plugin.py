@@ -25,7 +25,7 @@ from kvq_vllm.demands import demand_of, window_demand_of
 from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
-from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, explained, head_size_reason
+from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, check_sinks, explained, head_size_reason
 from kvq_vllm.settings import Settings, smallest_window_block
 from kvq_vllm.smoothing import check_smoothed, lacks_smoothing, load, smooth_layers
 
@@ -176,6 +176,8 @@ def test_the_configuration_says_the_mode() -> None:
         ("int8_per_token_head", {"residual_length": True}, r"kvq\.residual_length: got True, need a whole number"),
         ("int8_per_token_head", {"residual_length": -1}, r"kvq\.residual_length: got -1, need 0 or more tokens"),
         ("auto", {"residual_length": 64}, r"kvq\.residual_length: got 64 with --kv-cache-dtype auto, need a quantized"),
+        ("int8_per_token_head", {"sink_tokens": -1}, r"kvq\.sink_tokens: got -1, need 0 or more tokens"),
+        ("auto", {"sink_tokens": 4}, r"kvq\.sink_tokens: got 4 with --kv-cache-dtype auto, need a quantized"),
         ("auto", {"smoothing": "f"}, r"kvq\.smoothing: got 'f' with --kv-cache-dtype auto, need a quantized --kv-cache-dtype: mode none"),
         ("kvq_fp8_per_tensor", {"smoothing": "f"}, r"kvq\.smoothing: got 'f'.*need a mode that finds its own scales"),
     ],
@@ -258,6 +260,23 @@ def test_windows_that_are_refused(off: bool, method: str | None, message: str) -
     with pytest.raises(ArgumentError, match=message + r".*--additional-config kvq\.residual_length"):
         check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=off), speculative_config=drafts))
     check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=False), speculative_config=space(method="ngram_gpu")))
+
+
+@pytest.mark.parametrize(
+    ("window", "slopes", "sinks", "message"),
+    [
+        ((31, 0), None, 64, "got 4 in a model with sliding windows of 32 tokens, need 0: a sliding window does not see"),
+        ((-1, -1), torch.ones(4), 64, "got 4 in a model with ALiBi, need 0: exact rows do not tell"),
+        ((-1, -1), None, 128, "got 4, which is 128 in whole blocks, need fewer than the 128 tokens of --max-model-len"),
+    ],
+)
+def test_sinks_that_are_refused(window: tuple[int, int], slopes: torch.Tensor | None, sinks: int, message: str) -> None:
+    space = types.SimpleNamespace
+    asked = config("int4_per_token_head", {"sink_tokens": 4})
+    asked.model_config.max_model_len = 128
+    with pytest.raises(ArgumentError, match=r"--additional-config kvq\.sink_tokens: " + message):
+        check_sinks(space(window=window, alibi_slopes=slopes), sinks, asked)
+    check_sinks(space(window=(-1, -1), alibi_slopes=None), 64, asked)
 
 
 @pytest.mark.parametrize("reason", sorted(EXPLANATIONS))
@@ -386,15 +405,17 @@ def test_what_the_warm_up_is_told(calibrated: Path) -> None:
 def test_what_the_warm_up_is_told_of_windows() -> None:
     """Both reads return log-sum-exps, and logits of sinks are the exact one's."""
     space = types.SimpleNamespace
-    impl = space(kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), smoothing=None, residual=object())
+    impl = space(kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), smoothing=None)
+    impl.residual = space(sink_blocks=lambda block_size: 128 // block_size)
     impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt = 0.0, torch.zeros(8), None, False
     asked = config("int4_per_token_head", {"residual_length": 40})
     asked.scheduler_config, asked.model_config.max_model_len = space(max_num_seqs=8, max_num_batched_tokens=64), 128
     packed, exact = demand_of(impl, asked, 4, 128, torch.bfloat16), window_demand_of(impl, asked, 4, 16, torch.bfloat16)
     assert (packed.partial, packed.key_stops, packed.sinks, packed.longest_keys(1)) == (True, True, None, 128)
+    assert (packed.first_block, exact.first_block) == (1, 0)
     assert (exact.mode, exact.partial, exact.key_stops, exact.sinks) == ("none", True, False, torch.float32)
-    # A block more than 40 keys, and the step's own, fill.
-    assert (exact.longest_keys(1), exact.longest_keys(16), exact.longest_keys(17)) == (80, 80, 128)
+    # The sinks, a block more than 40 keys, and the step's own, fill.
+    assert (exact.longest_keys(1), exact.longest_keys(16), exact.longest_keys(17)) == (208, 208, 256)
 
 
 def test_blocks_of_a_window_fit_its_pages() -> None:

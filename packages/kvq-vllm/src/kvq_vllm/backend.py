@@ -93,10 +93,10 @@ class KVQBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Where the user asks for none: one whose pages hold 16 exact rows, with a residual window."""
+        """Where the user asks for none: one whose pages hold 16 exact rows, with a residual window or sinks."""
         preferred, settings = super().get_preferred_block_size(default_block_size), current()
         config = get_current_vllm_config_or_none()
-        if not settings.residual_length or config is None:
+        if not settings.keeps_exact_rows or config is None:
             return preferred
         return max(preferred, smallest_window_block(settings, config.model_config.get_head_size()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,14 +58,15 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
         balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
         rotary_pairs=0 if impl.smoothing is None or impl.smoothing.rotary is None else impl.smoothing.rotary.steps.shape[1],
         key_stops=impl.residual is not None,
+        first_block=0 if impl.residual is None else impl.residual.sink_blocks(block_size),
         **_options(impl, config, dtype),
     )
 
 
 def window_demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> Demand:
     """Of the exact rows of a layer with a residual window."""
-    length = Settings.of(config).residual_length
-    few, many = (block_size * blocks_read(length, block_size, rows) for rows in (longest_decode(config), longest_prefill(config)))
+    length, sinks = Settings.of(config).residual_length, impl.residual.sink_blocks(block_size)
+    few, many = (block_size * (sinks + blocks_read(length, block_size, rows)) for rows in (longest_decode(config), longest_prefill(config)))
     return Demand(
         mode=_NONE.mode,
         places=places_of(_caches(impl, _NONE, num_blocks, block_size, dtype, page_bytes)),
@@ -128,23 +130,13 @@ _RESERVED: set[Demand] = set()
 _WARM: set[Demand] = set()
 
 
-def _attending(layer: Any) -> Any:
-    """The part in attention of a layer, or of the one whose exact rows it has."""
-    return layer.packed if hasattr(layer, "packed") else layer.impl
-
-
-def _demand(layer: Any, *sizes: Any) -> Demand:
-    return (window_demand_of if hasattr(layer, "packed") else demand_of)(_attending(layer), *sizes)
-
-
-def warm_up_group(kv_cache_spec: Any, layer_names: list[str], config: Any, device: torch.device) -> None:
-    """Compile what a group's layers can need, once vLLM knows how many blocks they have."""
+def warm_up_group(kv_cache_spec: Any, impls: Sequence[Any], demand: Callable[..., Demand], config: Any, device: torch.device) -> None:
+    """Compile what the layers of a group can need, as ``demand`` tells of each, once vLLM knows how many blocks they have."""
     if device.type != "cuda" or not config.cache_config.num_gpu_blocks:
         return
-    layers = [config.compilation_config.static_forward_context[name] for name in layer_names]
     block_size, dtype = kv_cache_spec.block_size, config.model_config.dtype
     sizes = config.cache_config.num_gpu_blocks, block_size, dtype, kv_cache_spec.page_size_bytes
-    demands = {_demand(layer, config, *sizes) for layer in layers if has_kernels(_attending(layer).kvq)} - _WARM
+    demands = {demand(impl, config, *sizes) for impl in impls if has_kernels(impl.kvq)} - _WARM
     if not demands:
         return
     _WARM.update(demands)

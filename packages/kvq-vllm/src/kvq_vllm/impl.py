@@ -137,7 +137,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             return output
         exact, older = self._metadata_of(self.residual), None
         if not exact.nothing_packed:
-            older = PagedRead(self.kvq, caches, packed | {"key_stops": exact.key_stops})
+            older = self.residual.packed_read(exact, caches, packed)
         attend(query[:rows], output[:rows], self.residual.read(exact, query.dtype, self.sinks), older, **options)
         return output
 

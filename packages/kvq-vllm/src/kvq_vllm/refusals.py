@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend
 from kvq_vllm.names import PLAIN_NAMES, VLLM_NAMES, own_names
-from kvq_vllm.settings import RESIDUAL
+from kvq_vllm.settings import RESIDUAL, SINKS, Settings
 
 WITHOUT_KVQ: Final = "use --kv-cache-dtype auto or fp8 without --attention-backend CUSTOM"
 
@@ -118,12 +118,25 @@ _WITHOUT_LAYERS: Final = ("ngram", "suffix")
 def check_residual(config: Any) -> None:
     """Raise :class:`ArgumentError` if vLLM would not keep pages of exact rows as it keeps those of a sliding window."""
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
-        need = f"vLLM's manager of several kinds of pages, which keeps those of the newest tokens alone, for {RESIDUAL}"
+        need = f"vLLM's manager of several kinds of pages, which keeps those of some tokens alone, for {RESIDUAL} or {SINKS}"
         raise ArgumentError("--disable-hybrid-kv-cache-manager", True, need)
     speculative = getattr(config, "speculative_config", None)
     if speculative is not None and not str(speculative.method).startswith(_WITHOUT_LAYERS):
-        need = f"{' or '.join(_WITHOUT_LAYERS)}, which have no layers of their own, with {RESIDUAL}"
+        need = f"{' or '.join(_WITHOUT_LAYERS)}, which have no layers of their own, with {RESIDUAL} or {SINKS}"
         raise ArgumentError("--speculative-config", speculative.method, need)
+
+
+def check_sinks(impl: Any, sinks: int, config: Any) -> None:
+    """Raise :class:`ArgumentError` if the first ``sinks`` tokens of a sequence, whole blocks, cannot be exact in a layer of packed rows."""
+    asked = Settings.of(config).sink_tokens
+    if impl.window[0] >= 0:
+        got = f"{asked} in a model with sliding windows of {impl.window[0] + 1} tokens"
+        raise ArgumentError(SINKS, got, "0: a sliding window does not see the first tokens")
+    if impl.alibi_slopes is not None:
+        raise ArgumentError(SINKS, f"{asked} in a model with ALiBi", "0: exact rows do not tell how far away the first tokens are")
+    if sinks >= config.model_config.max_model_len:
+        got = f"{asked}, which is {sinks} in whole blocks"
+        raise ArgumentError(SINKS, got, f"fewer than the {config.model_config.max_model_len} tokens of --max-model-len, or smaller blocks")
 
 
 _CONNECTORS: Final = f"{EXPLANATIONS['KV connector not supported']}; {WITHOUT_KVQ}"

@@ -3,15 +3,19 @@
 A step of a sequence with c tokens before it reads, for all of its query rows,
 
 ==============  =======================================================================================================
-exact rows      keys from block ``max(c - residual_length, 0) // block_size`` on, in blocks of the window's pages
-packed rows     the keys before
+exact rows      the first ``sink_tokens`` keys, and those from block ``max(c - residual_length, 0) // block_size`` on, in blocks of
+                the window's pages
+packed rows     the keys between
 ==============  =======================================================================================================
 
-so the step's own tokens are always exact. Both reads return log-sum-exps, by which they are combined.
+so the step's own tokens are always exact. ``sink_tokens`` is what the configuration says, rounded up to whole blocks of both kinds of
+pages. Both reads return log-sum-exps, by which they are combined.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,35 +29,41 @@ from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.reads import PagedRead
 from kvq_vllm.backend import KVQBackend
-from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group
+from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group, window_demand_of
 from kvq_vllm.pages import content_bytes, layer_views
-from kvq_vllm.refusals import check_residual
-from kvq_vllm.settings import RESIDUAL, Settings, smallest_window_block
+from kvq_vllm.refusals import check_residual, check_sinks
+from kvq_vllm.settings import RESIDUAL, SINKS, Settings, smallest_window_block
+from kvq_vllm.sink_window import SinkWindowSpec
 
+_LOG = logging.getLogger("vllm.kvq")
 SUFFIX: Final = ".residual_window"
 """Of the names of layers of exact rows."""
 
 
 @dataclass
 class ResidualMetadata:
-    """A step's batch, as the exact read takes it; ``key_stops`` [num_seqs] int32: where the packed read ends.
+    """A step's batch, as the exact read takes it.
 
-    ``nothing_packed``: no sequence has keys before its exact rows.
+    ``packed``: options of the packed read, each [num_seqs] int32, beside or in place of those of a read of all keys.
+    ``nothing_packed``: no sequence has keys for it.
     """
 
     block_table: torch.Tensor
     seqused_k: torch.Tensor
-    key_stops: torch.Tensor
+    packed: dict[str, torch.Tensor]
     max_seqlen_k: int
     nothing_packed: bool
 
 
 class ResidualLayer(AttentionLayerBase):
-    """The exact rows of ``layer``'s newest tokens. vLLM binds ``kv_cache``."""
+    """The exact rows of ``layer``'s newest tokens, and of its first ``sink_tokens``, whole blocks, which :meth:`get_kv_cache_spec` sets.
+
+    vLLM binds ``kv_cache``.
+    """
 
     def __init__(self, name: str, layer: Any) -> None:
         self.layer_name, self.kv_cache = name, torch.empty(0)
-        self._layer = layer
+        self._layer, self.sink_tokens = layer, 0
         self._none = get_backend("none")
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
 
@@ -71,22 +81,35 @@ class ResidualLayer(AttentionLayerBase):
         spec = self._layer.get_kv_cache_spec(vllm_config)
         if hasattr(AttentionBackend, "customize_spec"):  # 0.27 and later
             spec = KVQBackend.customize_spec(spec)
-        impl, dtype = self.packed, vllm_config.model_config.dtype
+        impl, dtype, settings = self.packed, vllm_config.model_config.dtype, Settings.of(vllm_config)
         token_bytes = impl.num_kv_heads * content_bytes(self._none, impl.head_size, impl.head_size, dtype)
         fitting = spec.page_size_bytes // token_bytes
         if fitting < 16:
-            need = f"at least {smallest_window_block(Settings.of(vllm_config), impl.head_size)}: a page holds 16 exact tokens of {RESIDUAL}"
+            need = f"at least {smallest_window_block(settings, impl.head_size)}: a page holds 16 exact tokens of {RESIDUAL} or {SINKS}"
             raise ArgumentError("--block-size", spec.block_size, need)
         block_size = min(1 << (fitting.bit_length() - 1), spec.block_size)
-        return SlidingWindowSpec(
-            block_size=block_size,
-            num_kv_heads=impl.num_kv_heads,
-            head_size=impl.head_size,
-            dtype=dtype,
-            page_size_padded=spec.page_size_bytes,
-            # vLLM keeps the blocks of this many tokens, the next one among them.
-            sliding_window=Settings.of(vllm_config).residual_length + 1,
-        )
+        options: dict[str, Any] = {
+            "block_size": block_size,
+            "num_kv_heads": impl.num_kv_heads,
+            "head_size": impl.head_size,
+            "dtype": dtype,
+            "page_size_padded": spec.page_size_bytes,
+            # vLLM keeps the blocks of this many tokens, the next one among them, and caches none for 1.
+            "sliding_window": max(settings.residual_length, 1) + 1,
+        }
+        if not settings.sink_tokens:
+            return SlidingWindowSpec(**options)
+        whole = math.lcm(block_size, spec.block_size)
+        self.sink_tokens = -(-settings.sink_tokens // whole) * whole
+        check_sinks(impl, self.sink_tokens, vllm_config)
+        return SinkWindowSpec(**options, sink_tokens=self.sink_tokens)
+
+    def sink_blocks(self, block_size: int) -> int:
+        """How many blocks of ``block_size`` the sinks fill."""
+        if self.sink_tokens % block_size:
+            need = f"one that {self.sink_tokens} is a multiple of, which {SINKS} is in the blocks that vLLM asked for before"
+            raise ArgumentError("block_size", block_size, need)
+        return self.sink_tokens // block_size
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store a step's rows."""
@@ -97,6 +120,11 @@ class ResidualLayer(AttentionLayerBase):
         """Of a step's exact keys, and of the layer's ``sinks``."""
         keys = {"seqused_k": batch.seqused_k, "max_seqlen_k": batch.max_seqlen_k, "block_table": batch.block_table}
         return PagedRead(self._none, self._caches(dtype), keys | {"sinks": sinks})
+
+    def packed_read(self, batch: ResidualMetadata, caches: LayerCaches, options: dict[str, Any]) -> PagedRead:
+        """Of the keys between sinks and window in the packed layer's ``caches``; ``options``: of a read of all keys."""
+        first = self.sink_blocks(caches.key_cache.shape[1])
+        return PagedRead(self.packed.kvq, caches, options | batch.packed | {"block_table": options["block_table"][:, first:]})
 
     def _caches(self, dtype: torch.dtype) -> LayerCaches:
         """Views of the pages."""
@@ -112,15 +140,20 @@ class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._block_size, self._length = kv_cache_spec.block_size, kv_cache_spec.sliding_window - 1
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        self._block_size, self._length = kv_cache_spec.block_size, Settings.of(vllm_config).residual_length
+        self._sink_tokens, self._sink_blocks = layers[0].sink_tokens, layers[0].sink_blocks(self._block_size)
         scheduler = vllm_config.scheduler_config
         self._few_rows = longest_decode(vllm_config)
         longest = longest_prefill(vllm_config)
-        self._few, self._many = (blocks_read(self._length, self._block_size, rows) for rows in (self._few_rows, longest))
+        read = (blocks_read(self._length, self._block_size, rows) for rows in (self._few_rows, longest))
+        self._few, self._many = (self._sink_blocks + blocks for blocks in read)
         # At one address, which captured graphs read.
         self._table = torch.zeros(scheduler.max_num_seqs, self._few, dtype=torch.int32, device=device)
-        self._used, self._stops = (torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device) for _ in range(2))
-        warm_up_group(kv_cache_spec, layer_names, vllm_config, device)
+        self._lengths = [torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device) for _ in range(4)]
+        if self._sink_tokens:
+            _LOG.info("kvq: a sequence's first %d tokens, in whole blocks, and its newest %d are exact", self._sink_tokens, self._length)
+        warm_up_group(kv_cache_spec, [layer.packed for layer in layers], window_demand_of, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -131,28 +164,31 @@ class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
         starts, lengths = batch.query_start_loc, batch.seq_lens
         count = len(starts) - 1
         before = lengths[:count] - (starts[1:] - starts[:-1])
-        first = (before - self._length).clamp(min=0) // size
+        # Blocks between the sinks and the window.
+        between = (before.sub(self._length).clamp(min=0) // size - self._sink_blocks).clamp(min=0)
         few = batch.max_query_len <= self._few_rows and count <= len(self._table)
         width = self._few if few else self._many
-        index = first[:, None] + torch.arange(width, dtype=first.dtype, device=first.device)
+        column = torch.arange(width, dtype=between.dtype, device=between.device)
+        index = column + torch.where(column < self._sink_blocks, 0, between[:, None])
         table = batch.block_table_tensor[:count].gather(1, index.clamp(max=batch.block_table_tensor.shape[1] - 1).long())
-        used, stops = lengths[:count] - first * size, first * size
+        stops = between * size
+        found = [lengths[:count] - stops, stops]
+        if self._sink_tokens:
+            found += [(lengths[:count] - self._sink_tokens).clamp(min=0), torch.full_like(stops, self._sink_tokens)]
         if few:
-            table, used, stops = (_into(kept, found) for kept, found in zip(self._kept, (table, used, stops), strict=True))
+            table = _into(self._table, table)
+            found = [_into(kept, each) for kept, each in zip(self._lengths, found, strict=False)]
+        packed = dict(zip(("key_stops", "seqused_k", "first_positions"), found[1:], strict=False))
         # One sequence without a past: its length is known here, too.
         alone = count == 1 and batch.max_seq_len == batch.max_query_len and not few
-        return ResidualMetadata(table, used, stops, width * size, alone)
+        return ResidualMetadata(table, found[0], packed, width * size, alone)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ResidualMetadata:
         """Of sequences of one token, as the packed layers' are then."""
         metadata = self.build(0, common_attn_metadata)
         metadata.seqused_k.fill_(1)
-        metadata.key_stops.fill_(0)
+        metadata.packed["key_stops"].fill_(0)
         return metadata
-
-    @property
-    def _kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._table, self._used, self._stops
 
 
 class ResidualBackend(KVQBackend):
@@ -167,7 +203,7 @@ def add_windows(config: Any) -> None:
     """Give every quantized layer of ``config`` that has none yet its layer of exact rows, if the configuration asks for one."""
     settings = Settings.of(config)
     layers = config.compilation_config.static_forward_context
-    if not settings.residual_length:
+    if not settings.keeps_exact_rows:
         return
     packed = {name: layer for name, layer in layers.items() if _is_packed(layer)}
     for name, layer in packed.items():

@@ -14,15 +14,17 @@ from kvq_vllm.names import VLLM_NAMES, mode_of
 from kvq_vllm.pages import content_bytes
 
 SECTION: Final = "kvq"
-"""The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE or "none", "residual_length": TOKENS}``, each
-optional."""
+"""The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE or "none", "residual_length": TOKENS,
+"sink_tokens": TOKENS}``, each optional."""
 SMOOTHING: Final = f"--additional-config {SECTION}.smoothing"
 """What messages call the second."""
 RESIDUAL: Final = f"--additional-config {SECTION}.residual_length"
 """And the third."""
+SINKS: Final = f"--additional-config {SECTION}.sink_tokens"
+"""And the fourth."""
 NOTHING: Final = "none"
 """In place of a file: keys are stored as they are."""
-_FIELDS: Final = {"mode": str, "smoothing": str, "residual_length": int}
+_FIELDS: Final = {"mode": str, "smoothing": str, "residual_length": int, "sink_tokens": int}
 _KINDS: Final = {str: "a string", int: "a whole number"}
 
 
@@ -32,13 +34,15 @@ class Settings:
 
     ``kv_cache_dtype``: the option's value. ``override``: the mode of layers with one of vLLM's own quantized names.
     ``smoothing``: a file of :meth:`kvq_core.smoothing.calibration.ModelSmoothing.save`, :data:`NOTHING`, or ``None``: what the weights say.
-    ``residual_length``: how many of a sequence's newest tokens are read from exact rows. ``dtype``: of the model's K/V rows.
+    ``residual_length``, ``sink_tokens``: how many of a sequence's newest and first tokens are read from exact rows. ``dtype``: of the
+    model's K/V rows.
     """
 
     kv_cache_dtype: str = "auto"
     override: str | None = None
     smoothing: str | None = None
     residual_length: int = 0
+    sink_tokens: int = 0
     dtype: torch.dtype = torch.bfloat16
 
     @classmethod
@@ -53,9 +57,6 @@ class Settings:
         for name, value in section.items():
             if type(value) is not _FIELDS[name]:
                 raise ArgumentError(f"{argument}.{name}", repr(value), _KINDS[_FIELDS[name]])
-        length = section.get("residual_length", 0)
-        if length < 0:
-            raise ArgumentError(RESIDUAL, length, "0 or more tokens")
         override = section.get("mode")
         name = "auto" if cache is None else str(cache.cache_dtype)
         if override is not None and name not in VLLM_NAMES:
@@ -66,9 +67,17 @@ class Settings:
         smoothing = section.get("smoothing")
         if smoothing not in (None, NOTHING):
             _check_smoothed_mode(smoothing, name, mode_of(name, full))
-        if length and mode_of(name, full) in (None, "none"):
-            raise ArgumentError(RESIDUAL, f"{length} with --kv-cache-dtype {name}", "a quantized --kv-cache-dtype of kvq's")
-        return cls(name, full, smoothing, length, dtype)
+        exact = {RESIDUAL: section.get("residual_length", 0), SINKS: section.get("sink_tokens", 0)}
+        for option, tokens in exact.items():
+            if tokens < 0:
+                raise ArgumentError(option, tokens, "0 or more tokens")
+            if tokens and mode_of(name, full) in (None, "none"):
+                raise ArgumentError(option, f"{tokens} with --kv-cache-dtype {name}", "a quantized --kv-cache-dtype of kvq's")
+        return cls(name, full, smoothing, exact[RESIDUAL], exact[SINKS], dtype)
+
+    @property
+    def keeps_exact_rows(self) -> bool:
+        return bool(self.residual_length or self.sink_tokens)
 
     def backend(self, kv_cache_dtype: str) -> QuantKVBackend:
         """The kvq backend of layers with this ``kv_cache_dtype``."""

@@ -85,7 +85,8 @@ class Demand:
     the number of drafts). Every batch comes with this ``max_seqlen_k``, as in a captured graph, and the ``max_seqlen_q`` of
     :func:`rounded_query_len`. ``sinks``: their dtype. ``slopes``: whether there are ALiBi slopes; ``sqrt``: the square root's.
     ``partial``: whether reads are of a part of the keys, with float32 results and log-sum-exps, to be combined with others; ``key_stops``:
-    whether these bound them. ``decodes``, of exact rows beside packed ones: the most query rows of a sequence in batches with a
+    whether these bound them; ``first_block``: the column of the block table that they begin with, behind exact rows of a sequence's first
+    tokens. ``decodes``, of exact rows beside packed ones: the most query rows of a sequence in batches with a
     ``max_seqlen_k`` of their own, and that one.
     ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors; ``rotary_pairs``: of its rotary mean, 0: none.
     """
@@ -110,6 +111,7 @@ class Demand:
     rotary_pairs: int = 0
     partial: bool = False
     key_stops: bool = False
+    first_block: int = 0
     decodes: tuple[int, int] | None = None
 
     def longest_keys(self, rows: int) -> int:
@@ -169,8 +171,9 @@ class Call:
             max_seqlen_k=self.max_seqlen_k,
             softmax_scale=wanted.head_size**-0.5,
             window_size=(wanted.window, -1 if wanted.window < 0 else 0),
-            block_table=indices(self.num_seqs, -(-self.max_seqlen_k // block_size)),
+            block_table=indices(self.num_seqs, -(-self.max_seqlen_k // block_size))[:, wanted.first_block :],
             key_stops=indices(self.num_seqs) if wanted.key_stops else None,
+            first_positions=indices(self.num_seqs) if wanted.first_block else None,
             lse=lse,
             seq_threshold_3D=0 if wanted.decodes and runs_beside(self.max_seqlen_q, self.max_seqlen_k) else None,
             softcap=wanted.softcap,

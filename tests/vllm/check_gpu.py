@@ -24,6 +24,8 @@ DECODE: Final = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 PIECES: Final = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}
 COMPILED: Final = {"mode": 3, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's ways to compile (0: not at all) and to capture graphs."""
+LATE: Final = re.compile(r"JIT compilation during inference: (attend|write|combine_kernel|combine_reads_kernel)\b")
+"""What vLLM's monitor says of a kernel of kvq's that the warm-up did not know."""
 TEXTS: Final = "texts.json"
 """What ``check_engine.py`` calls them."""
 TIE: Final = 0.05
@@ -187,8 +189,8 @@ def run_all(names: list[str], folder: Path, limit: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(1.0, deadline - time.monotonic()))
         process.kill()
-        fine = process.wait() == 0
-        lines = log.read_text(errors="replace").splitlines()
+        code, lines = process.wait(), log.read_text(errors="replace").splitlines()
+        fine = code == 0 and not any(map(LATE.search, lines))
         said = [line for line in lines if line.startswith("CHECK ") or "jit_monitor" in line]
         print(f"--- {name}: {'passed' if fine else 'FAILED'}", *said, *([] if fine else lines[-25:]), sep="\n", flush=True)
         passed &= fine

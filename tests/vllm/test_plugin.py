@@ -21,7 +21,7 @@ from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean
 from kvq_core.testing import places
 from kvq_vllm import plugin, probe
-from kvq_vllm.demands import demand_of, window_demand_of
+from kvq_vllm.demands import demands_of, window_demands_of
 from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
@@ -390,16 +390,16 @@ def test_what_the_warm_up_is_told(calibrated: Path) -> None:
     impl.content_bytes = lambda dtype: content_bytes(impl.kvq, 16, 16, dtype)
     limits = {"scheduler_config": space(max_num_seqs=8, max_num_batched_tokens=64), "model_config": space(max_model_len=128)}
     asked = space(**limits, speculative_config=space(num_speculative_tokens=3))
-    plain = demand_of(impl, asked, 4, 16, torch.bfloat16)
+    (plain,) = demands_of(impl, asked, 4, 16, torch.bfloat16)
     assert (plain.smoothed, plain.balanced, plain.query_rows) == (False, False, (1, 4))
     impl.smoothing = ModelSmoothing.load(calibrated)[0]
-    smoothed = demand_of(impl, asked, 4, 16, torch.bfloat16)
+    (smoothed,) = demands_of(impl, asked, 4, 16, torch.bfloat16)
     assert (smoothed.smoothed, smoothed.balanced) == (True, True)
     impl.smoothing = KeySmoothing(impl.smoothing.mean)
-    assert not demand_of(impl, asked, 4, 16, torch.bfloat16).balanced
+    assert not demands_of(impl, asked, 4, 16, torch.bfloat16)[0].balanced
     rotary = RotaryMean.of_bias(torch.ones(4, 16), torch.arange(16).view(8, 2), torch.rand(8))
     impl.smoothing = KeySmoothing(impl.smoothing.mean, None, rotary)
-    assert demand_of(impl, asked, 4, 16, torch.bfloat16).rotary_pairs == 16
+    assert demands_of(impl, asked, 4, 16, torch.bfloat16)[0].rotary_pairs == 16
 
 
 def test_what_the_warm_up_is_told_of_windows() -> None:
@@ -410,12 +410,14 @@ def test_what_the_warm_up_is_told_of_windows() -> None:
     impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt = 0.0, torch.zeros(8), None, False
     asked = config("int4_per_token_head", {"residual_length": 40})
     asked.scheduler_config, asked.model_config.max_model_len = space(max_num_seqs=8, max_num_batched_tokens=64), 128
-    packed, exact = demand_of(impl, asked, 4, 128, torch.bfloat16), window_demand_of(impl, asked, 4, 16, torch.bfloat16)
+    packed, exact, alone = *demands_of(impl, asked, 4, 128, torch.bfloat16), *window_demands_of(impl, asked, 4, 16, torch.bfloat16)
     assert (packed.partial, packed.key_stops, packed.sinks, packed.longest_keys(1)) == (True, True, None, 128)
     assert (packed.first_block, exact.first_block) == (1, 0)
     assert (exact.mode, exact.partial, exact.key_stops, exact.sinks) == ("none", True, False, torch.float32)
     # The sinks, a block more than 40 keys, and the step's own, fill.
     assert (exact.longest_keys(1), exact.longest_keys(16), exact.longest_keys(17)) == (208, 208, 256)
+    # One sequence's whole prompt has no packed keys, so its read is the layer's result.
+    assert (alone.partial, alone.max_num_seqs, alone.longest_keys(17)) == (False, 1, 256)
 
 
 def test_blocks_of_a_window_fit_its_pages() -> None:

@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from kvq_core.errors import ArgumentError
 from kvq_core.launch.warmup import rounded_query_len
-from kvq_vllm.demands import demand_of, has_kernels, query_rows, warm_up_group
+from kvq_vllm.demands import demands_of, has_kernels, query_rows, warm_up_group
 from kvq_vllm.refusals import WITHOUT_KVQ, check_group
 from kvq_vllm.settings import Settings
 from kvq_vllm.smoothing import check_smoothed, has_rotary_mean
@@ -39,7 +39,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         check_smoothed(vllm_config, layer_names)
         self._query_rows, self._longest = query_rows(vllm_config), vllm_config.model_config.max_model_len
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-        warm_up_group(kv_cache_spec, [layer.impl for layer in layers], demand_of, vllm_config, device)
+        warm_up_group(kv_cache_spec, [layer.impl for layer in layers], demands_of, vllm_config, device)
         self._positions: torch.Tensor | None = None
         if any(has_rotary_mean(layer) for layer in layers):
             most = max(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)

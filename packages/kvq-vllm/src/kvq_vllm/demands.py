@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,13 +44,13 @@ def has_kernels(backend: QuantKVBackend) -> bool:
     return kernels_of(backend) == {"write", "read"}
 
 
-def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> Demand:
+def demands_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> tuple[Demand]:
     """Of a layer, over that many blocks of pages in vLLM's head-major order. ``page_bytes``: a page's, its padding included."""
     caches = _caches(impl, impl.kvq, num_blocks, block_size, dtype, page_bytes)
     if impl.kvq.takes_scales:
         scale = torch.empty((), dtype=torch.float32, device="meta")
         caches = LayerCaches(caches.key_cache, caches.value_cache, scale, scale)
-    return Demand(
+    demand = Demand(
         mode=impl.kvq.mode,
         places=places_of(caches),
         max_seqlen_k=config.model_config.max_model_len,
@@ -61,13 +62,16 @@ def demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: t
         first_block=0 if impl.residual is None else impl.residual.sink_blocks(block_size),
         **_options(impl, config, dtype),
     )
+    return (demand,)
 
 
-def window_demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> Demand:
-    """Of the exact rows of a layer with a residual window."""
+def window_demands_of(
+    impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0
+) -> tuple[Demand, Demand]:
+    """Of the exact rows of a layer with a residual window: read beside packed ones; and alone, as a whole prompt of one sequence is."""
     length, sinks = Settings.of(config).residual_length, impl.residual.sink_blocks(block_size)
     few, many = (block_size * (sinks + blocks_read(length, block_size, rows)) for rows in (longest_decode(config), longest_prefill(config)))
-    return Demand(
+    beside = Demand(
         mode=_NONE.mode,
         places=places_of(_caches(impl, _NONE, num_blocks, block_size, dtype, page_bytes)),
         max_seqlen_k=many,
@@ -75,6 +79,7 @@ def window_demand_of(impl: Any, config: Any, num_blocks: int, block_size: int, d
         sinks=None if impl.sinks is None else impl.sinks.dtype,
         **_options(impl, config, dtype),
     )
+    return beside, replace(beside, max_num_seqs=1, query_rows=(), decodes=None, partial=False)
 
 
 def blocks_read(length: int, block_size: int, rows: int) -> int:
@@ -117,26 +122,26 @@ def reserve_for(impl: Any, config: Any, dtype: torch.dtype, device: torch.device
     # Micro-batches overlap on two streams, which must not share a workspace.
     if device.type != "cuda" or getattr(config.parallel_config, "enable_dbo", False) or not has_kernels(impl.kvq):
         return
-    demands = {demand_of(impl, config, 1, 16, dtype)}
-    if impl.residual is not None:
-        demands.add(window_demand_of(impl, config, 1, 16, dtype))
-    if new := demands - _RESERVED:
+    demands = demands_of(impl, config, 1, 16, dtype)
+    windows = () if impl.residual is None else window_demands_of(impl, config, 1, 16, dtype)
+    if new := {*demands, *windows} - _RESERVED:
         _RESERVED.update(new)
         reserve_workspace(list(new), device)
 
 
 _NONE = get_backend("none")
+Demands = Callable[..., tuple[Demand, ...]]
 _RESERVED: set[Demand] = set()
 _WARM: set[Demand] = set()
 
 
-def warm_up_group(kv_cache_spec: Any, impls: Sequence[Any], demand: Callable[..., Demand], config: Any, device: torch.device) -> None:
-    """Compile what the layers of a group can need, as ``demand`` tells of each, once vLLM knows how many blocks they have."""
+def warm_up_group(kv_cache_spec: Any, impls: Sequence[Any], demands_of: Demands, config: Any, device: torch.device) -> None:
+    """Compile what the layers of a group can need, as ``demands_of`` tells of each, once vLLM knows how many blocks they have."""
     if device.type != "cuda" or not config.cache_config.num_gpu_blocks:
         return
     block_size, dtype = kv_cache_spec.block_size, config.model_config.dtype
     sizes = config.cache_config.num_gpu_blocks, block_size, dtype, kv_cache_spec.page_size_bytes
-    demands = {demand(impl, config, *sizes) for impl in impls if has_kernels(impl.kvq)} - _WARM
+    demands = {demand for impl in impls if has_kernels(impl.kvq) for demand in demands_of(impl, config, *sizes)} - _WARM
     if not demands:
         return
     _WARM.update(demands)

@@ -29,7 +29,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.reads import PagedRead
 from kvq_vllm.backend import KVQBackend
-from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group, window_demand_of
+from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group, window_demands_of
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import check_residual, check_sinks
 from kvq_vllm.settings import RESIDUAL, SINKS, Settings, smallest_window_block
@@ -153,7 +153,7 @@ class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
         self._lengths = [torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device) for _ in range(4)]
         if self._sink_tokens:
             _LOG.info("kvq: a sequence's first %d tokens, in whole blocks, and its newest %d are exact", self._sink_tokens, self._length)
-        warm_up_group(kv_cache_spec, [layer.packed for layer in layers], window_demand_of, vllm_config, device)
+        warm_up_group(kv_cache_spec, [layer.packed for layer in layers], window_demands_of, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -283,6 +283,10 @@ def each(
     ]
 
 
+def two_modes(turn: int) -> tuple[str, ...]:
+    return tuple(MULTIROW.modes[(turn + i) % len(MULTIROW.modes)] for i in (0, 2))
+
+
 def parametrize(*params: Any) -> Any:
     return pytest.mark.parametrize(("where", "mode", "case", "most"), params, indirect=["where"])
 
@@ -291,7 +295,10 @@ def parametrize(*params: Any) -> Any:
     # As many tiles as fill each stage of shared memory twice.
     *each(PREFILL, *INTERPRETED_PROMPTS, on=("interpret",), most=500),
     *each(PREFILL, *LARGE_PROMPTS, on=("gpu",)),
-    *each(MULTIROW, *MULTIROW_CASES),
+    *each(MULTIROW, *MULTIROW_CASES, on=("gpu",)),
+    *each(MULTIROW, *MULTIROW_CASES[:2], on=("interpret",)),
+    # Further ones with two of the modes in turn.
+    *(one for n, case in enumerate(MULTIROW_CASES[2:]) for one in each(MULTIROW, case, on=("interpret",), modes=two_modes(n))),
     *each(PREFILL, *ROTARY_PROMPTS, modes=MULTIROW.modes),
 )
 def test_attention(mode: str, case: Case, most: int, where: Where) -> None:

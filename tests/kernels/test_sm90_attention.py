@@ -360,7 +360,11 @@ def test_a_nan_row_stays_alone(mode: str, case: Case, most: int, where: Where) -
     assert after[alone].isnan().all() and torch.equal(after[~alone], before[~alone])
 
 
-@parametrize(*each(PREFILL, ONE_HEAD, on=("interpret",)), *each(PREFILL, PROMPTS, PROMPTS_OF_5, on=("gpu",)), *each(MULTIROW, ROWS))
+@parametrize(
+    *each(PREFILL, ONE_HEAD, on=("interpret",), modes=("none", INT4)),
+    *each(PREFILL, PROMPTS, PROMPTS_OF_5, on=("gpu",)),
+    *each(MULTIROW, ROWS),
+)
 def test_missing_blocks_and_lengths_beyond_the_table(mode: str, case: Case, most: int, where: Where) -> None:
     """Missing keys are seen by no row, whatever the block that is read in their place holds."""
     built = where.build(mode, case, most)

@@ -13,12 +13,6 @@ from kvq_int2 import codec as int2
 from kvq_int4 import codec as int4
 
 
-def not_worse_than_zero(y: torch.Tensor, bound: torch.Tensor, largest_scale: torch.Tensor) -> torch.Tensor:
-    """``bound`` on |y - y'|, and no more than ||y||; that alone where ``largest_scale``, which the scale may be, is more than is stored."""
-    length = y.norm(dim=-1, keepdim=True)
-    return torch.where(largest_scale > LARGEST_SCALE, length, torch.minimum(bound, length))
-
-
 class Int4Bounds(Subject):
     # Four bits of the scale word hold the zero point: two scales one float32 step apart may differ by sixteen.
     scale_tolerance = 2.0**-18
@@ -35,7 +29,7 @@ class Int4Bounds(Subject):
         # Rows whose step is more than is stored are too long for a fitted scale.
         step = (y.amax(-1, keepdim=True).clamp(min=0) - y.amin(-1, keepdim=True).clamp(max=0)) * ((1 - 2 * int4.CLIP) / (int4.LEVELS - 1))
         # The scale word's lost bits.
-        return not_worse_than_zero(y, bound, step * (1 + self.scale_tolerance)) * (1 + self.scale_tolerance)
+        return budgets.not_worse_than_zero(y, bound, step * (1 + self.scale_tolerance)) * (1 + self.scale_tolerance)
 
     def rotated(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows as ``encode`` rotates them, and what it multiplied them by."""
@@ -75,7 +69,7 @@ class Int2Bounds(Subject):
         y = self.space(x)
         bound = budgets.as_long(y, budgets.gaussian_levels(y, (int2.BOUNDARY,), (int2.INNER, int2.OUTER)))
         rms = y.norm(dim=-1, keepdim=True) / math.sqrt(x.shape[-1])
-        return not_worse_than_zero(y, bound, rms / (int2.INNER * block_of(x.shape[-1])))
+        return budgets.not_worse_than_zero(y, bound, rms / (int2.INNER * block_of(x.shape[-1])))
 
     def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """At the norm's scale, by which the cells are cut."""

@@ -1,15 +1,15 @@
-"""The conformance suite, for each of the six modes, with each mode's own error bounds."""
+"""The conformance suite, for each of kvq's modes and two composed ones, with each mode's own error bounds."""
 
 import pytest
 import torch
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.testing import BackendTests, ComposedTests, budgets
+from kvq_core.testing import BackendTests, ComposedTests, TwoScaleTests, budgets
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
 from kvq_int2 import codec as int2
 from kvq_int4 import codec as int4
-from mode_bounds import Int2Bounds, Int4Bounds, not_worse_than_zero
+from mode_bounds import Int2Bounds, Int4Bounds
 
 
 class TestNone(BackendTests):
@@ -51,7 +51,7 @@ class TestInt8PerTokenHead(QuantizedTests):
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         bound = budgets.symmetric_levels(x.double(), 127, 1e-6)
-        return not_worse_than_zero(x.double(), bound, x.double().abs().amax(-1, keepdim=True) / 127)
+        return budgets.not_worse_than_zero(x.double(), bound, x.double().abs().amax(-1, keepdim=True) / 127)
 
 
 class TestFP8PerTokenHead(QuantizedTests):
@@ -59,7 +59,7 @@ class TestFP8PerTokenHead(QuantizedTests):
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         scale = (x.double().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-6)
-        return not_worse_than_zero(x.double(), budgets.minifloat(x.double(), scale, torch.float8_e4m3fn), scale)
+        return budgets.not_worse_than_zero(x.double(), budgets.minifloat(x.double(), scale, torch.float8_e4m3fn), scale)
 
 
 class TestFP8PerTensor(QuantizedTests):
@@ -85,24 +85,8 @@ class TestInt4PerTokenHead(Int4Bounds, QuantizedTests):
         torch.testing.assert_close((back * x).sum(-1), x.double().square().sum(-1), rtol=2.0**-18, atol=0)
 
 
-class TestInt2PerTokenHead(Int2Bounds, QuantizedTests):
-    mode = "int2_per_token_head"
-
-    @pytest.mark.quick
-    @pytest.mark.parametrize("size", [64, 80, 128, 256])
-    def test_keys_are_as_long_and_values_without_bias(self, size: int) -> None:
-        x = torch.randn(64, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(-20, 15, 64)[:, None]
-        x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
-        x[2::4, 5] *= 100
-        length = x.double().square().sum(-1)
-        # Of rows and the levels they take: what the bound leaves where levels fit a row badly, and 1 elsewhere.
-        level = int2.dequantize(int2.quantize(x, unbiased=False)[0], torch.ones(64)).double()
-        cosine = (level * x).sum(-1) / level.norm(dim=-1) / length.sqrt()
-        assert float((int2.LARGEST_FACTOR * cosine.square() < 1).double().mean()) < 0.5
-        key, value = (int2.dequantize(*int2.quantize(x, unbiased=unbiased)).double() for unbiased in (False, True))
-        of_key, of_value = ((int2.LARGEST_FACTOR * share).clamp(max=1) for share in (cosine, cosine.square()))
-        torch.testing.assert_close(key.square().sum(-1), length * of_key.square(), rtol=1e-5, atol=0)
-        torch.testing.assert_close((value * x).sum(-1), length * of_value, rtol=1e-5, atol=0)
+class TestInt2PerTokenHead(Int2Bounds, TwoScaleTests, QuantizedTests):
+    mode, largest_factor = "int2_per_token_head", int2.LARGEST_FACTOR
 
 
 class TestInt8Int4(ComposedTests):

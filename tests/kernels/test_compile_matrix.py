@@ -4,6 +4,7 @@ Each target in a process of its own: this one interprets. By default every mode 
 modes, so that each is built for several NVIDIA targets and an AMD one; ``-m matrix`` builds the rest and every tile, which takes minutes.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from kvq_core.plan import Decode, Groups, Prefill, Table, choose, lookup
 from kvq_core.plan.lookup import SWITCH, listening
 from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_reads
 from kvq_core.testing.golden_counts import PER_PROGRAM, GoldenCounts
-from kvq_core.testing.table_choices import name_of, problems_of
+from kvq_core.testing.table_choices import Problem, name_of, problems_of
 
 MODES = (
     "none",
@@ -82,17 +83,18 @@ def test_every_kernel_of_the_other_modes_builds(target: str) -> None:
     build(target, tuple(mode for mode in MODES if mode not in some_modes(target)))
 
 
-@pytest.mark.parametrize(
-    ("mode", "layout", "head_size"),
-    [("int4", "head_major", 96), ("int2", "head_major", 64), ("int4", "interleaved", 128), ("int8", "interleaved", 128)],
-)
-def test_rows_are_copied_by_wide_loads(mode: str, layout: str, head_size: int) -> None:
+def test_rows_are_copied_by_wide_loads() -> None:
     """Of rows that do not start at multiples of 32 bytes, too: Triton by itself would load each lane alone, and wait for it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parent / "row_loads.py"), mode, layout, str(head_size)]
-    loads = json.loads(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
-    assert not {kind for kind in loads if kind.endswith(("b8", "b16"))}, loads
-    assert loads.get("cp.async.cg", 0) + loads.get("cp.async.ca", 0) >= 16, loads
+    command = [sys.executable, str(Path(__file__).with_name("row_loads.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=compiling(), check=True)
+    for read, loads in json.loads(done.stdout).items():
+        assert not {kind for kind in loads if kind.endswith(("b8", "b16"))}, (read, loads)
+        assert loads.get("cp.async.cg", 0) + loads.get("cp.async.ca", 0) >= 16, (read, loads)
+
+
+def compiling() -> dict[str, str]:
+    """The environment of a process that compiles kernels."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 @pytest.mark.quick
@@ -104,13 +106,12 @@ def test_each_mode_is_built_for_little_shared_memory_and_for_amd_by_default() ->
 
 def build(target: str, modes: tuple[str, ...], *, every_tile: bool = False) -> None:
     """Build the kernels of ``modes`` for ``target``, with every tile that a table can choose or those of the cases, and look at them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *MEASURE, *modes, "--target", target, "--json", "--every-tile" if every_tile else "--no-every-tile"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=compiling())
     assert done.returncode == 0, done.stderr
     built = [json.loads(line) for line in done.stdout.splitlines()]
     for mode in modes:
-        in_float32 = of_float32(mode, target)
+        in_float32 = of_float32(mode, target) if every_tile else set()
         of_mode = [one for one in built if one["mode"] == mode]
         assert {(one["case"], one["kernel"]) for one in of_mode} == (kernels(mode, target) if every_tile else KERNELS)
         for one in of_mode:
@@ -127,16 +128,21 @@ def build(target: str, modes: tuple[str, ...], *, every_tile: bool = False) -> N
         compare_with_golden(target, built, modes, every_tile=every_tile)
 
 
+@functools.cache
+def further_reads_of(mode: str, target: str) -> dict[str, Problem]:
+    return further_reads(get_backend(mode), TARGETS[target].device(target))
+
+
 def kernels(mode: str, target: str) -> set[tuple[str, str]]:
     """The cases and kernels that are built."""
-    reads = further_reads(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else ()
+    reads = further_reads_of(mode, target) if target in MEASURED else ()
     writes = {("few", "write"), ("many", "write")} if target in MEASURED else set()
     return KERNELS | {(read, "attend") for read in reads} | writes
 
 
 def of_float32(mode: str, target: str) -> set[str]:
     """Reads that are built for rows of float32, which no tensor core multiplies in full precision."""
-    reads = further_reads(get_backend(mode), TARGETS[target].device(target)) if target in MEASURED else {}
+    reads = further_reads_of(mode, target) if target in MEASURED else {}
     return {name for name, problem in reads.items() if problem.made.case.dtype == torch.float32}
 
 

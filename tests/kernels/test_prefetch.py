@@ -53,23 +53,20 @@ def rows_of(built: Scene, slots: list[int]) -> set[int]:
     return found
 
 
+@pytest.mark.parametrize("missing", [{}, {1: -7, 3: 1 << 30}], ids=["all blocks", "missing blocks"])
 @pytest.mark.parametrize("mode", PACKED)
-def test_keys_of_first_tiles_are_prefetched(mode: str, interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, prefetched = read(mode, ONE, interpreted, monkeypatch)
-    assert rows_of(built, built.slots.tolist()) <= prefetched
-    # In place of keys beyond the last, those of a block that exists.
-    assert prefetched <= rows_of(built, [*built.slots.tolist(), *range(ONE.block_size)])
-
-
-@pytest.mark.parametrize("mode", PACKED)
-def test_missing_blocks_are_not_prefetched(mode: str, interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_first_tiles_are_prefetched(
+    mode: str, missing: dict[int, int], interpreted: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def holed(built: Scene) -> torch.Tensor:
         table = built.block_table.clone()
-        table[0, 1], table[0, 3] = -7, 1 << 30
+        for column, block in missing.items():
+            table[0, column] = block
         return table
 
     built, prefetched = read(mode, ONE, interpreted, monkeypatch, block_table=holed)
-    left = [slot for key, slot in enumerate(built.slots.tolist()) if key // ONE.block_size not in (1, 3)]
+    left = [slot for key, slot in enumerate(built.slots.tolist()) if key // ONE.block_size not in missing]
+    # In place of keys beyond the last, and of those of missing blocks, those of a block that exists.
     assert rows_of(built, left) <= prefetched <= rows_of(built, [*left, *range(ONE.block_size)])
 
 

@@ -17,11 +17,10 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+# From sm_89 on there are conversions of fp8.
+@pytest.mark.parametrize(("mode", "arch"), [(mode, arch) for mode in MODES for arch in ("sm_80", "sm_89")[: 1 + mode.startswith("fp8")]])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
 def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``arch``: from sm_89 on there are conversions of fp8."""
 
     def results(use_asm: bool) -> tuple[torch.Tensor, ...]:
         monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda device: DeviceFacts(4, use_asm, arch))

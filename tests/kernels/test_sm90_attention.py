@@ -288,6 +288,10 @@ def each(
     ]
 
 
+def two_modes(turn: int) -> tuple[str, ...]:
+    return tuple(MULTIROW.modes[(turn + i) % len(MULTIROW.modes)] for i in (0, 2))
+
+
 def parametrize(*params: Any) -> Any:
     return pytest.mark.parametrize(("where", "mode", "case", "most"), params, indirect=["where"])
 
@@ -296,7 +300,10 @@ def parametrize(*params: Any) -> Any:
     # As many tiles as fill each stage of shared memory twice.
     *each(PREFILL, *INTERPRETED_PROMPTS, on=("interpret",), most=500),
     *each(PREFILL, *LARGE_PROMPTS, on=("gpu",)),
-    *each(MULTIROW, *MULTIROW_CASES),
+    *each(MULTIROW, *MULTIROW_CASES, on=("gpu",)),
+    *each(MULTIROW, *MULTIROW_CASES[:2], on=("interpret",)),
+    # Further ones with two of the modes in turn.
+    *(one for n, case in enumerate(MULTIROW_CASES[2:]) for one in each(MULTIROW, case, on=("interpret",), modes=two_modes(n))),
     *each(PREFILL, *ROTARY_PROMPTS, modes=tuple(sorted(set(FIRST_PARTY) - {"none"}))),
 )
 def test_attention(mode: str, case: Case, most: int, where: Where) -> None:
@@ -358,7 +365,11 @@ def test_a_nan_row_stays_alone(mode: str, case: Case, most: int, where: Where) -
     assert after[alone].isnan().all() and torch.equal(after[~alone], before[~alone])
 
 
-@parametrize(*each(PREFILL, ONE_HEAD, on=("interpret",)), *each(PREFILL, PROMPTS, PROMPTS_OF_5, on=("gpu",)), *each(MULTIROW, ROWS))
+@parametrize(
+    *each(PREFILL, ONE_HEAD, on=("interpret",), modes=("none", INT4)),
+    *each(PREFILL, PROMPTS, PROMPTS_OF_5, on=("gpu",)),
+    *each(MULTIROW, ROWS),
+)
 def test_missing_blocks_and_lengths_beyond_the_table(mode: str, case: Case, most: int, where: Where) -> None:
     """Missing keys are seen by no row, whatever the block that is read in their place holds."""
     built = where.build(mode, case, most)

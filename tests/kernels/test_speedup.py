@@ -37,6 +37,31 @@ def outer_sum(x, y, z):
 
 
 @triton.jit
+def largest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def digits(a, b):
+    return a * 10 + b
+
+
+@triton.jit
+def reduce_both_axes(x, by_row, by_column, combine: tl.constexpr):
+    row, column = tl.arange(0, 4), tl.arange(0, 2)
+    block = tl.load(x + row[:, None] * 2 + column[None, :])
+    tl.store(by_row + row, tl.reduce(block, 1, combine))
+    tl.store(by_column + column[None, :], tl.reduce(block, 0, combine, keep_dims=True))
+
+
+@triton.jit
+def with_numbers(x, y):
+    at = tl.arange(0, 8)
+    whole = tl.load(x + at)
+    tl.store(y + at, (whole + 1) * 1.5 + (whole > 1) + True - (whole.to(tl.float32) - 1) / 2)
+
+
+@triton.jit
 def increment(x):
     tl.store(x, tl.load(x) + 1)
 
@@ -114,6 +139,27 @@ def test_tensors_of_other_shapes_are_broadcast(interpreted: torch.device) -> Non
     z = torch.zeros(4, 2, dtype=torch.int32)
     outer_sum[(1,)](torch.arange(4, dtype=torch.int32), torch.arange(2, dtype=torch.int32), z)
     assert z.tolist() == [[2 * (10 * i + j) for j in range(2)] for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("combine", "rows", "columns"),
+    [(digits, [12, 34, torch.nan, 78], [1357, torch.nan]), (largest, [2, 4, torch.nan, 8], [7, torch.nan])],
+    ids=["digits", "largest"],
+)
+def test_blocks_are_reduced_in_order(interpreted: torch.device, combine: Any, rows: list[float], columns: list[float]) -> None:
+    x, by_row, by_column = torch.arange(1.0, 9.0).reshape(4, 2), torch.zeros(4), torch.zeros(2)
+    x[2, 1] = torch.nan
+    reduce_both_axes[(1,)](x, by_row, by_column, combine)
+    torch.testing.assert_close((by_row, by_column), (torch.tensor(rows), torch.tensor(columns)), equal_nan=True)
+
+
+def test_numbers_take_the_types_of_their_tensors(interpreted: torch.device) -> None:
+    """Twice: the second launch takes the numbers' tensors from the first."""
+    x = torch.arange(8, dtype=torch.int32)
+    for _ in range(2):
+        y = torch.zeros(8)
+        with_numbers[(1,)](x, y)
+        assert torch.equal(y, (x + 1) * 1.5 + (x > 1) + 1 - (x.float() - 1) / 2)
 
 
 def test_overflow_is_checked_in_debug_mode(interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

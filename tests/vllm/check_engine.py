@@ -21,20 +21,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "KVQ_VLLM_CPU": "1",
-    # On a GPU: products of float32 are float32's, and nothing is asked for that must be built first.
-    "TRITON_F32_DEFAULT": "ieee",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
+from vllm_settings import SETTINGS
+
+OWN_SETTINGS = SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+os.environ.update({name: os.environ.get(name, value) for name, value in OWN_SETTINGS.items()})
 
 import torch
 from reference import WITHOUT_ALIBI, Reference, Text

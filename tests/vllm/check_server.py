@@ -18,18 +18,9 @@ from typing import Any
 import torch
 from reference import Reference, Text
 from tiny import Tiny
+from vllm_settings import SETTINGS
 
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "KVQ_VLLM_CPU": "1",
-    "TRITON_F32_DEFAULT": "ieee",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
+SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 PROMPT = [7 + 11 * i % 300 for i in range(60)]
 TOKENS = 8
 STARTS_WITHIN = 300
@@ -84,7 +75,7 @@ def main() -> None:
         # Room for others beside it.
         command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)]
     log = folder / "server.log"
-    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | SETTINGS) as server:
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | SETTINGS | SPAWN) as server:
         try:
             wait_until_up(server, url)
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "ignore_eos": True}

@@ -30,6 +30,7 @@ from kvq_vllm.settings import Settings, smallest_window_block
 from kvq_vllm.smoothing import check_smoothed, lacks_smoothing, load, smooth_layers
 
 pytestmark = pytest.mark.quick
+space = types.SimpleNamespace
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     config.KV_CACHE_DTYPES = ["auto", *VLLM_NAMES]  # type: ignore[attr-defined]
     config.register_kv_cache_dtype = lambda name: lambda handler: added.__setitem__(name, handler())  # type: ignore[attr-defined]
     interface = types.ModuleType("interface")
-    interface.KVQuantMode = types.SimpleNamespace(CUSTOM=12)  # type: ignore[attr-defined]
+    interface.KVQuantMode = space(CUSTOM=12)  # type: ignore[attr-defined]
     modules = {"v1.attention.backends.registry": registry, "config.cache": config, "v1.kv_cache_interface": interface}
     for name in ("", "v1", "v1.attention", "v1.attention.backends", "config", *modules):
         full = f"vllm.{name}".rstrip(".")
@@ -152,7 +153,6 @@ def test_pages_in_pieces_are_refused() -> None:
 
 def config(dtype: str, section: object = None) -> Any:
     further = {} if section is None else {"kvq": section}
-    space = types.SimpleNamespace
     return space(cache_config=space(cache_dtype=dtype), model_config=space(dtype=torch.float16), additional_config=further)
 
 
@@ -204,7 +204,6 @@ def test_layers_that_are_refused(attn_type: str, options: dict[str, Any], messag
 
 def group(**further: object) -> Any:
     """A vLLM config, as far as groups of layers look at it."""
-    space = types.SimpleNamespace
     parallel = space(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     found = space(model_config=space(rswa_window=None), kv_transfer_config=None, parallel_config=parallel)
     for name, value in further.items():
@@ -218,7 +217,7 @@ def spec(kind: str) -> Any:
     return type(kind, (), {})()
 
 
-NIXL = types.SimpleNamespace(kv_connector="NixlConnector")
+NIXL = space(kv_connector="NixlConnector")
 OTHERS = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec", "MLAAttentionSpec", "SlidingWindowMLASpec", "RSWASpec", "LaterSpec")
 
 
@@ -255,7 +254,6 @@ def test_groups_that_are_refused(kind: str, further: dict[str, object], message:
     ],
 )
 def test_windows_that_are_refused(off: bool, method: str | None, message: str) -> None:
-    space = types.SimpleNamespace
     drafts = None if method is None else space(method=method)
     with pytest.raises(ArgumentError, match=message + r".*--additional-config kvq\.residual_length"):
         check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=off), speculative_config=drafts))
@@ -308,7 +306,6 @@ def calibrated(tmp_path: Path) -> Path:
 
 def layers(file: Path, heads: int = 4, head_size: int = 16, names: tuple[str, ...] = ("model.layers.0.attn", "model.layers.1.attn")) -> Any:
     """A vLLM config with attention layers, the last of which reads the first one's pages."""
-    space = types.SimpleNamespace
     found = config("int4_per_token_head", {"smoothing": str(file)})
     built = {}
     for name in (*names, "model.layers.2.attn"):
@@ -384,7 +381,6 @@ def test_a_file_that_holds_no_smoothing_is_refused(tmp_path: Path) -> None:
 
 def test_what_the_warm_up_is_told(calibrated: Path) -> None:
     """It compiles kernels for smoothed keys where keys are smoothed."""
-    space = types.SimpleNamespace
     impl = space(kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), smoothing=None)
     impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt, impl.residual = 0.0, None, None, False, None
     impl.content_bytes = lambda dtype: content_bytes(impl.kvq, 16, 16, dtype)
@@ -404,7 +400,6 @@ def test_what_the_warm_up_is_told(calibrated: Path) -> None:
 
 def test_what_the_warm_up_is_told_of_windows() -> None:
     """Both reads return log-sum-exps, and logits of sinks are the exact one's."""
-    space = types.SimpleNamespace
     impl = space(kvq=get_backend("int4"), num_kv_heads=4, num_heads=8, head_size=16, window=(-1, -1), smoothing=None)
     impl.residual = space(sink_blocks=lambda block_size: 128 // block_size)
     impl.softcap, impl.sinks, impl.alibi_slopes, impl.use_alibi_sqrt = 0.0, torch.zeros(8), None, False
@@ -429,7 +424,7 @@ def test_blocks_of_a_window_fit_its_pages() -> None:
 
 
 def test_the_doctor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = types.SimpleNamespace(stdout='noise\nkvq {"names": ["kvq_int4"], "problem": "", "slot": "CUSTOM"}\n', stderr="", returncode=0)
+    answers = space(stdout='noise\nkvq {"names": ["kvq_int4"], "problem": "", "slot": "CUSTOM"}\n', stderr="", returncode=0)
     monkeypatch.setattr(probe.subprocess, "run", lambda *arguments, **options: answers)
     monkeypatch.setattr(probe, "_version", lambda name: None)
     assert probe.vllm_facts() == {"vLLM": "not installed"}

@@ -8,12 +8,12 @@ import torch
 
 from kvq_core import QuantKVBackend, single_rht
 from kvq_core.hadamard import LARGEST_SCALE, block_of
-from kvq_core.testing import BackendTests, budgets
+from kvq_core.testing import BackendTests, TwoScaleTests, budgets
 from kvq_int3 import codec
 
 
-class TestInt3PerTokenHead(BackendTests):
-    mode = "int3_per_token_head"
+class TestInt3PerTokenHead(TwoScaleTests, BackendTests):
+    mode, largest_factor = "int3_per_token_head", codec.LARGEST_FACTOR
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float16
@@ -25,10 +25,7 @@ class TestInt3PerTokenHead(BackendTests):
         y = self.space(x)
         steps = [codec.STEP * (n + 0.5) for n in range(4)]
         bound = budgets.as_long(y, budgets.gaussian_levels(y, [(a + b) / 2 for a, b in itertools.pairwise(steps)], steps))
-        # No further than zero is; that alone where the scale may be more than is stored.
-        length = y.norm(dim=-1, keepdim=True)
-        largest_scale = rms(y) / (0.5 * codec.STEP * block_of(x.shape[-1]))
-        return torch.where(largest_scale > LARGEST_SCALE, length, torch.minimum(bound, length))
+        return budgets.not_worse_than_zero(y, bound, rms(y) / (0.5 * codec.STEP * block_of(x.shape[-1])))
 
     def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """At the norm's scale, by which the cells are cut."""
@@ -38,27 +35,12 @@ class TestInt3PerTokenHead(BackendTests):
         scale = codec.fitted(self.space(x), codec.unpack(codes), half == "value") / block_of(x.shape[-1])
         return scale.clamp(max=LARGEST_SCALE).squeeze(-1).float()
 
-    @pytest.mark.quick
-    @pytest.mark.parametrize("size", [64, 80, 128, 256])
-    def test_keys_are_as_long_and_values_without_bias(self, size: int) -> None:
-        x = torch.randn(64, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(-20, 15, 64)[:, None]
-        x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
-        x[2::4, 5] *= 100
-        length = x.double().square().sum(-1)
-        # Of rows and the levels they take: what the bound leaves where levels fit a row badly, and 1 elsewhere.
-        level = codec.dequantize(codec.quantize(x, unbiased=False)[0], torch.ones(64)).double()
-        cosine = (level * x).sum(-1) / level.norm(dim=-1) / length.sqrt()
-        assert float((codec.LARGEST_FACTOR * cosine.square() < 1).double().mean()) < 0.5
-        key, value = (codec.dequantize(*codec.quantize(x, unbiased=unbiased)).double() for unbiased in (False, True))
-        of_key, of_value = ((codec.LARGEST_FACTOR * share).clamp(max=1) for share in (cosine, cosine.square()))
-        torch.testing.assert_close(key.square().sum(-1), length * of_key.square(), rtol=1e-5, atol=0)
-        torch.testing.assert_close((value * x).sum(-1), length * of_value, rtol=1e-5, atol=0)
-
 
 def rms(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean(-1, keepdim=True).sqrt()
 
 
+@pytest.mark.quick
 def test_bytes_are_as_drawn() -> None:
     codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 5], [7, 0, 0, 0, 0, 0, 0, 2]], dtype=torch.uint8)
     codes = torch.cat((codes, codes.flip(0)))

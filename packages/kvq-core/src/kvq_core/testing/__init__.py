@@ -30,6 +30,7 @@ _PARTS = (
     "memory_tests",
     "read_tests",
     "subject",
+    "suite",
     "torch_tests",
     "write_tests",
 )
@@ -37,6 +38,6 @@ _PARTS = (
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 from kvq_core.testing.cases import Case  # noqa: E402
-from kvq_core.testing.suite import BackendTests, ComposedTests  # noqa: E402
+from kvq_core.testing.suite import BackendTests, ComposedTests, TwoScaleTests  # noqa: E402
 
-__all__ = ["BackendTests", "Case", "ComposedTests"]
+__all__ = ["BackendTests", "Case", "ComposedTests", "TwoScaleTests"]

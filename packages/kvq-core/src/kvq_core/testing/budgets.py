@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvq_core.hadamard import block_hadamard, block_of, single_rht
+from kvq_core.hadamard import LARGEST_SCALE, block_hadamard, block_of, single_rht
 from kvq_core.testing.oracle import Exact
 
 if TYPE_CHECKING:
@@ -195,6 +195,12 @@ def as_long(y: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     """``bound`` on |y - y_t| after y_t has become y' = f y_t with ||y'|| = ||y||: f - 1 is at most ||y - y_t|| / ||y_t||."""
     moved, length = bound.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
     return bound + torch.where(length > moved, moved / (length - moved), torch.inf).nan_to_num(nan=0.0) * (y.abs() + bound)
+
+
+def not_worse_than_zero(y: torch.Tensor, bound: torch.Tensor, largest_scale: torch.Tensor) -> torch.Tensor:
+    """``bound`` on |y - y'|, and no more than ||y||; that alone where ``largest_scale``, which the scale may be, is more than is stored."""
+    length = y.norm(dim=-1, keepdim=True)
+    return torch.where(largest_scale > LARGEST_SCALE, length, torch.minimum(bound, length))
 
 
 def minifloat(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

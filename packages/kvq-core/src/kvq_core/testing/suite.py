@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from kvq_core.testing.read_tests import ReadTests
 from kvq_core.testing.subject import Subject
 from kvq_core.testing.torch_tests import TorchTests
 from kvq_core.testing.write_tests import WriteTests
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
 
 
 class DoorTests(ExtremeTests, WriteTests, ReadTests, DeterminismTests, InputTests, LSETests, MemoryTests, TorchTests, FuzzTests):
@@ -46,3 +49,26 @@ class BackendTests(CodecTests, DoorTests):
     Set ``mode``; override ``space``, ``round_trip_bound``, ``rounding``, ``operand_dtype`` and ``scale_tolerance`` of
     :class:`~kvq_core.testing.subject.Subject` where your mode's mathematics says more than the defaults.
     """
+
+
+class TwoScaleTests(Subject):
+    """Of a mode that fits one scale to a row as a key and another to it as a value: keys keep their length, values have no bias."""
+
+    largest_factor: ClassVar[float]
+    """How much longer the scale may make levels than the row that they are fitted to is."""
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("size", [64, 80, 128, 256])
+    def test_keys_are_as_long_and_values_without_bias(self, backend: QuantKVBackend, size: int) -> None:
+        x = torch.randn(64, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(-20, 15, 64)[:, None]
+        x[1::4] += x[1::4].abs().amax(-1, keepdim=True)
+        x[2::4, 5] *= 100
+        length = x.double().square().sum(-1)
+        # Of rows and the levels they take: what the bound leaves where levels fit a row badly, and 1 elsewhere.
+        level = backend.decode(backend.encode(x)[0], torch.ones(64)).double()
+        cosine = (level * x).sum(-1) / level.norm(dim=-1) / length.sqrt()
+        of_key, of_value = ((self.largest_factor * share).clamp(max=1) for share in (cosine, cosine.square()))
+        assert float((of_value < 1).double().mean()) < 0.5
+        key, value = (backend.decode(*encode(x)).double() for encode in (backend.encode, backend.encode_value))
+        torch.testing.assert_close(key.square().sum(-1), length * of_key.square(), rtol=1e-5, atol=0)
+        torch.testing.assert_close((value * x).sum(-1), length * of_value, rtol=1e-5, atol=0)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 
 def speed_up() -> None:
@@ -22,22 +25,23 @@ def speed_up() -> None:
     executor: Any = getattr(interpreter, "GridExecutor", None)
     if inspect.isfunction(patch) and executor is not None:
         interpreter._patch_lang, executor.__call__ = _once_a_launch(patch, executor.__call__)
-    dtype_of = getattr(interpreter, "_get_np_dtype", None)
-    if inspect.isfunction(dtype_of):
-        interpreter._get_np_dtype = _remembering(dtype_of)
-    for kind, arguments, remembering in (
-        (core.block_type, ["self", "element_ty", "shape"], _remembering_types),
-        (core.tensor, ["self", "handle", "type"], _remembering_shapes),
-    ):
-        if list(inspect.signature(kind.__init__).parameters) == arguments:
-            setattr(kind, "__init__", remembering(kind.__init__, core))  # noqa: B010
-    meaning: Any = getattr(semantic, "TritonSemantic", None)
-    broadcast: Any = getattr(meaning, "broadcast_impl_value", None)
-    if inspect.isfunction(broadcast) and list(inspect.signature(broadcast).parameters) == ["self", "lhs", "rhs"]:
-        meaning.broadcast_impl_value = _unless_alike(broadcast, core)
-    check: Any = getattr(meaning, "binary_op_sanitize_overflow_impl", None)
-    if inspect.isfunction(check):
-        meaning.binary_op_sanitize_overflow_impl = _if_asserted(check, interpreter)
+    meaning, reduction = getattr(semantic, "TritonSemantic", None), getattr(interpreter, "ReduceOps", None)
+    operands = "self lhs rhs allow_lhs_ptr allow_rhs_ptr arithmetic_check div_or_mod"
+    faster: tuple[tuple[Any, str, str, Callable[[Any], Any]], ...] = (
+        (interpreter, "_patch_attr", "obj name member builder scope", lambda patch_attr: _unchecked(patch_attr, core)),
+        (interpreter, "_get_np_dtype", "tt_dtype", _remembering),
+        (reduction, "generic_reduce", "self input", _slice_by_slice),
+        (core, "_unwrap_if_constexpr", "o", lambda unwrap: _unless_a_tensor(unwrap, core)),
+        (core.block_type, "__init__", "self element_ty shape", lambda init: _remembering_types(init, core)),
+        (core.tensor, "__init__", "self handle type", lambda init: _remembering_shapes(init, core)),
+        (meaning, "broadcast_impl_value", "self lhs rhs", lambda broadcast: _unless_alike(broadcast, core)),
+        (meaning, "binary_op_type_checking_impl", operands, lambda operands: _unless_of_one_type(operands, core)),
+        (meaning, "binary_op_sanitize_overflow_impl", "self lhs rhs binary_op", lambda check: _if_asserted(check, interpreter)),
+    )
+    for owner, name, parameters, replacement in faster:
+        found = getattr(owner, name, None)
+        if inspect.isfunction(found) and list(inspect.signature(found).parameters) == parameters.split():
+            setattr(owner, name, replacement(found))
     interpreter._kvq_sped_up = True
 
 
@@ -77,6 +81,33 @@ def _once_a_launch(patch: Any, launch: Any) -> tuple[Any, Any]:
             launches.pop()
 
     return patch_once, launch_patched
+
+
+def _unchecked(patch_attr: Any, core: Any) -> Any:
+    """``patch_attr`` of what a builtin wraps: the wrapper checks for the argument that the interpreter always gives."""
+    wrapper = core.builtin(lambda: None).__code__
+
+    @functools.wraps(patch_attr)
+    def unchecked(obj: Any, name: str, member: Any, *others: Any) -> None:
+        is_wrapped = getattr(member, "__code__", None) is wrapper
+        patch_attr(obj, name, member.__wrapped__ if is_wrapped else member, *others)
+
+    return unchecked
+
+
+def _slice_by_slice(reduce: Any) -> Any:
+    """``reduce`` of a tensor by a kernel's own function, in the same order, with a call for each slice in place of each number."""
+
+    @functools.wraps(reduce)
+    def slice_by_slice(self: Any, input: Any) -> Any:
+        data, dtype, axis = input[0].handle.data, input[0].dtype, self.axis
+        if len(input) > 1 or axis is None or data.ndim < 2:
+            return reduce(self, input)
+        first, *others = (self.to_tensor(data.take(i, axis), dtype) for i in range(data.shape[axis]))
+        total = functools.reduce(self.combine_fn.fn, others, first).handle.data
+        return [self.to_tensor(np.expand_dims(total, axis) if self.keep_dims else total, dtype)]
+
+    return slice_by_slice
 
 
 def _remembering(dtype_of: Any) -> Any:
@@ -119,10 +150,7 @@ def _remembering_shapes(init: Any, core: Any) -> Any:
 
     @functools.wraps(init)
     def remembered(self: Any, handle: Any, type: Any) -> None:
-        kind = type.__class__
-        if self.__class__ is not core.tensor or (
-            kind is not core.dtype and (kind is not core.block_type or type.element_ty.__class__ is not core.dtype)
-        ):
+        if self.__class__ is not core.tensor or not _is_of_numbers(type, core):
             return init(self, handle, type)
         found = known.get(type.name)
         if found is None:
@@ -147,6 +175,49 @@ def _unless_alike(broadcast: Any, core: Any) -> Any:
         return broadcast(self, lhs, rhs)
 
     return unless_alike
+
+
+def _unless_of_one_type(operands: Any, core: Any) -> Any:
+    """``operands`` skipped for tensors of one type, which it returns as they are; the tensor it makes of a number, cached."""
+    known: dict[tuple[Any, ...], Any] = {}
+    numbers = (int, float, bool)
+
+    @functools.wraps(operands)
+    def unless_of_one_type(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        if named or lhs.__class__ is not core.tensor or not _is_of_numbers(lhs.type, core):
+            return operands(self, lhs, rhs, *flags, **named)
+        if rhs.__class__ is core.tensor:
+            is_division = flags[3:] == (True,)
+            return (lhs, rhs) if lhs.type.name == rhs.type.name and not is_division else operands(self, lhs, rhs, *flags)
+        if rhs.__class__ not in numbers:
+            return operands(self, lhs, rhs, *flags)
+        facts = (lhs.type.name, rhs.__class__, rhs, flags, self.builder)
+        constant = known.get(facts)
+        if constant is None:
+            converted, constant = operands(self, lhs, rhs, *flags)
+            if converted is not lhs:
+                return converted, constant
+            constant.handle.data.setflags(write=False)
+            known[facts] = constant
+        return lhs, constant
+
+    return unless_of_one_type
+
+
+def _is_of_numbers(kind: Any, core: Any) -> bool:
+    """Whether a type is that of a number or of a block of numbers, and not of pointers."""
+    return kind.__class__ is core.dtype or (kind.__class__ is core.block_type and kind.element_ty.__class__ is core.dtype)
+
+
+def _unless_a_tensor(unwrap: Any, core: Any) -> Any:
+    """``unwrap`` of a constant, skipped for tensors and numbers."""
+    plain = {core.tensor, core.dtype, int, float, bool, str, type(None)}
+
+    @functools.wraps(unwrap)
+    def unless_a_tensor(x: Any) -> Any:
+        return x if x.__class__ in plain else unwrap(x)
+
+    return unless_a_tensor
 
 
 def _if_asserted(check: Any, interpreter: Any) -> Any:

@@ -80,18 +80,13 @@ def test_eight_writes_are_shown_as_one(run: tables.Run) -> None:
     assert one in shown and eight not in shown
 
 
-@pytest.mark.parametrize(
-    ("at_most", "us", "met"),
-    [(False, 50.0, True), (False, 50.1, True), (False, 50.2, False), (True, 50.0, True), (True, 49.9, True), (True, 49.8, False)],
-)
+@pytest.mark.parametrize(("at_most", "us", "met"), [(False, 50.1, True), (False, 50.2, False), (True, 49.9, True), (True, 49.8, False)])
 def test_a_goal_is_judged_by_what_is_printed(at_most: bool, us: float, met: bool) -> None:
     goal = tables.Goal("twice as fast", lambda run, mode: run.of("A", mode, "x_peer"), (2.0,), at_most)
     given = made_up(none=us, **dict.fromkeys(MODES[1:], 50.0))
     assert goal.met(given, "none") is met
-    what, wanted, first, *others = goal.cells(given)
-    assert (what, wanted) == ("twice as fast", "at most 2" if at_most else "at least 2")
-    assert first == (f"{100 / us:.2f}" if met else f"**{100 / us:.2f}**")
-    assert others == ["2.00"] * 5
+    shown = f"{100 / us:.2f}" if met else f"**{100 / us:.2f}**"
+    assert list(goal.cells(given)) == ["twice as fast", "at most 2" if at_most else "at least 2", shown, *["2.00"] * 5]
 
 
 def test_each_mode_has_its_own_bound() -> None:

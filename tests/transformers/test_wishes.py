@@ -92,7 +92,10 @@ def test_the_models_default_implementation_comes_back() -> None:
 
 
 def test_an_enabled_model_may_draft_for_another() -> None:
+    """All of its drafts are wrong, and rolled back over its window's edge."""
     model, drafter = make_model("Gemma2"), enable(make_model("Gemma2"), "none")
+    drafter.lm_head.weight = torch.nn.Parameter(drafter.lm_head.weight.detach().roll(1, 0))
+    drafter.generation_config.num_assistant_tokens = 5
     ids = prompts(1, 23)["input_ids"]
     expected = eager_twin(model).generate(ids, **GREEDY)
     assert torch.equal(enable(model, "none").generate(ids, **GREEDY, assistant_model=drafter), expected)

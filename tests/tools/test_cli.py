@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from command_line import Ran, kvq, refused, row
-from kvq_core import PagedKVCache, environment, get_backend, list_backends, registry
+from kvq_core import PagedKVCache, environment, get_backend, list_backends
 from kvq_core.cli import suite
 from kvq_core.cli.app import app
 from kvq_core.cli.doctor import _families
@@ -51,12 +51,7 @@ def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-# -- the whole --------------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_line_in_a_process_of_its_own() -> None:
-    done = python("-m", "kvq_core", "list", "--json")
-    assert (done.returncode, done.stderr) == (0, "") and {line["mode"] for line in json.loads(done.stdout)} >= set(MODES)
     done = python("-m", "kvq_core", "calc", "/no/such.json", "--gpu-gib", "8")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
@@ -85,11 +80,25 @@ for arguments in (["list"], ["--help"], ["eval", "--help"], ["calc", "--help"], 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["click", "tabulate", "tqdm"])
-def test_a_missing_library_is_told_in_one_line(name: str) -> None:
-    done = python("-c", f"import sys; sys.modules[{name!r}] = None; from kvq_core.cli import main; main()", "eval", "--modes", "x")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"kvq: the command line needs {name}: pip install click tabulate tqdm"]
+def test_a_missing_library_is_told_in_one_line() -> None:
+    names = ["click", "tabulate", "tqdm"]
+    done = python(
+        "-c",
+        f"""
+import sys
+from kvq_core.cli import main
+sys.argv = ["kvq", "eval", "--modes", "x"]
+for name in {names}:
+    before, sys.modules[name] = dict(sys.modules), None
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code == 2
+    sys.modules.clear(), sys.modules.update(before)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [f"kvq: the command line needs {name}: pip install click tabulate tqdm" for name in names]
 
 
 @pytest.mark.parametrize("name", sorted(app.commands))
@@ -106,9 +115,6 @@ def test_unknown_commands_and_options_are_refused() -> None:
     assert "--fast" in refused("list", "--fast")
 
 
-# -- list -------------------------------------------------------------------------------------------------------------------
-
-
 def test_list_shows_every_mode() -> None:
     ran = kvq("list")
     assert ran.status == 0 and columns_are_aligned(ran.out)
@@ -123,42 +129,18 @@ def test_list_shows_every_mode() -> None:
         assert PagedKVCache(mode, num_blocks=1, num_kv_heads=1, head_size=128).bits_per_element == bits
 
 
-def test_list_check_runs_every_mode() -> None:
+@pytest.mark.usefixtures("fresh_registry")
+def test_list_check_runs_every_mode_and_tells_broken_ones(install: Callable[..., Path]) -> None:
     lines = {line["mode"]: line for line in kvq("list", "--check", "--json").json}
     assert all(lines[mode]["status"] == "ok" for mode in MODES)
     for mode, error in (("none", 0), ("int4_per_token_head", 0.0101), ("int8_per_token_head", 0.000042)):
         assert lines[mode]["relative_mse"] == pytest.approx(error, rel=0.15)
-
-
-OFF = """
-from kvq_core.none import NoneBackend
-class Backend(NoneBackend):
-    mode = "off"
-    def decode(self, codes, scales):
-        return -codes.float()
-"""
-
-
-@pytest.mark.usefixtures("fresh_registry")
-def test_broken_modes_are_listed_and_told(install: Callable[..., Path]) -> None:
     install("kvq-int7", "int7", "raise ImportError('no libkvq7.so here')")
-    install("kvq-int6", "int6", "from kvq_core.none import NoneBackend\nclass Backend(NoneBackend):\n    mode = 'int7'\n")
-    install("kvq-off", "off", OFF)
-    install("kvq-fine", "fine")
     plain = kvq("list")
     assert plain.status == 0 and row(plain.out, "int7")[-1] == "installed" and "kvq_int7" not in sys.modules
-    ran = kvq("list", "--check")
-    assert ran.status == 1 and [row(ran.out, mode)[-1] for mode in ("int7", "int6", "off")] == ["broken"] * 3
-    for said in (
-        "broken: int7 from kvq-int7: ",
-        "ImportError: no libkvq7.so here",
-        "mode attribute is 'int7'",
-        "mode off: stored rows are off by",
-    ):
-        assert said in ran.out
-    assert row(ran.out, "fine")[-2:] == ["ok", "exact"] and row(ran.out, "int4_per_token_head")[-2] == "ok"
-    doctor = kvq("doctor")
-    assert doctor.status == 1 and "broken: int7 from kvq-int7: " in doctor.out and row(doctor.out, "int4_per_token_head")[3] == "ok"
+    for command in (("list", "--check"), ("doctor",)):
+        ran = kvq(*command)
+        assert ran.status == 1 and "broken: int7 from kvq-int7: " in ran.out and "ImportError: no libkvq7.so here" in ran.out
 
 
 @pytest.mark.usefixtures("fresh_registry")
@@ -171,44 +153,25 @@ def test_a_mode_claimed_twice_is_told(install: Callable[..., Path], monkeypatch:
     assert "duplicate" not in kvq("list").out and not {"alpha", "beta"} & set(sys.modules)
 
 
-# -- calc -------------------------------------------------------------------------------------------------------------------
-
-
 def calc(name: str, *arguments: str) -> Ran:
     return kvq("calc", str(CONFIGS / f"{name}.json"), *arguments)
 
 
-def test_calc_prints_a_line_for_every_mode(tmp_path: Path) -> None:
-    ran = calc("llama-3.1-8b", "--gpu-gib", "24", "--plot", str(tmp_path / "fits.png"))
-    assert ran.status == 0 and columns_are_aligned(ran.out)
-    assert set(MODES) <= {line.split()[0] for line in ran.out.splitlines() if line}
-    # mode, bytes a token, bits, times smaller, GiB of one sequence of 8192, fits, longest, sequences
-    assert row(ran.out, "int4_per_token_head") == ["int4_per_token_head", "34,816", "4.25", "3.76", "0.266", "yes", "204,864", "25"]
-    assert "32 x 8 kv heads of 128" in ran.out and "8.03 G parameters of 2 bytes" in ran.out
-    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "fits.png").stat().st_size > 10_000
-
-
-def test_calc_as_json_and_csv_agree() -> None:
+def test_calc_as_json_and_csv_agree(tmp_path: Path) -> None:
     given = ("--gpu-gib", "80", "--context", "32768", "--concurrency", "8", "--mode", "int4,none", "--mode", "int2")
-    content = calc("qwen3-8b", *given, "--json").json
+    content = calc("qwen3-8b", *given, "--json", "--plot", str(tmp_path / "fits.png")).json
     assert [line["mode"] for line in content["modes"]] == ["none", "int4_per_token_head", "int2_per_token_head"]
     assert content["weights_from"].startswith("counted") and content["layers"][0]["head_size"] == 128
     rows = list(csv.DictReader(io.StringIO(calc("qwen3-8b", *given, "--csv").out)))
     assert [{k: str(v) for k, v in line.items()} for line in content["modes"]] == rows
     assert content["modes"][1]["total_bytes"] == 8 * 32768 * 39168
-
-
-def test_calc_counts_exact_rows() -> None:
-    given = ("llama-3.1-8b", "--context", "1024", "--residual-length", "64", "--sink-tokens", "4", "--mode", "int4", "--json")
-    exact, in_int8 = (calc(*given, "--residual-mode", mode).json["modes"][0] for mode in ("none", "int8"))
-    assert exact["sequence_bytes"] - in_int8["sequence_bytes"] == 112 * 32 * 8 * 2 * (256 - 132)
+    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "fits.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
         ("qwen3-next-80b-a3b", ["--gpu-gib", "180"], "36 of 48 layers keep no keys"),
-        ("gemma-3-4b", ["--gpu-gib", "24"], "its text model is counted"),
         ("gemma-3-4b", ["--gpu-gib", "24"], "29 x 4 kv heads of 256, window 1,024; 5 x 4 kv heads of 256"),
         ("qwen3-8b", ["--gpu-gib", "80", "--context", "100000"], "attends over 40,960 tokens"),
         ("mistral-7b-v0.1", ["--gpu-gib", "24"], "no end"),
@@ -223,26 +186,17 @@ def test_calc_notes_what_matters_about_a_model(name: str, arguments: list[str], 
 
 
 def test_calc_tells_bytes_without_a_gpu_and_beside_weights_that_do_not_fit() -> None:
-    for given in (("gpt-oss-20b", "--mode", "int4"), ("llama-3.1-8b", "--gpu-gib", "16", "--mode", "int4")):
-        assert row(calc(*given).out, "int4_per_token_head")[1] == ("13,824" if given[0] == "gpt-oss-20b" else "34,816")
+    assert row(calc("llama-3.1-8b", "--gpu-gib", "16", "--mode", "int4").out, "int4_per_token_head")[1] == "34,816"
     content = calc("llama-3.1-8b", "--json").json
     assert content["cache_bytes"] is None and "sequences" not in content["modes"][0]
 
 
-def test_calc_takes_a_folder_and_the_weights_in_it(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((CONFIGS / "gpt-oss-20b.json").read_text())
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 13 * 2**30}}))
-    ran = kvq("calc", str(tmp_path), "--gpu-gib", "16")
-    assert ran.status == 0 and "weights 13.00 GiB (the files beside the config)" in ran.out
-    assert "weights 12.00 GiB (given)" in kvq("calc", str(tmp_path), "--gpu-gib", "16", "--weights-gib", "12").out
-
-
 def test_calc_on_several_gpus() -> None:
-    for gpus, heads in (("1", 8), ("2", 4), ("8", 1), ("16", 1), ("32", 1)):
+    for gpus, heads in (("2", 4), ("8", 1), ("32", 1)):
         content = calc("llama-3.1-8b", "--gpus", gpus, "--mode", "none", "--json", "--gpu-gib", "80").json
         assert content["layers"][0]["num_kv_heads"] == heads and content["modes"][0]["bytes_per_token"] == 32 * heads * 2 * 128 * 2
         assert content["weight_bytes"] == -(-2 * 8_029_995_008 // int(gpus))
-    for gpus in ("3", "5", "12", "64"):
+    for gpus in ("3", "12", "64"):
         assert f"gpus: got {gpus} for layers of " in refused("calc", LLAMA, "--gpus", gpus)
 
 
@@ -267,7 +221,6 @@ def test_modes_that_do_not_fit_are_told_beside_those_that_do(tmp_path: Path) -> 
         ("gpt-oss-20b", [], "(--weights-gib"),
         ("llama-3.1-8b", ["--block-size", "12"], "block_size: got 12, need a multiple of 8"),
         ("llama-3.1-8b", ["--context", "0"], "Invalid value for '--context'"),
-        ("llama-3.1-8b", ["--mode", "int9"], "installed: fp8_per_tensor"),
         ("llama-3.1-8b", ["--mode", "int9"], "did you mean 'int8'?"),
         ("llama-3.1-8b", ["--sink-tokens", "4", "--residual-mode", "int9"], "Error: kvq calc: no installed package provides mode 'int9'"),
         ("llama-3.1-8b", ["--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
@@ -282,20 +235,6 @@ def test_calc_refuses_bad_files(tmp_path: Path) -> None:
     assert "need the config.json of a decoder" in refused("calc", changed(tmp_path, num_hidden_layers=None), "--gpu-gib", "80")
     ran = kvq("calc", LLAMA, "--gpu-gib", "80", "--plot", "/dev/null/plot.png")  # after the table
     assert ran.status == 2 and "Error: " in ran.err and "/dev/null/plot.png" in ran.err
-
-
-def test_modes_that_are_not_installed_answer_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = registry._installed()
-    monkeypatch.setattr(registry, "_REGISTRY", registry._Registry())
-    monkeypatch.setattr(registry, "_installed", lambda: [entry for entry in everything if entry.mode == "none"])
-    for mode, said in (
-        ("int4", "installed: none; to get it: pip install kvq-int4"),
-        ("q5", "more modes: pip install kvq-int2 kvq-int3 kvq-int4 kvq-int8fp8"),
-    ):
-        assert said in refused("calc", LLAMA, "--gpu-gib", "80", "--mode", mode)
-
-
-# -- doctor -----------------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_tells_the_path_of_every_mode() -> None:
@@ -354,17 +293,12 @@ def test_doctor_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_doctor_says_what_the_switches_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_DEBUG", "1")
+    switches = kvq("doctor", "--json").json["switches"]
+    assert switches["KVQ_DEBUG"] == "1" and switches["KVQ_BATCH_INVARIANT"] is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     route = environment.path_of(get_backend("int4"), torch.device("cpu"))
     assert (route.name, route.why) == ("Triton kernels, interpreted", "TRITON_INTERPRET=1")
-    monkeypatch.setenv("KVQ_DEBUG", "1")
-    monkeypatch.delenv("TRITON_INTERPRET")
-    content = kvq("doctor", "--json").json
-    assert content["switches"]["KVQ_DEBUG"] == "1" and content["switches"]["KVQ_BATCH_INVARIANT"] is None
-    assert {mode["mode"] for mode in content["modes"]} >= set(MODES)
-
-
-# -- bench ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

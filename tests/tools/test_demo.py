@@ -4,15 +4,15 @@ import contextlib
 import io
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import demo
 from command_line import row
-from kvq_core import get_backend, list_backends, register_backend, unregister_backend
+from kvq_core import list_backends, register_backend, unregister_backend
 from kvq_core.none import NoneBackend
 
 MODES = sorted({entry.mode for entry in list_backends()})
@@ -37,12 +37,10 @@ def whole(small_weights: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_the_table_has_a_line_for_every_installed_mode_and_files_lie_beside_it(whole: tuple[Path, str]) -> None:
     out, text = whole
-    assert all(len(row(text, mode)) >= 10 for mode in MODES)
-    assert "torch" in text and "kvq-core" in text and f"-- {MODES[0]}" in text
+    assert all(len(row(text, mode)) >= 10 for mode in MODES) and "torch" in text and f"-- {MODES[0]}" in text
     table = text[text.index("mode  ") : text.index("\n\n", text.index("mode  "))].splitlines()
     assert len({len(line) for line in table[2:]}) == 1, "columns must be aligned"
-    assert sorted(p.name for p in out.iterdir()) == ["demo.json", "demo.png"]
-    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG") and (out / "demo.png").stat().st_size > 10_000
+    assert sorted(p.name for p in out.iterdir()) == ["demo.json", "demo.png"] and (out / "demo.png").stat().st_size > 10_000
     content = json.loads((out / "demo.json").read_text())
     assert {"device", "torch", "triton", "commit"} <= set(content["machine"]) and content["sizes"]["documents"] >= 2
 
@@ -50,44 +48,36 @@ def test_the_table_has_a_line_for_every_installed_mode_and_files_lie_beside_it(w
 @pytest.mark.quick
 def test_the_numbers_are_what_the_formats_promise(whole: tuple[Path, str]) -> None:
     results = {r["mode"]: r for r in json.loads((whole[0] / "demo.json").read_text())["results"]}
-    assert set(results) == set(MODES) > set(PROMISED)
     none = results["none"]
     assert none["difference"] == none["attention_error"] == 0 and none["top1_agreement"] == 1
-    assert none["key_snr_db"] is None and none["bits_per_element"] == 16
+    assert set(results) == set(MODES) > set(PROMISED) and none["key_snr_db"] is None and none["bits_per_element"] == 16
     for mode, (bits, decibels) in PROMISED.items():
         found = results[mode]
         assert (found["bits_per_element"], found["times_smaller"]) == (pytest.approx(bits, abs=0.05), pytest.approx(16 / bits, rel=0.01))
-        assert found["key_snr_db"] > decibels and found["value_snr_db"] > decibels
-        assert 0 < found["attention_error"] < 10 ** (-decibels / 20) * 1.5
-    finest_first = [results[f"int{bits}_per_token_head"]["key_snr_db"] for bits in (8, 4, 2)]
-    assert finest_first == sorted(finest_first, reverse=True)
+        assert min(found["key_snr_db"], found["value_snr_db"]) > decibels and 0 < found["attention_error"] < 10 ** (-decibels / 20) * 1.5
     assert all(math.isfinite(r["bits_per_byte"]) and r["decode_tokens_per_second"] > 0 for r in results.values())
 
 
-@pytest.fixture
-def ruined() -> Iterator[str]:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_mode_that_fails_costs_the_others_nothing(raises: bool, small_weights: Path, tmp_path: Path, capsys: Any) -> None:
     class Ruined(NoneBackend):
         mode = "ruined_test"
+
+        def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Any:
+            return super().encode(x, scale) if not raises else 1 / 0
 
         def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
             return super().decode(codes, scales) * float("nan")
 
     register_backend(Ruined)
-    yield Ruined.mode
-    unregister_backend(Ruined.mode)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_mode_that_fails_costs_the_others_nothing(
-    raises: bool, ruined: str, small_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if raises:
-        monkeypatch.setattr(type(get_backend(ruined)), "encode", lambda self, x, scale=None: 1 / 0)
-    given = ["--quick", "--device", "cpu", "--modes", ruined, "--out", str(tmp_path), "--model", str(small_weights)]
-    assert demo.main(given) == 1
+    try:
+        given = ["--quick", "--device", "cpu", "--modes", Ruined.mode, "--out", str(tmp_path), "--model", str(small_weights)]
+        assert demo.main(given) == 1
+    finally:
+        unregister_backend(Ruined.mode)
     printed = capsys.readouterr()
-    assert f"broken: {ruined}: " in printed.err and ("ZeroDivisionError" if raises else "bits_per_byte is nan") in printed.err
-    assert row(printed.out, "none") and (raises or row(printed.out, ruined)) and (tmp_path / "demo.json").exists()
+    assert f"broken: {Ruined.mode}: " in printed.err and ("ZeroDivisionError" if raises else "bits_per_byte is nan") in printed.err
+    assert row(printed.out, "none") and (raises or row(printed.out, Ruined.mode)) and (tmp_path / "demo.json").exists()
 
 
 @pytest.mark.quick

@@ -13,7 +13,7 @@ from kvq_core import list_backends
 from kvq_core.testing import places
 
 MODES = sorted({entry.mode for entry in list_backends()})
-OPTIONS = ["--requests", "12", "--sample", "4", "--num-blocks", "24", "--long", "0", "--chunk", "64", "--device", "cpu"]
+OPTIONS = ["--requests", "8", "--sample", "4", "--num-blocks", "24", "--long", "0", "--chunk", "64", "--device", "cpu"]
 SMALL: dict[str, Any] = {"requests": 32, "sample": 16, "num_blocks": 20, "block_size": 16, "chunk": 64, "long": 0, "seed": 0}
 
 
@@ -21,47 +21,37 @@ def endured(mode: str, device: str = "cpu", **changes: Any) -> endurance.Outcome
     return endurance.endure(endurance.Plan(mode=mode, device=device, **SMALL | changes), lambda count: None)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_endures(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["none", "fp8_per_tensor", "int2_per_token_head"])
+def test_modes_endure(mode: str) -> None:
     seen = endured(mode)
     assert seen.problems == []
     assert min(seen.finished, seen.cancelled, seen.forks, seen.preemptions) > 0, "nothing of that kind was tested"
     assert seen.compared == 16 and seen.finished + seen.cancelled == 32
 
 
-def leaks(release: Callable[..., None]) -> Callable[..., None]:
-    def broken(engine: nano_engine.Engine, request: nano_engine.Request) -> None:
-        request.blocks = request.blocks[:-1]
-        release(engine, request)
-
-    return broken
+def leaks(engine: nano_engine.Engine, request: nano_engine.Request) -> None:
+    request.blocks = request.blocks[:-1]
 
 
-def gives_away_what_others_hold(release: Callable[..., None]) -> Callable[..., None]:
-    def broken(engine: nano_engine.Engine, request: nano_engine.Request) -> None:
-        for block in request.blocks:
-            engine.holders[block] = 1
-        release(engine, request)
-
-    return broken
+def gives_away_what_others_hold(engine: nano_engine.Engine, request: nano_engine.Request) -> None:
+    for block in request.blocks:
+        engine.holders[block] = 1
 
 
 @pytest.mark.parametrize(("defect", "problem"), [(leaks, "blocks leaked"), (gives_away_what_others_hold, "differ from")])
 def test_defects_are_noticed(monkeypatch: pytest.MonkeyPatch, defect: Callable[..., Any], problem: str) -> None:
-    monkeypatch.setattr(nano_engine.Engine, "release", defect(nano_engine.Engine.release))
-    assert any(problem in line for line in endured("int8_per_token_head", num_blocks=60, requests=60).problems)
+    release = nano_engine.Engine.release
+    monkeypatch.setattr(nano_engine.Engine, "release", lambda *given: (defect(*given), release(*given)))
+    assert any(problem in line for line in endured("none", num_blocks=60, requests=60).problems)
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_the_command(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert endurance.main([*OPTIONS, "--jobs", jobs, "--modes", "none", "int4"]) == 0
+def test_a_mode_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert endurance.main(["--requests", "4", "--sample", "2", *OPTIONS[4:], "--jobs", "2", "--modes", "none"]) == 0
     printed = capsys.readouterr().out
-    assert "int4_per_token_head" in printed and "4 of 4" in printed and "every block free" in printed
+    assert "2 of 2" in printed and "every block free" in printed
 
 
-def test_a_mode_that_fails_costs_the_others_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_mode_that_fails_costs_the_others_nothing(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is told with what failed and how to have it again, and the file has both."""
     execute = nano_engine.Engine.execute
 
@@ -71,13 +61,13 @@ def test_a_mode_that_fails_costs_the_others_nothing(
         return execute(engine, work)
 
     monkeypatch.setattr(nano_engine.Engine, "execute", failing)
-    assert endurance.main([*OPTIONS, "--modes", "none", "int4", "--json", str(tmp_path / "outcomes.json")]) == 1
+    assert endurance.main([*OPTIONS, "--jobs", "1", "--modes", "none", "int4", "--json", str(tmp_path / "outcomes.json")]) == 1
     printed = capsys.readouterr().out
-    assert "none: RuntimeError: the device is gone" in printed and "4 of 4" in printed
+    assert all(said in printed for said in ("none: RuntimeError: the device is gone", "int4_per_token_head", "4 of 4"))
     again = f"again: python examples/endurance.py --modes none {' '.join(OPTIONS[:6])} --block-size 16 --chunk 64 --long 0 --seed 0"
     assert again in printed
     kept = {one["mode"]: one for one in json.loads((tmp_path / "outcomes.json").read_text())}
-    assert "the device is gone" in kept["none"]["error"] and kept["int4_per_token_head"]["added"] == 12
+    assert "the device is gone" in kept["none"]["error"] and kept["int4_per_token_head"]["added"] == 8
 
 
 def test_the_time_may_be_up() -> None:

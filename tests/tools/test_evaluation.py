@@ -34,9 +34,6 @@ def run(subject: TinySubject, modes: Sequence[str] = ("none",), **options: int) 
     return evaluate(subject, [get_backend(mode) for mode in modes], scored, calibration=scored[0], **options)
 
 
-# -- texts ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 def test_documents_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
@@ -47,29 +44,10 @@ def test_documents_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "No such file"), (b"\xff\xfea", "no UTF-8"), (b" \n\t", "nothing but white space")]
-)
-def test_unreadable_texts_are_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ArgumentError, match=f"^text: got .*text.txt: {message}"):
-        read_documents(path)
-
-
-@pytest.mark.quick
 def test_texts_are_cut_into_passages(subject: TinySubject) -> None:
-    assert [len(piece) for piece in cut(range(250), 100)] == [100, 100, 50]
-    assert [len(piece) for piece in cut(range(249), 100)] == [100, 100]
-    assert [len(piece) for piece in cut(range(3), 100)] == [3]
-    found = subject.passages([Document("a", b"abcdef")], 3)
-    assert found == [Passage((SEPARATOR, *b"abc"), 3), Passage((SEPARATOR, *b"def"), 3)]
-    assert found[0].num_predicted == 3
+    assert [[len(piece) for piece in cut(range(count), 100)] for count in (250, 249, 3)] == [[100, 100, 50], [100, 100], [3]]
+    assert subject.passages([Document("a", b"abcdef")], 3) == [Passage((SEPARATOR, *b"abc"), 3), Passage((SEPARATOR, *b"def"), 3)]
     assert len(subject.passages([Document("a", b"x" * 255)], 10_000)[0].tokens) == subject.model.config.max_len
-
-
-# -- figures ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -99,12 +77,10 @@ def test_none_through_the_cache_is_the_dense_model(subject: TinySubject) -> None
 
 
 def test_neither_chunks_nor_groups_change_the_figures(subject: TinySubject) -> None:
-    whole, *others = (run(subject, ("none", "int4"), chunk=c, batch=b).results for c, b in ((1000, 9), (7, 2), (64, 1)))
-    for other in others:
-        for one, two in zip(whole, other, strict=True):
-            assert two.bits_per_byte.mean == pytest.approx(one.bits_per_byte.mean, rel=0.01)
-            assert two.kl.mean == pytest.approx(one.kl.mean, rel=0.1, abs=1e-9)
-            assert two.predicted == one.predicted
+    whole, other = (run(subject, ("none", "int4"), chunk=chunk, batch=batch).results for chunk, batch in ((1000, 9), (7, 2)))
+    for one, two in zip(whole, other, strict=True):
+        assert two.bits_per_byte.mean == pytest.approx(one.bits_per_byte.mean, rel=0.01)
+        assert two.kl.mean == pytest.approx(one.kl.mean, rel=0.1, abs=1e-9) and two.predicted == one.predicted
 
 
 def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> None:
@@ -125,14 +101,12 @@ def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> N
 
 def test_finer_modes_diverge_less(subject: TinySubject) -> None:
     found = {result.mode: result for result in run(subject, MODES).results}
-    order = ["none", "int8_per_token_head", "int4_per_token_head", "int2_per_token_head"]
-    divergence = [found[mode].kl.mean for mode in order]
+    divergence = [found[mode].kl.mean for mode in ("none", "int8_per_token_head", "int4_per_token_head", "int2_per_token_head")]
     assert divergence == sorted(divergence) and divergence[1] > 0
     assert found["int4_per_token_head"].times_smaller == pytest.approx(16 / 4.5)
     for mode in MODES:
         cache = PagedKVCache(mode, num_blocks=1, num_kv_heads=1, head_size=64, num_layers=2)
-        assert found[mode].bytes_per_token == cache.bytes_per_token
-        assert found[mode].tokens_per_second > 0
+        assert found[mode].bytes_per_token == cache.bytes_per_token and found[mode].tokens_per_second > 0
 
 
 class Failing(NoneBackend):

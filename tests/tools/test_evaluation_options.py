@@ -23,7 +23,6 @@ def subject(small_model: TinyModel) -> TinySubject:
     ("text", "modes"),
     [
         ("int4, int2,", ["int4", "int2"]),
-        ("int2:residual_length=64,sink_tokens=4", ["int2:residual_length=64,sink_tokens=4"]),
         ("none,int2:residual_length=64,sink_tokens=4,k8v4", ["none", "int2:residual_length=64,sink_tokens=4", "k8v4"]),
         ("int4:smoothing=mean,int2:smoothing=mean", ["int4:smoothing=mean", "int2:smoothing=mean"]),
         ("int4,sink_tokens=4", ["int4", "sink_tokens=4"]),
@@ -58,7 +57,7 @@ def test_exact_rows_lose_less(subject: TinySubject) -> None:
     assert all_exact < 1e-4 < windowed < plain and all_exact < in_int8 < windowed
 
 
-@pytest.mark.parametrize("mode", ["int8/int4", "k4v2", "kvq-int4:int4", "kvq-int4:int4/int8"])
+@pytest.mark.parametrize("mode", ["int8/int4", "k4v2", "kvq-int4:int4/int8"])
 def test_modes_of_every_spelling_take_options(mode: str) -> None:
     backend = get_backend(mode)
     assert parse_mode(mode) == CacheConfig(backend)

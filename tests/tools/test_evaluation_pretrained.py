@@ -23,16 +23,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights with SmolLM's pre-tokenizer; its vocabulary is bytes, and the merge of two digits."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    for name, value in {
-        "context_length": 256,
-        "embedding_length": DIM,
-        "block_count": LAYERS,
-        "feed_forward_length": 96,
-        "head_count": HEADS,
-        "head_count_kv": 1,
-        "layer_norm_rms_eps": 1e-5,
-        "rope_freq_base": 10000.0,
-    }.items():
+    head = {"head_count": HEADS, "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
+    for name, value in (head | {"context_length": 256, "embedding_length": DIM, "block_count": LAYERS, "feed_forward_length": 96}).items():
         getattr(writer, f"add_{name}")(value)
     writer.add_rope_dimension_count(DIM // HEADS)
     from tokenizers.pre_tokenizers import ByteLevel
@@ -64,20 +56,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_gguf_file_is_a_model(file: Path) -> None:
+    """Digits are tokens of their own, as SmolLM2 was trained; the reader's own pre-tokenizer lets the merge through."""
     from kvq_core.evaluation.huggingface import load_gguf
 
     subject = load_gguf(file, torch.device("cpu"))
     assert (subject.name, subject.licence, subject.rows_dtype) == ("tiny.gguf", "apache-2.0", torch.float32)
-    reader = gguf.GGUFReader(file)
-    embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    embedding = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "token_embd.weight")
     assert torch.equal(subject.model.get_input_embeddings().weight, torch.tensor(embedding.data))
-
-
-def test_digits_are_tokens_of_their_own(file: Path) -> None:
-    """As SmolLM2 was trained; the reader's own pre-tokenizer lets the merge through."""
-    from kvq_core.evaluation.huggingface import load_gguf
-
-    subject = load_gguf(file, torch.device("cpu"))
     assert [subject.decode([token]) for token in subject.encode("a12 b")] == ["a", "1", "2", " ", "b"]
 
 
@@ -90,18 +75,12 @@ def test_the_command_line_takes_a_file_and_names_the_licence(file: Path, tmp_pat
     assert "differences are to none with float32 rows" in done.stdout
 
 
-def test_no_gguf_file_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused_with_what_reads_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvq_core.evaluation.huggingface import load_gguf
 
     (tmp_path / "bad.gguf").write_bytes(b"nothing of the kind")
     with pytest.raises(ArgumentError, match="need a GGUF file"):
         load_gguf(tmp_path / "bad.gguf", torch.device("cpu"))
-
-
-@pytest.mark.quick
-def test_what_reads_the_files_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvq_core.evaluation.huggingface import load_gguf
-
     monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
     with pytest.raises(MissingPackageError, match=r'pip install "kvq-core\[models\]"'):
         load_gguf(file, torch.device("cpu"))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import precompile
 import tune
-from command_line import kvq
+from command_line import kvq, refused
 from kvq_core import get_backend
 from kvq_core.call import ops
 from kvq_core.cli import suite
@@ -42,9 +43,7 @@ def nobody_s_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(lookup.SWITCH, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
-
-
-# -- candidates ---------------------------------------------------------------------------------------------------------------
+    monkeypatch.setattr("gate.release", lambda device: None)  # collecting garbage takes longer than all else
 
 
 @pytest.mark.quick
@@ -54,34 +53,22 @@ def test_candidates_are_bounded_valid_and_begin_with_the_present_choice(kind: st
     found = candidates(PRESENT[kind], quick=quick)
     assert found[0] == PRESENT[kind] and len(found) == len(set(found))
     assert (4 if kind == "groups" else 5) < len(found) <= (16 if quick else 64)
-    for choice in found:
-        for name, values in type(choice).values().items():
-            assert values.allow(getattr(choice, name)), (choice, name)
+    assert all(values.allow(getattr(choice, name)) for choice in found for name, values in type(choice).values().items())
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize(
-    ("present", "field", "tried"),
-    [
-        (Groups(1, 3, 184), "groups", {0, 1}),  # the same kind serves few rows and many, which take no other number of groups
-        (Groups(2, 3, 184), "groups", {0, 2}),
-        (Write(8, 1, 1), "store_mma", {0, 1}),
-        (Write(8, 1, 0), "store_mma", {0}),
-    ],
-)
-def test_warp_groups_and_store_mma_are_tried_beside_what_they_replace(present: Choice, field: str, tried: set[int], quick: bool) -> None:
-    found = candidates(present, quick=quick)
-    assert {getattr(choice, field) for choice in found} == tried and not any(choice.need() for choice in found)
-
-
-@pytest.mark.quick
-def test_quick_candidates_differ_in_one_way() -> None:
+def test_quick_candidates_differ_in_one_way_and_replace_what_they_can() -> None:
     """In one field, or in those that say together how many programs share a multiprocessor, or how tiles are buffered."""
     together = ({"warps", "registers", "programs_per_sm"}, {"stages", "loops"})
     for choice in candidates(PRESENT["decode"], quick=True)[1:]:
         differ = {name for name, value in asdict(choice).items() if value != getattr(PRESENT["decode"], name)}
         assert len(differ) == 1 or any(differ <= names for names in together)
+    # The same number of warp groups serves few rows and many.
+    groups, writes = ((Groups(1, 3, 184), {0, 1}), (Groups(2, 3, 184), {0, 2})), ((Write(8, 1, 1), {0, 1}), (Write(8, 1, 0), {0}))
+    for quick, (field, cases) in product((True, False), (("groups", groups), ("store_mma", writes))):
+        for present, tried in cases:
+            found = candidates(present, quick=quick)
+            assert {getattr(choice, field) for choice in found} == tried and not any(choice.need() for choice in found)
 
 
 @pytest.mark.quick
@@ -111,9 +98,6 @@ def test_shipped_tables_change_only_where_a_class_ends(name: str) -> None:
             if isinstance(condition, Range) and fact != "ways":
                 for first in (condition.least, condition.most and condition.most + 1):
                     assert not first or class_of(kind, facts | {fact: first})[fact].least == first, (kind, fact, first)
-
-
-# -- what is kept -------------------------------------------------------------------------------------------------------------
 
 
 def selected(times: Times, faults: dict[Choice, str] | None = None) -> tuple[Outcome, list[tuple[str, tuple[Choice, ...]]]]:
@@ -152,45 +136,30 @@ def test_what_is_kept(times: dict[Choice, tuple[Any, Any]], kept: Choice) -> Non
 
 
 @pytest.mark.quick
-def test_a_winner_must_win_again_beside_the_present_choice() -> None:
+def test_a_winner_must_win_again_and_wrong_results_are_never_timed() -> None:
     outcome, asked = selected({ONE: {"A": 100}, TWO: {"A": [80, *[99] * ROUNDS]}, FOUR: {"A": [90] * (1 + ROUNDS)}})
     assert outcome.kept.choice == FOUR and outcome.kept.us == {"A": 90}
     assert asked[1:] == [("A", (TWO, ONE) * ROUNDS), ("A", (FOUR, ONE) * ROUNDS)]
-
-
-@pytest.mark.quick
-def test_every_measurement_is_kept_and_wrong_results_are_never_timed() -> None:
     outcome, asked = selected({ONE: {"A": 100}, TWO: {"A": 1}}, {TWO: "read: relative error 1"})
-    assert outcome.kept.choice == ONE and asked == [("A", (ONE,))]
-    assert outcome.trials[1].fault == "read: relative error 1" and not outcome.measurements("r", "m")[0].alternatives
+    assert outcome.kept.choice == ONE and asked == [("A", (ONE,))] and outcome.trials[1].fault == "read: relative error 1"
     outcome, _ = selected({ONE: {"A": 100.0, "B": 10.0}, TWO: {"A": 110.0, "B": 11.0}, FOUR: {"A": 120.0, "B": "fault"}})
     a, b = outcome.measurements("r", "m")
-    assert (a.run, a.mode, a.setting, a.value) == ("r", "m", "A", 100.0)
+    assert (a.run, a.mode, a.setting, a.value) == ("r", "m", "A", 100.0) and (b.setting, b.value, b.alternatives[0].value) == (
+        "B",
+        10.0,
+        11.0,
+    )
     assert [(dict(other.choice), other.value) for other in a.alternatives] == [({"rows": 16}, 110.0)]
-    assert (b.setting, b.value, b.alternatives[0].value) == ("B", 10.0, 11.0)
 
 
-# -- classes of the benchmarks' settings --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["int4", "fp8_per_tensor", "none"])
+@pytest.mark.parametrize("mode", ["int4", "fp8_per_tensor"])
 def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
     backend = get_backend(mode)
-
-    def by_name(kind: str, quick: bool) -> dict[str, tune.Class]:
-        return {", ".join(s.name for s in one.settings): one for one in tune.classes(backend, kind, tune.ASSUMED, quick=quick)}
-
-    found = by_name("decode", quick=False)
-    long, middling = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128", "B, even"
-    others = {"A-q4, A-g16", "A-q8"} if mode == "none" else {"A-q4, A-q8, A-g16"}
-    if mode == "int4":  # of whose heads of 96 two keys share a row of lanes
-        long = long.replace("A-d96, ", "")
-        others |= {"A-d96"}
-    keys = {"ragged": (131072, None), long: (16384, 131071), middling: (4096, 16383)}
-    keys |= {"b32-512": (512, 1023), "b1-4096": (64, 511), "b1-512": (16, 63)}
-    assert found.keys() == {*keys, "A-d64", "A-d192, A-d256"} | others
-    assert all(found[name].where["keys_per_sm"] == Range(*ends) for name, ends in keys.items())
-    assert by_name("write", quick=True).keys() == {"w64", "w8192"}
+    found = {", ".join(s.name for s in one.settings): one.where for one in tune.classes(backend, "decode", tune.ASSUMED, quick=False)}
+    # In int4's heads of 96, two keys share a row of lanes.
+    long = "A, C, A-q2, A-g1, A-g7, A-p32, A-p64, A-p128" if mode == "int4" else "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128"
+    keys = {"ragged": (131072, None), long: (16384, 131071), "B, even": (4096, 16383), "b32-512": (512, 1023), "b1-4096": (64, 511)}
+    assert all(found[name]["keys_per_sm"] == Range(*ends) for name, ends in keys.items())
     for kind in KINDS:
         for one in tune.classes(backend, kind, tune.ASSUMED, quick=True):
             assert one.where["variant"] == ("fp8_per_tensor" if mode == "fp8_per_tensor" else "")
@@ -218,15 +187,6 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
         attend, combine, write = (options for _, _, options in planned.launches)
         assert (attend["num_stages"] == 7, combine["num_warps"] == 16, write["num_warps"] == 16) == (changed,) * 3
         assert (write["C"].rows == 128) == changed
-
-
-def test_a_mode_without_kernels_has_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "kernels_of", lambda backend: frozenset({"write"}))
-    found = [tune.classes(get_backend("int4"), kind, tune.ASSUMED, quick=True) for kind in ("decode", "write")]
-    assert not found[0] and found[1]
-
-
-# -- the script ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -285,37 +245,44 @@ def test_faults_are_shown_and_what_cannot_be_measured_is_not_written(
 @pytest.mark.parametrize(
     ("given", "table", "said"),
     [
-        (["--kinds", "decode,speed"], None, "--kinds: got decode,speed, need some of decode, prefill, groups, write, combine"),
-        (["--modes", "int9"], None, "int9"),
-        (["--modes", "none"], Table("sm_80", {}), "a table for sm_80, need one for sm_90"),
+        (["--kinds", "decode,speed"], "", "--kinds: got decode,speed, need some of decode, prefill, groups, write, combine"),
+        (["--modes", "int9"], "", "int9"),
+        (["--modes", "none"], "sm_80", "a table for sm_80, need one for sm_90"),
         (["--modes", "none"], "nothing", "need JSON"),
     ],
 )
-def test_bad_input_is_refused(
-    gpu: Callable[..., None], given: list[str], table: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_refused(gpu: Any, given: list[str], table: str, said: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     gpu(lambda setting, choice: pytest.fail("measured"))
-    if isinstance(table, Table):
-        table.write(tmp_path / "sm_90.json")
+    if table == "sm_80":
+        Table(table, {}).write(tmp_path / "sm_90.json")
     elif table:
         (tmp_path / "sm_90.json").write_text(table)
     assert tune.main([*given, "--quick", *(["--out", str(tmp_path)] if table else [])]) == tune.CANNOT_RUN
     assert said in capsys.readouterr().err
-
-
-def test_without_tables_of_one_s_own_it_asks_where_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(lookup.SWITCH, "")
     with pytest.raises(KVQError, match="--out: got nothing, need a path, since KVQ_PLANS is empty"):
         tune.target(None, "sm_90")
-    assert tune.target(Path("x.json"), "sm_90") == Path("x.json")
 
 
-def test_the_script_needs_a_gpu_but_for_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.quick
+def test_both_commands_need_a_gpu_but_for_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main(["--quick"]) == tune.CANNOT_RUN and "--dry-run" in capsys.readouterr().err
     assert tune.main(["--quick", "--dry-run", "--modes", "none", "--kinds", "write"]) == tune.OK
     said = capsys.readouterr().out
     assert "no GPU here: listed as for sm_90" in said and "present: rows 4, warps 1" in said and "14 candidates in 2 classes" in said
+    commands: list[list[str]] = []
+    monkeypatch.setattr(suite.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=0))
+    said = refused("tune", "--quick")
+    assert "torch sees none here (" in said and "kvq tune --dry-run" in said
+    assert refused("tune", "--modes", "int9") and not commands
+    given = ("--dry-run", "--quick", "--modes", "int4,none", "--kinds", "write", "--out", "x", "--processes", "3")
+    assert kvq("tune", *given).status == 0
+    ((python, script, *handed_on),) = commands
+    assert (python, Path(script)) == (sys.executable, ROOT / "benchmarks" / "tune.py")
+    options = tune.arguments(handed_on)
+    assert (options.modes, options.kinds, options.quick, options.dry_run) == (["int4", "none"], "write", True, True)
+    assert (options.out, options.processes) == (Path("x"), 3)
 
 
 def test_a_candidate_is_judged_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,23 +304,6 @@ def test_a_candidate_is_judged_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(type(backend), "unified_attention", watched)
     assert bench.fault(one, one.choices[1]) == "" and set(in_force) == {one.choices[1]}
     assert bench.fault(one, one.choices[2]) == "spills" and "relative error" in bench.fault(one, one.choices[3])
-
-
-@pytest.mark.quick
-def test_the_command_needs_a_gpu_but_for_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    commands: list[list[str]] = []
-    monkeypatch.setattr(suite.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=0))
-    ran = kvq("tune", "--quick")
-    assert ran.status == 2 and "torch sees none here (" in ran.err and "kvq tune --dry-run" in ran.err
-    assert kvq("tune", "--modes", "int9").status == 2 and not commands
-    given = ("--dry-run", "--quick", "--modes", "int4,none", "--kinds", "write", "--out", "x", "--processes", "3")
-    assert kvq("tune", *given).status == 0
-    ((python, script, *handed_on),) = commands
-    assert (python, Path(script)) == (sys.executable, ROOT / "benchmarks" / "tune.py")
-    options = tune.arguments(handed_on)
-    assert (options.modes, options.kinds, options.quick, options.dry_run) == (["int4", "none"], "write", True, True)
-    assert (options.out, options.processes) == (Path("x"), 3)
 
 
 @pytest.mark.gpu

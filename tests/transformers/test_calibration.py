@@ -1,5 +1,6 @@
 """Calibration of a Hugging Face model: scales for fp8_per_tensor and smoothed keys, found in one pass and used by every mode."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,15 +34,15 @@ def recorded() -> Iterator[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     yield rows
 
 
-# -- what is found ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma2", "GptOss", "Lfm2"])
-@pytest.mark.parametrize("kind", [None, "mean", "balanced"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("Llama", None), ("Gemma2", "mean"), ("Qwen2", "balanced"), ("GptOss", "balanced"), ("Lfm2", "balanced")]
+)
 def test_it_is_that_of_the_models_own_rows(family: str, kind: str | None, recorded: list[Any]) -> None:
-    """In chunks shorter than the text, and than the window."""
-    model, ids = make_model(family), prompts(1, 40)["input_ids"]
-    found = calibrate(model, ids, smoothing=kind, chunk=7)
+    """In chunks shorter than the text, and than the window. Padding does not count."""
+    model, ids, padding = make_model(family), prompts(1, 40)["input_ids"], torch.zeros(1, 9, dtype=torch.long)
+    mask = torch.cat([padding, torch.ones_like(ids)], 1)
+    padded = (ids,) if family == "Lfm2" else (torch.cat([padding, ids], 1), mask)  # a convolution reads padding
+    found = calibrate(model, *padded, smoothing=kind, chunk=7)
     twin = eager_twin(model)
     twin.set_attn_implementation("recording")
     with torch.no_grad():
@@ -52,27 +53,15 @@ def test_it_is_that_of_the_models_own_rows(family: str, kind: str | None, record
     for layer, (q, k, v) in zip(layers, recorded, strict=True):
         stored = k
         if found.smoothing is not None:
-            wanted = KeySmoothing.estimate(k, q if kind == "balanced" else None)
-            torch.testing.assert_close(found.smoothing[layer].mean, wanted.mean, rtol=1e-3, atol=1e-4)
+            got, wanted = found.smoothing[layer], KeySmoothing.estimate(k, q if kind == "balanced" else None)
+            torch.testing.assert_close(got.mean, wanted.mean, rtol=1e-3, atol=1e-4)
             stored = k - wanted.mean
-            assert (found.smoothing[layer].balance is None) == (wanted.balance is None)
+            assert (got.balance is None) == (wanted.balance is None)
             if wanted.balance is not None:
-                torch.testing.assert_close(found.smoothing[layer].balance, wanted.balance, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(got.balance, wanted.balance, rtol=1e-3, atol=1e-4)
                 stored = stored / wanted.balance
-        assert found.k_scale[layer] * LARGEST_CODE == pytest.approx(float(stored.abs().max()), rel=1e-3)
-        assert found.v_scale[layer] * LARGEST_CODE == pytest.approx(float(v.abs().max()), rel=1e-3)
-
-
-def test_padding_does_not_count() -> None:
-    model, ids = make_model("Llama"), prompts(1, 30)["input_ids"]
-    padded = {"input_ids": torch.cat([torch.zeros_like(ids[:, :9]), ids], 1), "attention_mask": torch.ones(1, 39, dtype=torch.int64)}
-    padded["attention_mask"][:, :9] = 0
-    plain, found = calibrate(model, ids, smoothing="balanced"), calibrate(model, **padded, smoothing="balanced", chunk=6)
-    assert found.k_scale == pytest.approx(plain.k_scale, rel=1e-3) and found.v_scale == pytest.approx(plain.v_scale, rel=1e-3)
-    assert found.smoothing is not None and plain.smoothing is not None
-    for layer, one in plain.smoothing.items():
-        torch.testing.assert_close(found.smoothing[layer].mean, one.mean, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(found.smoothing[layer].balance, one.balance, rtol=1e-3, atol=1e-4)
+        for scale, rows in ((found.k_scale[layer], stored), (found.v_scale[layer], v)):
+            assert scale * LARGEST_CODE == pytest.approx(float(rows.abs().max()), rel=1e-3)
 
 
 def test_scales_are_found_for_a_smoothing_that_is_there() -> None:
@@ -83,21 +72,18 @@ def test_scales_are_found_for_a_smoothing_that_is_there() -> None:
     assert again.k_scale == first.k_scale != calibrate(model, ids, smoothing=None).k_scale
 
 
-@pytest.mark.parametrize("enabled", [False, True])
-def test_the_model_stays_as_it_was(enabled: bool) -> None:
+def test_the_model_stays_as_it_was() -> None:
+    """Whatever happens."""
     model, inputs = make_model("Llama"), prompts(1, 12)
-    before = model.config._attn_implementation
-    if enabled:
-        enable(model, mode="int8")
-    calibrate(model, **inputs)
-    assert model.config._attn_implementation == ("kvq" if enabled else before)
-    with pytest.raises(IndexError):
-        calibrate(model, inputs["input_ids"] + 10_000)
-    assert model.config._attn_implementation == ("kvq" if enabled else before), "whatever happens"
+    for implementation in (model.config._attn_implementation, "kvq"):
+        if implementation == "kvq":
+            enable(model, mode="int8")
+        calibrate(model, **inputs)
+        assert model.config._attn_implementation == implementation
+        with pytest.raises(IndexError):
+            calibrate(model, inputs["input_ids"] + 10_000)
+        assert model.config._attn_implementation == implementation
     disable(model)
-
-
-# -- what it is good for ------------------------------------------------------------------------------------------------------------
 
 
 def keys_with_structure(model: Any, bias: float, spread: float) -> Any:
@@ -121,11 +107,8 @@ def keys_with_structure(model: Any, bias: float, spread: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("mode", ["int4", "int2"])
-@pytest.mark.parametrize(("bias", "spread", "kind"), [(100.0, 0.0, "mean"), (0.0, 1.0, "balanced")])
-def test_it_takes_off_most_of_the_loss_where_keys_have_structure(
-    mode: str, bias: float, spread: float, kind: str, capacity: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("mode", "bias", "spread", "kind"), [("int2", 100.0, 0.0, "mean"), ("int4", 0.0, 1.0, "balanced")])
+def test_it_takes_off_most_of_the_loss_where_keys_have_structure(mode: str, bias: float, spread: float, kind: str) -> None:
     model = keys_with_structure(make_model("Qwen2", initializer_range=0.1, hidden_size=256), bias, spread)
     inputs, other = prompts(2, 48, (0, 5)), prompts(3, 60)
     mask = inputs["attention_mask"].bool()
@@ -133,7 +116,7 @@ def test_it_takes_off_most_of_the_loss_where_keys_have_structure(
 
     def loss(kind: str | None) -> float:
         smoothing = kind and calibrate(model, **other, smoothing=kind).smoothing
-        found = logits_in_steps(model, inputs, KVQCache(model.config, mode, smoothing=smoothing, **capacity), [30, 18])
+        found = logits_in_steps(model, inputs, KVQCache(model.config, mode, smoothing=smoothing), [30, 18])
         return float((exact.exp() * (exact - found[mask].double().log_softmax(-1))).sum(-1).mean())
 
     assert loss(kind) < 0.5 * loss(None)
@@ -141,21 +124,19 @@ def test_it_takes_off_most_of_the_loss_where_keys_have_structure(
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e4])
-def test_scales_keep_small_and_large_values(size: float, capacity: dict[str, Any]) -> None:
+def test_scales_keep_small_and_large_values(size: float) -> None:
     """Values so small that e4m3 has no code for them, or beyond its largest: with a scale of 1 they are lost."""
     model, inputs = make_model("Llama"), prompts(2, sum(STEPS), (0, 5))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight.mul_(size)
             layer.self_attn.o_proj.weight.div_(size)
-    mask = inputs["attention_mask"]
-    plain = logits_in_steps(model, inputs, KVQCache(model.config, "none", **capacity), STEPS)
-    found = calibrate(model, **inputs, smoothing=None)
+    plain, found = logits_in_steps(model, inputs, KVQCache(model.config, "none"), STEPS), calibrate(model, **inputs, smoothing=None)
 
-    def loss(**scales: Any) -> float:
-        return worst(logits_in_steps(model, inputs, KVQCache(model.config, "fp8_per_tensor", **capacity, **scales), STEPS), plain, mask)
+    def loss(mode: str = "fp8_per_tensor", **scales: Any) -> float:
+        return worst(logits_in_steps(model, inputs, KVQCache(model.config, mode, **scales), STEPS), plain, inputs["attention_mask"])
 
-    per_head = worst(logits_in_steps(model, inputs, KVQCache(model.config, "fp8", **capacity), STEPS), plain, mask)
+    per_head = loss("fp8")
     assert loss(k_scale=found.k_scale, v_scale=found.v_scale) < 2 * per_head < 0.3 * loss()
     one = {"k_scale": max(found.k_scale.values()), "v_scale": torch.tensor([max(found.v_scale.values())])}
     assert loss(**one) < 2 * per_head, "one number for all layers"
@@ -169,8 +150,6 @@ def test_scales_stay_when_pages_grow_and_are_copied() -> None:
     cache = KVQCache(model.config, modes, k_scale=found.k_scale, v_scale=found.v_scale, block_size=8)
     for part in inputs["input_ids"].split(20, 1):
         model(part, **{GENERATE: cache})
-    import copy
-
     for one in (cache, copy.deepcopy(cache)):
         for layer in (0, 2):
             caches = one.layers[layer].pages.caches
@@ -185,9 +164,6 @@ def test_enable_takes_scales() -> None:
     out = model.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert float(out[GENERATE].layers[1].pages.caches.v_scale_cache) == found.v_scale[1]
     assert out[GENERATE].smoothing.fingerprint == found.smoothing.fingerprint
-
-
-# -- what is refused ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,10 @@ def test_unquantized_logits_are_as_good_as_eager_ones(family: str, capacity: dic
         assert worst(found, exact, mask) <= times * worst(eager, exact, mask)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["plain", None, "mean", "balanced"])
+KINDS = [(family, kind) for family in FAMILIES for kind in ("plain", "balanced")] + [("Llama", "mean"), ("Gemma2", "mean"), ("Qwen2", None)]
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_every_mode_attends_over_what_it_stored(family: str, kind: str | None, capacity: dict[str, Any], watch: Watch) -> None:
     """Plain, scaled and smoothed: attention sees the keys and values that were written, to rounding, under a softcap and sinks as well."""
     model, inputs = make_model(family), prompts(2, LENGTH, PADDING)
@@ -47,7 +49,7 @@ def test_every_mode_attends_over_what_it_stored(family: str, kind: str | None, c
         register()  # calibrate attends over pages of its own
         found = vars(calibrate(model, **inputs, smoothing=kind))
         AttentionInterface.register("kvq", watch.attention)
-    for mode in {"plain": QUANTIZED, None: ["fp8_per_tensor"]}.get(kind, ["none", *QUANTIZED]):
+    for mode in QUANTIZED if kind == "plain" else ["fp8_per_tensor", "int4"]:
         watch.past, watch.calls, watch.worst = {}, 0, 0.0
         options = found if mode == "fp8_per_tensor" else {"smoothing": found["smoothing"]}
         cache = KVQCache(model.config, mode, **capacity, **options)
@@ -56,7 +58,7 @@ def test_every_mode_attends_over_what_it_stored(family: str, kind: str | None, c
         assert 0 < watch.worst <= 1, mode
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_one_scale_that_is_a_64th_off_would_be_seen(family: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of the prompt has one row of one head stretched, as if kvq had stored another scale for it."""
 
@@ -70,7 +72,7 @@ def test_one_scale_that_is_a_64th_off_would_be_seen(family: str, watch: Watch, m
         return through
 
     model, inputs = make_model(family), prompts(2, LENGTH, PADDING)
-    for mode in QUANTIZED:
+    for mode in ("int8", "fp8_per_tensor", "int2"):
         for half in ("key", "value"):
             watch.past, watch.worst = {}, 0.0
             monkeypatch.setattr(transformers_watch, "through_mode", stretched(half))
@@ -78,7 +80,7 @@ def test_one_scale_that_is_a_64th_off_would_be_seen(family: str, watch: Watch, m
             assert watch.worst > 1, (mode, half)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["GptOss", "Lfm2", "Qwen3Next"])
 def test_greedy_tokens_are_those_of_eager_attention(family: str, capacity: dict[str, Any]) -> None:
     model, inputs = make_model(family), prompts(2, 21, PADDING)
     options = {"max_new_tokens": 10, "do_sample": False}
@@ -97,8 +99,8 @@ def test_bfloat16_is_as_good_as_eager() -> None:
         assert worst(found, exact, mask) <= 1.5 * worst(eager, exact, mask)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
-def test_head_sizes(head_dim: int, watch: Watch) -> None:
+@pytest.mark.parametrize("head_dim", [112, 192])
+def test_head_sizes_of_no_family_above(head_dim: int, watch: Watch) -> None:
     model, inputs = make_model("Llama", head_dim=head_dim), prompts(1, LENGTH)
     for mode in QUANTIZED:
         watch.past, watch.worst = {}, 0.0

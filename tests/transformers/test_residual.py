@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig
 
 from kvq_core import ArgumentError
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, enable
 from kvq_transformers.fixed_window import FixedWindow
 from kvq_transformers.naming import GENERATE
-from transformers_families import logits_in_steps, make_config, make_model, prompts
+from transformers_families import compiled, logits_in_steps, make_config, make_model, prompts
 from transformers_watch import Watch
 
 STEPS = [19, 40, 1, 1, 3, 1]
 """A prompt, a chunk that is longer than the windows below, single tokens and drafts."""
 WINDOWS: list[dict[str, Any]] = [
     {"residual_length": 8},
-    {"residual_length": 40},
     {"sink_tokens": 4},
     {"residual_length": 16, "sink_tokens": 20},
     {"residual_length": 16, "sink_tokens": 20, "residual_mode": "int8"},
@@ -40,8 +38,8 @@ def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FixedWindow, "plan", remembered)
 
 
-IN_FAMILIES = [(family, window) for family in ("Llama", "Qwen3Next") for window in WINDOWS]
-IN_FAMILIES += [("Gemma2", window) for window in WINDOWS if "sink_tokens" not in window]
+IN_FAMILIES = [("Llama", window) for window in WINDOWS]
+IN_FAMILIES += [("Qwen3Next", WINDOWS[2]), ("Qwen3Next", WINDOWS[4]), ("Gemma2", WINDOWS[0]), ("Gemma2", WINDOWS[4])]
 
 
 @pytest.mark.parametrize(("family", "window"), IN_FAMILIES, ids=str)
@@ -108,17 +106,14 @@ def test_a_fixed_window_fills_again_after_a_long_roll_back() -> None:
 
 @pytest.mark.parametrize("residual_mode", ["none", "int8"])
 def test_a_decode_step_compiles_as_one_graph(residual_mode: str) -> None:
-    # Other tests have compiled the same code for caches of their own.
-    torch._dynamo.reset()
-    model, inputs = make_model("Llama"), prompts(2, 21, (0, 5))
-    compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode="default")
-    compiled._compile_all_devices = True
-    options = {"max_new_tokens": 12, "do_sample": False, "compile_config": compiled}
+    model, inputs = make_model("Llama", num_hidden_layers=1), prompts(2, 21, (0, 5))
 
-    def tokens(mode: str, **window: Any) -> torch.Tensor:
-        return model.generate(**inputs, **options, **{GENERATE: KVQCache(model.config, mode, max_cache_len=64, **window)})
+    def tokens(mode: str, window: dict[str, Any], **given: Any) -> torch.Tensor:
+        cache = KVQCache(model.config, mode, max_cache_len=64, **window)
+        return model.generate(**inputs, max_new_tokens=6, do_sample=False, **given, **{GENERATE: cache})
 
-    assert torch.equal(tokens("int2", residual_length=64, residual_mode=residual_mode), tokens(residual_mode))
+    found = tokens("int2", {"residual_length": 64, "residual_mode": residual_mode}, compile_config=compiled())
+    assert torch.equal(found, tokens(residual_mode, {}, disable_compile=True))
 
 
 def test_bytes_count_exact_rows(capacity: dict[str, Any]) -> None:

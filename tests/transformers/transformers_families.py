@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 
 from kvq_core import get_backend
 from kvq_transformers.naming import GENERATE
+from transformers_watch import through_mode
 
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 """Both kinds of pages, as KVQCache is asked for them."""
@@ -103,24 +104,28 @@ def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dic
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def compiled(fullgraph: bool = True) -> CompileConfig:
+    """``generate``'s compilation, on the CPU as well."""
+    config = CompileConfig(fullgraph=fullgraph, backend="aot_eager", mode="default")
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return config
+
+
 def fake_quantized_cache(config: Any, modes: dict[int, str]) -> DynamicCache:
     """transformers' cache, in which layer i holds what ``modes[i]`` makes of each row: its ``decode`` of its ``encode``."""
     cache = DynamicCache(config=config)
     for index, mode in modes.items():
         layer = cache.layers[index]
         assert type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        layer.update = _through(get_backend(mode), layer.update)
+        layer.update = _quantizing(get_backend(mode), layer.update)
     return cache
 
 
-def _through(backend: Any, update: Any) -> Any:
-    def quantize(rows: torch.Tensor, encode: Any) -> torch.Tensor:
-        given = torch.ones(1) if backend.takes_scales else None
-        codes, scales = encode(rows if rows.dtype != torch.float64 else rows.float(), scale=given)
-        return backend.decode(codes, given if given is not None else scales).to(rows.dtype)
-
+def _quantizing(backend: Any, update: Any) -> Any:
     def quantizing(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return update(quantize(key, backend.encode), quantize(value, backend.encode_value), *args, **kwargs)
+        return update(through_mode(backend, backend.encode, key), through_mode(backend, backend.encode_value, value), *args, **kwargs)
 
     return quantizing
 

@@ -28,9 +28,9 @@ MODES = ("int4_per_token_head", "fp8_per_tensor", "none")
 COMMON: dict[str, Any] = {"head_size": 64, "dtype": torch.bfloat16}
 EVERY: dict[str, Any] = {"sinks": True, "alibi": True, "mm_prefix": (((3, 20),), ())}
 CASES = {
-    "split": Case(query_lens=(1,) * 3, seq_lens=(2048,) * 3, **COMMON),
-    "mixed": Case(query_lens=(1, 40), seq_lens=(900, 64), **COMMON),
-    "options": Case(query_lens=(2,) * 2, seq_lens=(1500,) * 2, window=100, softcap=30.0, qq_bias=8, **EVERY, **COMMON),
+    "split": Case(query_lens=(1,) * 3, seq_lens=(512,) * 3, **COMMON),
+    "mixed": Case(query_lens=(1, 40), seq_lens=(200, 64), **COMMON),
+    "options": Case(query_lens=(2,) * 2, seq_lens=(300,) * 2, window=100, softcap=30.0, qq_bias=8, **EVERY, **COMMON),
     "one of each": Case(query_lens=(1,), seq_lens=(16,), num_kv_heads=1, queries_per_kv=1, **COMMON),
 }
 Variation = tuple[str, dict[str, Any]]

@@ -34,7 +34,7 @@ def leftover(wanted: Demand) -> tuple[int, list[object]]:
             call()
     known, reserved = set(map(_identity, planned.launches)), workspace_elements([wanted], H100)
     with planning_for(H100) as planned:
-        for _ in range(150):
+        for _ in range(50):
             num_seqs = rng.choice((1, 1, 2, 3, 7, 20, 32))
             rows = [rng.choice((1, 1, rng.randrange(1, 17), rng.randrange(1, 2048 // num_seqs + 1))) for _ in range(num_seqs)]
             if rng.random() < 0.3:

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -230,77 +230,47 @@ def a_model():
 MODEL = a_model()
 
 
-class EngineInAnyOrder(RuleBasedStateMachine):
+EVENTS = st.tuples(st.sampled_from(["add", "step", "step", "step", "cancel", "fork"]), st.integers(1, 40), st.integers(1, 12))
+
+
+def assert_greedy(request):
+    """Each generated token is the most likely one after all before it, by full recomputation, or ties with it."""
+    if request.output:
+        tokens = torch.tensor(request.tokens)
+        logits = MODEL(tokens, torch.arange(len(tokens)), dense_attention)[request.num_prompt - 1 : -1]
+        chosen = logits.gather(1, tokens[request.num_prompt :, None])[:, 0]
+        assert ((logits.amax(-1) - chosen) < 1e-3).all(), "a token is not what a dense model says"
+
+
+@settings(max_examples=25, deadline=None, phases=GENERATED, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(EVENTS, min_size=20, max_size=40), st.sampled_from((3, 16, 64)), st.booleans(), st.booleans())
+def test_the_engine_in_any_order(torch_path, events, chunk, padded, in_window):
     """Requests added, stepped, cancelled and forked over a pool of few blocks.
 
     Equal to a dense model: mode ``none`` in float32, and int2 in a residual window as long as the model's context.
     """
-
-    num_blocks = 9
-
-    @initialize(chunk=st.sampled_from((3, 16, 64)), padded=st.booleans(), in_window=st.booleans())
-    def start(self, chunk, padded, in_window):
-        self.patch = pytest.MonkeyPatch()
-        places.enter("eager", self.patch)
-        options = {"num_blocks": self.num_blocks, "block_size": 8, "chunk": chunk, "padded": padded}
-        if in_window:
-            options |= {"residual_length": 64, "sink_tokens": 8, "max_sequences": 4}
-        self.engine = Engine(MODEL, get_backend("int2" if in_window else "none"), rows_dtype=torch.float32, **options)
-        self.live, self.ended = [], []
-
-    def teardown(self):
-        if hasattr(self, "engine"):
-            while self.engine.running or self.engine.waiting:
-                self.step()
-            self.holds()
-            assert not self.live
-            self.patch.undo()
-
-    @rule(length=st.integers(1, 40), new=st.integers(1, 20), seed=st.integers(0, 99))
-    def add(self, length, new, seed):
-        self.live.append(Request([1 + (seed * 7 + i * i) % 255 for i in range(length)], new))
-        self.engine.add(self.live[-1])
-
-    @rule()
-    def step(self):
-        for request in self.engine.step():
-            self.live.remove(request)
-            self.ended.append(request)
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.live)
-    def cancel(self, data):
-        request = self.live.pop(data.draw(st.sampled_from(range(len(self.live)))))
-        self.engine.cancel(request)
-        self.ended.append(request)
-
-    @rule(data=st.data(), new=st.integers(1, 10))
-    @precondition(lambda self: any(len(request.tokens) <= 50 for request in self.live))
-    def fork(self, data, new):
-        parent = data.draw(st.sampled_from([n for n, request in enumerate(self.live) if len(request.tokens) <= 50]))
-        self.live.append(self.engine.fork(self.live[parent], new))
-
-    @invariant()
-    def holds(self):
-        if not hasattr(self, "engine"):
-            return
-        engine = self.engine
+    window = {"residual_length": 64, "sink_tokens": 8, "max_sequences": 4} if in_window else {}
+    backend = get_backend("int2" if in_window else "none")
+    engine = Engine(MODEL, backend, rows_dtype=torch.float32, num_blocks=9, block_size=8, chunk=chunk, padded=padded, **window)
+    live = []
+    for kind, number, new in (*events, *[("step", 0, 0)] * 300):
+        ended, chosen = [], live[number % len(live)] if live else None
+        if kind == "add":
+            live.append(Request([1 + (number * 7 + i * i) % 255 for i in range(number)], new))
+            engine.add(live[-1])
+        elif kind == "step" and live:
+            ended = engine.step()
+        elif kind == "cancel" and live:
+            engine.cancel(chosen)
+            ended = [chosen]
+        elif kind == "fork" and live and len(chosen.tokens) <= 50:
+            live.append(engine.fork(chosen, min(new, 10)))
+        live = [request for request in live if request not in ended]
         held = [block for request in engine.running for block in request.blocks]
-        assert engine.holders == [held.count(block) for block in range(self.num_blocks)]
-        assert sorted([*set(held), *engine.free]) == list(range(self.num_blocks)), "a block leaked, or is free and held"
-        assert {id(request) for request in (*engine.running, *engine.waiting)} == {id(request) for request in self.live}
-        assert all(not request.blocks and not request.computed for request in (*engine.waiting, *self.ended))
-        while self.ended:
-            self.is_greedy(self.ended.pop())
-
-    def is_greedy(self, request):
-        """Each generated token is the most likely one after all before it, by full recomputation, or ties with it."""
-        if request.output:
-            tokens = torch.tensor(request.tokens)
-            logits = MODEL(tokens, torch.arange(len(tokens)), dense_attention)[request.num_prompt - 1 : -1]
-            chosen = logits.gather(1, tokens[request.num_prompt :, None])[:, 0]
-            assert ((logits.amax(-1) - chosen) < 1e-3).all(), "a token is not what a dense model says"
-
-
-TestEngineInAnyOrder = EngineInAnyOrder.TestCase
-TestEngineInAnyOrder.settings = settings(max_examples=25, stateful_step_count=40, deadline=None, phases=GENERATED)
+        assert engine.holders == [held.count(block) for block in range(9)]
+        assert sorted([*set(held), *engine.free]) == list(range(9)), "a block leaked, or is free and held"
+        assert {id(request) for request in (*engine.running, *engine.waiting)} == {id(request) for request in live}
+        assert all(not request.blocks and not request.computed for request in (*engine.waiting, *ended))
+        for request in ended:
+            assert_greedy(request)
+    assert not live

@@ -1,5 +1,6 @@
 """The registry, against made-up distributions: a dist-info folder on ``sys.path`` is all that discovery looks at."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -71,8 +72,7 @@ def test_a_record_says_who_offers_what_once(install: Install) -> None:
 def test_listing_imports_nothing(install: Install) -> None:
     site = install("kvq-int7", "int7_per_token_head", "raise RuntimeError('imported')")
     program = """
-import json, sys
-import kvq_core
+import json, sys, kvq_core
 modes = [entry.mode for entry in kvq_core.list_backends()]
 assert kvq_core.has_backend("int4_per_token_head")
 print(json.dumps([modes, sorted({name.partition(".")[0] for name in sys.modules})]))
@@ -81,7 +81,7 @@ print(json.dumps([modes, sorted({name.partition(".")[0] for name in sys.modules}
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
     modes, imported = json.loads(done.stdout)
     assert "int7_per_token_head" in modes
-    assert not {"torch", "triton", "numpy", "kvq_int2", "kvq_int7", "kvq_int4", "kvq_int8fp8"} & set(imported)
+    assert not {"torch", "triton", "numpy", "kvq_int2", "kvq_int3", "kvq_int7", "kvq_int4", "kvq_int8fp8"} & set(imported)
 
 
 # -- getting ---------------------------------------------------------------------------------------------------------------
@@ -149,26 +149,16 @@ def test_rivals_are_an_error_that_shows_both_ways_out(rivals: None) -> None:
     assert get_backend("int2").mode == "int2_per_token_head"
 
 
-@pytest.mark.parametrize("name", ["int4", "int4_per_token_head"])
-@pytest.mark.parametrize("key", ["int4", "int4_per_token_head"])
-@pytest.mark.parametrize(("distribution", "module"), [("kvq-int4", "kvq_int4.backend"), ("KVQ_int4.turbo", "kvq_int4_turbo")])
-def test_the_environment_chooses(
-    rivals: None, monkeypatch: pytest.MonkeyPatch, name: str, key: str, distribution: str, module: str
-) -> None:
-    monkeypatch.setenv("KVQ_BACKENDS", f"int2=kvq-int2, {key} = {distribution} ,")
-    assert type(get_backend(name)).__module__ == module
-    # The qualified name chooses over the environment.
-    assert type(get_backend("kvq-int4-turbo:int4")).__module__ == "kvq_int4_turbo"
-    assert type(get_backend("kvq-int4:int4_per_token_head")).__module__ == "kvq_int4.backend"
-
-
-def test_the_environment_is_read_at_each_call(rivals: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for distribution in ("kvq-int4", "kvq-int4-turbo", "kvq-int4"):
-        monkeypatch.setenv("KVQ_BACKENDS", f"int4={distribution}")
-        backend = get_backend("int4")
-        assert found.setdefault(distribution, backend) is backend
-    assert len(set(map(id, found.values()))) == 2
+def test_the_environment_chooses_at_each_call(rivals: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, object] = {}
+    chosen = [("kvq-int4", "kvq_int4.backend"), ("KVQ_int4.turbo", "kvq_int4_turbo"), ("kvq-int4", "kvq_int4.backend")]
+    for (distribution, module), key, name in itertools.product(chosen, *[("int4", "int4_per_token_head")] * 2):
+        monkeypatch.setenv("KVQ_BACKENDS", f"int2=kvq-int2, {key} = {distribution} ,")
+        backend = get_backend(name)
+        assert type(backend).__module__ == module and found.setdefault(module, backend) is backend
+        # The qualified name chooses over the environment.
+        assert type(get_backend("kvq-int4-turbo:int4")).__module__ == "kvq_int4_turbo"
+        assert type(get_backend("kvq-int4:int4_per_token_head")).__module__ == "kvq_int4.backend"
     monkeypatch.delenv("KVQ_BACKENDS")
     with pytest.raises(DuplicateModeError):
         get_backend("int4")

@@ -24,7 +24,7 @@ from kvq_core.call.memory import Extent, shares_bytes
 from kvq_core.hadamard import block_of
 from kvq_core.smoothing.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean
-from kvq_core.testing import scene
+from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors.*", "ignore:.*quantize.*", "ignore:.*Sparse.*:UserWarning")]
@@ -140,8 +140,9 @@ def tried(
 
 @pytest.mark.parametrize("mode", ["none", "fp8_per_tensor", "int4"])
 @pytest.mark.parametrize("door", ["write", "read"])
-def test_doors(mode: str, door: str) -> None:
+def test_doors(mode: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of modes without scales, with given ones and with their own: the rest of the checks is the core's."""
+    places.enter("interpret" if mode == "int4" else "eager", monkeypatch)
     backend = get_backend(mode)
     built = scene.build(Case(query_lens=(3, 1), seq_lens=(20, 9)), backend, CPU).fill()
     buffer = built.fresh_out()

@@ -54,7 +54,7 @@ def test_a_save_killed_at_its_worst_moment(moment, tmp_path):
 
 def test_saves_killed_at_any_moment(tmp_path):
     drawn = random.Random(1)
-    for attempt in range(5):
+    for attempt in range(3):
         path = tmp_path / str(attempt) / "kv"
         path.parent.mkdir()
         process = start_saving(path)

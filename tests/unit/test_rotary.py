@@ -103,10 +103,9 @@ def test_what_is_none_is_refused(argument: str, changes: dict[str, Any]) -> None
 
 
 def test_other_heads_than_the_means_are_refused() -> None:
-    mean = RotaryMean(**tensors())
     for shape in ((HEADS + 1, SIZE), (HEADS, SIZE + 8)):
         with pytest.raises(ArgumentError, match=r"^rotary: "):
-            KeySmoothing(torch.zeros(shape), None, mean)
+            KeySmoothing(torch.zeros(shape), None, RotaryMean(**tensors()))
     with pytest.raises(ArgumentError, match=r"^rates: "):
         RotaryMean.of_bias(bias_of(16), HALVES, RATES[:-1])
 
@@ -132,7 +131,7 @@ def smoothing() -> ModelSmoothing:
     return ModelSmoothing({0: rotary, 3: KeySmoothing(torch.ones(HEADS, SIZE))})
 
 
-def test_a_file_keeps_it(tmp_path: Path) -> None:
+def test_a_file_keeps_it_and_heads_are_cut_off(tmp_path: Path) -> None:
     given = smoothing()
     given.save(tmp_path / "smoothing")
     found = ModelSmoothing.load(tmp_path / "smoothing")
@@ -142,18 +141,13 @@ def test_a_file_keeps_it(tmp_path: Path) -> None:
     assert torch.equal(found[0].rotary.at(positions), given[0].rotary.at(positions))
     moved = RotaryMean(**tensors(steps=given[0].rotary.steps + 1))
     assert KeySmoothing(given[0].mean, given[0].balance, moved).fingerprint != given[0].fingerprint
+    part = given[0].of_heads(slice(1, 2))
+    assert part.rotary is not None and part.balance is not None and given[0].balance is not None
+    assert torch.equal(part.rotary.at(positions), given[0].rotary.at(positions)[:, 1:])
+    assert torch.equal(part.mean, given[0].mean[1:]) and torch.equal(part.balance, given[0].balance[1:])
     missing = {name: tensor for name, tensor in given.tensors().items() if not name.endswith("rotary.bias")}
     with pytest.raises(ArgumentError, match=r"^tensors: "):
         ModelSmoothing.of_tensors(missing)
-
-
-def test_some_heads_of_it() -> None:
-    whole = smoothing()[0]
-    part = whole.of_heads(slice(1, 2))
-    positions = torch.arange(9)
-    assert part.rotary is not None and whole.rotary is not None and part.balance is not None and whole.balance is not None
-    assert torch.equal(part.rotary.at(positions), whole.rotary.at(positions)[:, 1:])
-    assert torch.equal(part.mean, whole.mean[1:]) and torch.equal(part.balance, whole.balance[1:])
 
 
 ALLOWED = {"none": 1e-3, "int8": 0.03, "int4": 0.35}

@@ -6,8 +6,6 @@ Its conformance suite is in its own ``tests``; the demo, the engine and the benc
 import ast
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,11 +22,9 @@ MODE = "int3_per_token_head"
 pytestmark = pytest.mark.usefixtures("torch_path")
 
 
-def test_it_is_found_and_imported_when_asked_for() -> None:
+def test_it_is_found() -> None:
     (entry,) = [entry for entry in list_backends() if entry.mode == MODE]
     assert (entry.distribution, entry.value) == ("kvq-int3", "kvq_int3.backend:Int3PerTokenHead")
-    listing = "import sys, kvq_core; kvq_core.list_backends(); assert 'kvq_int3' not in sys.modules"
-    subprocess.run([sys.executable, "-c", listing], check=True)
     found = selfcheck.check(get_backend(MODE))
     assert found.bits_per_element == 3.25 and found.relative_mse == pytest.approx(0.0368, rel=0.1)
 

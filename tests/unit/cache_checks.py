@@ -14,6 +14,7 @@ from kvq_core import PagedKVCache
 from kvq_core.cache.step import Step
 from kvq_core.call import torch_path
 from kvq_core.call.spec import Plane
+from kvq_core.testing import oracle
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 
@@ -60,6 +61,14 @@ def stored(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
         )
         found += [torch_path.gather(cache.backend, plane, blocks)[: cache.length(seq)] for plane in planes]
     return found
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int = 0, **options: Any) -> torch.Tensor:
+    """The oracle's, float64, of the newest rows ``q`` [n, Hq, D] over ``k``, ``v`` [m, Hkv, D(v)], with the options of ``attend``."""
+    arguments: dict[str, Any] = dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "mm_prefix_range"))
+    arguments |= {"softmax_scale": q.shape[-1] ** -0.5, "softcap": 0.0, "window_size": (-1, -1), "use_alibi_sqrt": False} | options
+    present = torch.ones(len(k), dtype=torch.bool, device=k.device)
+    return oracle.attend(q, k.double(), v.double(), present, position, arguments).out.transpose(0, 1)
 
 
 def assert_same(one: PagedKVCache, other: PagedKVCache) -> None:

@@ -139,7 +139,6 @@ def test_imports_run_in_no_circle() -> None:
         # Where kernels are to be interpreted, that is said before triton is imported, by what is in there.
         ("from kvq_core.testing import BackendTests, places", {"triton", *MODE_PACKAGES}),
         (f"import {', '.join(MODE_PACKAGES)}", {"triton"}),
-        ("import kvq_transformers", {*MODE_PACKAGES}),
         # vLLM imports its plug-ins whether they are used or not.
         ("import kvq_vllm", {"torch", "triton", "vllm", *MODE_PACKAGES}),
     ],

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from cache_checks import MODES, run, stored
+from cache_checks import MODES, attention, run, stored
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, UnknownModeError, get_backend
 from kvq_core.cache.layout import LAYOUTS
-from kvq_core.call import reference, torch_path
-from kvq_core.call.spec import Attention, Batch, Plane, Scoring
 from kvq_core.testing import places
 
 HEADS, QUERY_HEADS, SIZE, SIZE_V, LAYERS, BLOCK = 2, 4, 48, 32, 2, 8
@@ -21,16 +18,10 @@ def make(mode="int4", *, num_blocks=16, **options):
     return PagedKVCache(mode, num_blocks=num_blocks, **options)
 
 
-def dense(cache, layer, step, q):
-    """Plain causal attention over the decoded pages, float64, one sequence at a time."""
-    out = []
-    for seq, mine in zip(step.sequences, q.double().split(step.cu_seqlens_q.diff().tolist()), strict=True):
-        k, v = (
-            x.repeat_interleave(QUERY_HEADS // HEADS, 1).double().transpose(0, 1) for x in stored(cache, seq)[2 * layer : 2 * layer + 2]
-        )
-        seen = torch.ones(len(mine), k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - len(mine))
-        out.append(F.scaled_dot_product_attention(mine.transpose(0, 1), k, v, attn_mask=seen).transpose(0, 1))
-    return torch.cat(out)
+def dense(cache, layer, step, q, **options):
+    """Attention over the decoded pages, float64, one sequence at a time."""
+    rows = zip(step.sequences, q.split(step.cu_seqlens_q.diff().tolist()), strict=True)
+    return torch.cat([attention(x, *stored(cache, seq)[2 * layer :][:2], at, **options) for at, (seq, x) in enumerate(rows)])
 
 
 def relative(got, want):
@@ -122,7 +113,7 @@ def test_neither_unwritten_bytes_nor_the_layout_matter(mode, device):
 
 @pytest.mark.quick
 def test_options_reach_the_door(device):
-    """One call with everything on, against the reference in float64; each of them changes the result."""
+    """One call with everything on, against the oracle; each of them changes the result."""
     cache = make("int8", device=device)
     a, b = cache.allocate_sequence(), cache.allocate_sequence()
     run(cache, {a: 12, b: 3})
@@ -140,17 +131,7 @@ def test_options_reach_the_door(device):
     mine = torch.full((9, QUERY_HEADS, SIZE_V), torch.nan, dtype=torch.float32, device=device)
     out = cache.attend(1, q, step, window_size=(6, 0), out=mine, **options)
     assert out is mine
-    caches = cache.layer(1)
-    attention = Attention(
-        q=q,
-        out=out,
-        keys=Plane(caches.key_cache, caches.k_scale_cache, SIZE),
-        values=Plane(caches.value_cache, caches.v_scale_cache, SIZE_V),
-        batch=Batch(step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k),
-        scoring=Scoring(window_left=6, **options),
-    )
-    want = reference.attention(attention, lambda plane, blocks: torch_path.gather(cache.backend, plane, blocks), torch.float64)
-    assert relative(out, want) < budget(q.dtype)
+    assert relative(out, dense(cache, 1, step, q, window_size=(6, 0), **options)) < budget(q.dtype)
     whole = {"window_size": (6, 0), **options}
     for name in whole:
         assert not torch.equal(out, cache.attend(1, q, step, **{key: value for key, value in whole.items() if key != name})), name

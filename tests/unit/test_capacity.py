@@ -34,10 +34,6 @@ def config(name: str) -> dict[str, Any]:
     return read_config(CONFIGS / f"{name}.json")
 
 
-def windows(described: dict[str, Any]) -> list[int | None]:
-    return [layer.window for layer in model_shape(described).layers]
-
-
 # -- layers -----------------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +90,7 @@ def test_published_models(name: str) -> None:
     ],
 )
 def test_the_ways_to_say_which_layers_keep_what(fields: dict[str, Any], expected: list[int | None]) -> None:
-    assert windows({**LLAMA, **fields}) == expected
+    assert [layer.window for layer in model_shape({**LLAMA, **fields}).layers] == expected
 
 
 @pytest.mark.parametrize(

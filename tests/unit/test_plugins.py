@@ -148,7 +148,7 @@ print("hello"); sys.stderr.write("hello"); os.write(1, b"from C"); os.system("ec
 def test_what_plugins_print_is_not_output(install: Callable[..., Path]) -> None:
     site = install("kvq-int7", "int7", PRINTS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", "from kvq_core.cli import main; main()", "list", "--check", "--json"]
+    command = [sys.executable, "-c", "from kvq_core.cli import main; main()", "list", "--mode", "int7", "--check", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0 and json.loads(done.stdout) and "from C" in done.stderr and "from a shell" in done.stderr
 

@@ -23,6 +23,7 @@ from kvq_core import (
     registry,
     unregister_backend,
 )
+from kvq_core.none import NoneBackend
 
 Install = Callable[..., Path]
 FIRST_PARTY_MODES = {
@@ -39,8 +40,6 @@ pytestmark = pytest.mark.usefixtures("fresh_registry")
 
 
 def backend_class(mode: object) -> type:
-    from kvq_core.none import NoneBackend
-
     return type("Mine", (NoneBackend,), {"mode": mode})
 
 
@@ -118,18 +117,14 @@ def test_imports_at_first_use_and_caches(install: Install) -> None:
     assert all(backend is get_backend("kvq-int7:int7") for backend in found), "threads get one instance"
 
 
-def test_unknown_modes_list_what_is_installed() -> None:
+def test_unknown_modes_list_what_is_installed_or_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownModeError, match="'int5'") as error:
         get_backend("int5")
-    assert all(mode in str(error.value) for mode in FIRST_PARTY_MODES)
-    assert "pip install" not in str(error.value)
-
-
-@pytest.mark.parametrize(("name", "distribution"), [*FIRST_PARTY_MODES.items(), ("int4", "kvq-int4")])
-def test_a_missing_first_party_mode_names_the_pip_command(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(mode in str(error.value) for mode in FIRST_PARTY_MODES) and "pip install" not in str(error.value)
     monkeypatch.setattr(registry, "entry_points", lambda group: ())
-    with pytest.raises(UnknownModeError, match=rf"'{name}.*'; installed: nothing; .*pip install {distribution}$"):
-        get_backend(name)
+    for name, distribution in (*FIRST_PARTY_MODES.items(), ("int4", "kvq-int4")):
+        with pytest.raises(UnknownModeError, match=rf"'{name}.*'; installed: nothing; .*pip install {distribution}$"):
+            get_backend(name)
 
 
 # -- two distributions, one mode -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cache_checks import attention
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, QuantKVBackend, UnknownModeError, get_backend
 from kvq_core.cache.sequences import GrownRow
 from kvq_core.cache.step import Step
@@ -104,26 +105,10 @@ class Model:
             return 0
         return stop + len(self.texts[seq]) - int(residual.packed.seqused_k[at])
 
-    def attention(
-        self, seq: int, layer: int, q: torch.Tensor, first: int, sinks: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
-        text, window = self.texts[seq], self.window
-        j = torch.arange(len(text), device=self.device)
-        exact = (j >= first) | (j < window.sinks)
-        k, v = torch.where(exact[:, None, None], text.exact[:, layer], text.packed[:, layer]).double()
-        k, v = (x.repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
-        scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * SIZE**-0.5
-        cap = options.get("softcap", 0.0)
-        scores = cap * torch.tanh(scores / cap) if cap else scores
-        p = torch.arange(len(text) - len(q), len(text), device=self.device)[:, None]
-        left = options.get("window_size", (-1, -1))[0]
-        seen = (j <= p) & ((p - j <= left) | (left < 0))
-        if options.get("alibi_slopes") is not None:
-            scores = scores + options["alibi_slopes"].double()[:, None, None] * (j - p)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], 2)
-        return (scores.softmax(-1)[..., : len(text)] @ v).transpose(0, 1)
+    def attention(self, seq: int, layer: int, q: torch.Tensor, first: int, **options: Any) -> torch.Tensor:
+        text, j = self.texts[seq], torch.arange(len(self.texts[seq]), device=self.device)
+        exact = (j >= first) | (j < self.window.sinks)
+        return attention(q, *torch.where(exact[:, None, None], text.exact[:, layer], text.packed[:, layer]), **options)
 
 
 @pytest.fixture

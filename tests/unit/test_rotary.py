@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cache_checks import attention
 from kvq_core import ArgumentError, PagedKVCache, get_backend
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
@@ -188,9 +189,7 @@ def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, Any], plac
         cache.write(0, key, key, step)
         out = cache.attend(0, q, step)
         for seq, mine, found in zip(counts, *(x.split(list(counts.values())) for x in (q, out)), strict=True):
-            keys = texts[seq].transpose(0, 1)
-            causal = torch.ones(len(mine), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(mine))
-            wanted = torch.nn.functional.scaled_dot_product_attention(mine.transpose(0, 1), keys, keys, attn_mask=causal).transpose(0, 1)
+            wanted = attention(mine, texts[seq], texts[seq])
             assert float((found - wanted).norm() / wanted.norm()) < allowed, (seq, cache.length(seq))
 
     first, second = cache.allocate_sequence(), cache.allocate_sequence()

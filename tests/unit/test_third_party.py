@@ -43,8 +43,8 @@ def test_it_imports_public_names_only() -> None:
 def test_the_cache_the_command_line_and_the_benchmark_take_it() -> None:
     cache = PagedKVCache(MODE, num_blocks=4, num_kv_heads=2, head_size=96, head_size_v=80, dtype=torch.float32, device="cpu")
     assert cache.bytes_per_token == 2 * (96 * 3 // 8 + 4 + 80 * 3 // 8 + 4)
-    done = CliRunner().invoke(app, ["list", "--check", "--json"], prog_name="kvq")
-    (line,) = [line for line in json.loads(done.stdout) if line["mode"] == MODE]
+    done = CliRunner().invoke(app, ["list", "--mode", MODE, "--check", "--json"], prog_name="kvq")
+    (line,) = json.loads(done.stdout)
     assert done.exit_code == 0 and line["status"] == "ok" and line["bits_per_element"] == 3.25
     for names in (None, [MODE]):
         assert MODE in [backend.mode for backend in modes.backends_of(names)]

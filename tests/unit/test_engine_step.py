@@ -1,7 +1,7 @@
 """What an engine does with a step: it compiles it, captures it, and lets nothing wait for the host.
 
-Both doors in a module under ``torch.compile``, on the CPU too; on a GPU steps that neither allocate nor synchronize, and graphs of several
-batch sizes in one pool. The conformance suite replays one capture as contexts grow (``test_cuda_graph``).
+The conformance suite compiles both doors (``test_compiles_whole``) and replays one capture as contexts grow (``test_cuda_graph``); here are
+growing contexts in compiled code and, on a GPU, steps that neither allocate nor synchronize, and graphs of several batch sizes in one pool.
 """
 
 from dataclasses import replace
@@ -11,61 +11,35 @@ import pytest
 import torch
 
 from cache_checks import MODES
-from kvq_core import PagedKVCache, QuantKVBackend, get_backend
+from kvq_core import QuantKVBackend, get_backend
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 
-HEADS, KV_HEADS, SIZE = 4, 2, 32
 
-
-class Layer(torch.nn.Module):
-    """A model's attention layer: a projection, the write and the read, for one sequence a batch row."""
-
-    def __init__(self, mode: str, device: torch.device) -> None:
-        super().__init__()
-        self.backend = get_backend(mode)
-        self.qkv = torch.nn.Linear(64, (HEADS + 2 * KV_HEADS) * SIZE, device=device)
-        cache = PagedKVCache(mode, num_blocks=16, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32, device=device)
-        # In memory of their own and, on the CPU, without fp8 tensors: AOT autograd follows neither.
-        views = {name: x for name, x in vars(cache.layer(0)).items() if x is not None}
-        self.caches = {name: (x.view(torch.uint8) if x.element_size() == 1 else x).clone() for name, x in views.items()}
-        self.scales = {name: x for name, x in self.caches.items() if "scale" in name}
-
-    def forward(self, x: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, used: torch.Tensor, table: torch.Tensor, longest: int):
-        q, key, value = self.qkv(x).view(x.shape[0], -1, SIZE).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        pages = self.caches["key_cache"], self.caches["value_cache"]
-        self.backend.reshape_and_cache(key, value, *pages, slots, **self.scales)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        batch = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "seqused_k": used, "max_seqlen_k": longest, "block_table": table}
-        self.backend.unified_attention(q, *pages, out, softmax_scale=SIZE**-0.5, **batch, **self.scales)
-        return torch.nn.functional.gelu(out.flatten(1))
+def apart(x: Any) -> Any:
+    """In memory of its own and, on the CPU, no fp8 tensor: AOT autograd follows neither."""
+    return (x.view(torch.uint8) if x.element_size() == 1 else x).clone() if isinstance(x, torch.Tensor) else x
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_module_compiles_whole_and_serves_growing_contexts(mode: str, device: torch.device) -> None:
-    """No graph break; the eager bits while both sequences grow; compiled anew once at most, when ``max_seqlen_k`` turns out to vary."""
-    torch.manual_seed(0)
-    layer = Layer(mode, device)
-    table = torch.arange(16, dtype=torch.int32, device=device).view(2, 8)
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+def test_growing_contexts_compile_once_more_at_most(mode: str, device: torch.device) -> None:
+    """No graph break; the eager bits; compiled anew when ``max_seqlen_k`` turns out to vary."""
+    made = scene.build(Case(query_lens=(1, 1), seq_lens=(40, 44), dtype=torch.float32), get_backend(mode), device).fill()
+    given = {name: apart(x) for name, x in made.read_arguments().items()}
+
+    def read(q: torch.Tensor, used: torch.Tensor, longest: int) -> torch.Tensor:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        made.backend.unified_attention(out=out, **given | {"q": q * 1.0, "seqused_k": used, "max_seqlen_k": longest})
+        return out * 2
+
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
-    for step in range(6):
-        used = torch.tensor([step + 1, step + 5], dtype=torch.int32, device=device)
-        slots = torch.tensor([step, 128 + step + 4], device=device)
-        given = torch.randn(2, 64, device=device), slots, starts, used, table, step + 5
-        before = [cache.clone() for cache in layer.caches.values()]
+    compiled = torch.compile(read, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+    for length in range(33, 40):
+        arguments = given["q"], made.tensor([length, length + 4], torch.int32), length + 4
         with torch.no_grad():
-            wanted = layer(*given)
-            written = [cache.clone() for cache in layer.caches.values()]
-            for cache, old in zip(layer.caches.values(), before, strict=True):
-                cache.copy_(old)
-            got = compiled(*given)
-        # Inductor may fuse and reorder what lies around the ops.
-        torch.testing.assert_close(got, wanted, rtol=0 if device.type == "cpu" else 1e-3, atol=0 if device.type == "cpu" else 1e-3)
-        if device.type == "cpu":
-            assert all(torch.equal(one, other) for one, other in zip(layer.caches.values(), written, strict=True))
+            wanted = read(*arguments)
+            assert torch.equal(compiled(*arguments), wanted)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 

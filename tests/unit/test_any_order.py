@@ -198,14 +198,6 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, phases=GENERATED)
 
 
-class AnyOrderInterpreted(AnyOrder):
-    place = "interpret"
-
-
-TestAnyOrderInterpreted = AnyOrderInterpreted.TestCase
-TestAnyOrderInterpreted.settings = settings(max_examples=12, stateful_step_count=12, deadline=None, phases=GENERATED)
-
-
 class AnyOrderOnAGPU(AnyOrder):
     place = "gpu"
 

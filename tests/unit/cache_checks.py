@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from kvq_core import PagedKVCache
+from kvq_core.cache.step import Step
 from kvq_core.call import torch_path
 from kvq_core.call.spec import Plane
+from kvq_core.testing import oracle
 
 MODES = ("none", "int8_per_token_head", "fp8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 
@@ -61,6 +63,14 @@ def stored(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
     return found
 
 
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int = 0, **options: Any) -> torch.Tensor:
+    """The oracle's, float64, of the newest rows ``q`` [n, Hq, D] over ``k``, ``v`` [m, Hkv, D(v)], with the options of ``attend``."""
+    arguments: dict[str, Any] = dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "mm_prefix_range"))
+    arguments |= {"softmax_scale": q.shape[-1] ** -0.5, "softcap": 0.0, "window_size": (-1, -1), "use_alibi_sqrt": False} | options
+    present = torch.ones(len(k), dtype=torch.bool, device=k.device)
+    return oracle.attend(q, k.double(), v.double(), present, position, arguments).out.transpose(0, 1)
+
+
 def assert_same(one: PagedKVCache, other: PagedKVCache) -> None:
     """Both hold the same sequences with the same tokens, in whichever blocks."""
     assert one.sequences == other.sequences
@@ -68,19 +78,22 @@ def assert_same(one: PagedKVCache, other: PagedKVCache) -> None:
         assert all(torch.equal(x, y) for x, y in zip(stored(one, seq), stored(other, seq), strict=True))
 
 
-def forward(cache: PagedKVCache, new_tokens: dict[int, int], seed: int = 0) -> list[torch.Tensor]:
-    """A step of random rows through every layer; what attention gives."""
+def run(cache: PagedKVCache, new_tokens: dict[int, int], seed: int = 0) -> tuple[Step, list[list[torch.Tensor]], list[torch.Tensor]]:
+    """A step of random rows through every layer: the step, [q, key, value] of each layer, and what attention gives."""
     g, generator = cache.geometry, torch.Generator().manual_seed(seed)
-    step = cache.append(new_tokens)
-
-    def rows(heads: int, size: int) -> torch.Tensor:
-        return torch.randn(step.num_tokens, heads, size, generator=generator).to(cache.device, g.dtype)
-
-    outs = []
+    step, drawn, outs = cache.append(new_tokens), [], []
     for layer in range(g.num_layers):
-        cache.write(layer, rows(g.num_kv_heads, g.head_size), rows(g.num_kv_heads, g.head_size_v), step)
-        outs.append(cache.attend(layer, rows(2 * g.num_kv_heads, g.head_size), step))
-    return outs
+        shapes = ((2 * g.num_kv_heads, g.head_size), (g.num_kv_heads, g.head_size), (g.num_kv_heads, g.head_size_v))
+        drawn.append([torch.randn(step.num_tokens, *shape, generator=generator).to(cache.device, g.dtype) for shape in shapes])
+        q, key, value = drawn[-1]
+        cache.write(layer, key, value, step)
+        outs.append(cache.attend(layer, q, step))
+    return step, drawn, outs
+
+
+def forward(cache: PagedKVCache, new_tokens: dict[int, int], seed: int = 0) -> list[torch.Tensor]:
+    """What attention gives in a step of random rows."""
+    return run(cache, new_tokens, seed)[2]
 
 
 def assert_goes_on_alike(one: PagedKVCache, other: PagedKVCache) -> None:

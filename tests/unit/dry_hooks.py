@@ -7,6 +7,7 @@ without hooks. With ``--compile``, the constants that hooks are told of the mode
 
 import argparse
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from kvq_core.testing.dry_launch import Started, launching_for
 CPU = torch.device("cpu")
 HOOKS = tuple(name for name in vars(type(knobs.runtime)) if name.endswith("_hook"))
 CASES = (
-    Case(query_lens=(1,) * 3, seq_lens=(2048,) * 3, dtype=torch.bfloat16),
+    Case(query_lens=(1,) * 3, seq_lens=(512,) * 3, dtype=torch.bfloat16),
     Case(query_lens=(1, 300), seq_lens=(900, 400), dtype=torch.bfloat16),
 )
 
@@ -62,27 +63,32 @@ def hooked(names: tuple[str, ...]) -> Iterator[tuple[Counter[str], list[Any]]]:
         yield calls, told
 
 
+@functools.cache
+def calls_of(mode: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the doors are given, of each case."""
+    made = [scene.build(case, get_backend(mode), CPU) for case in CASES]
+    return [(one.write_arguments(), one.read_arguments() | {"out": one.fresh_out()["rows"]}) for one in made]
+
+
 def launches(mode: str, names: tuple[str, ...]) -> tuple[list[Started], Counter[str], int]:
     """(what writes and reads launch, each twice, with these hooks set; how often each was called, and of how many kernels' constants)."""
-    backend, started = get_backend(mode), []
+    backend = get_backend(mode)
     with launching_for("sm_90") as dry, hooked(names) as (calls, told):
-        for case in CASES:
-            made = scene.build(case, backend, CPU)
-            writing, reading = made.write_arguments(), made.read_arguments() | {"out": made.fresh_out()["rows"]}
+        dry.started = []
+        for writing, reading in calls_of(mode):
             for _ in range(2):
-                dry.started = []
                 backend.reshape_and_cache(**writing)
                 backend.unified_attention(**reading)
-                started += [(one.kernel, one.grid) for one in dry.started]
     ops.forget_repeats()
+    started = [(one.kernel, one.grid) for one in dry.started]
     return started, calls, len([data for data in told if json.dumps(data["constant_vals"]).count("head_size_v") == 1])
 
 
 def compiled(mode: str) -> list[Any]:
-    made = scene.build(CASES[0], get_backend(mode), CPU)
+    writing, reading = calls_of(mode)[0]
     with hooked(HOOKS) as (_, told), compiling_for(TARGETS["sm_90"].device("sm_90")):
-        made.write()
-        get_backend(mode).unified_attention(**made.read_arguments(), out=made.fresh_out()["rows"])
+        get_backend(mode).reshape_and_cache(**writing)
+        get_backend(mode).unified_attention(**reading)
     return [(data["name"], data["constant_vals"]) for data in told]
 
 
@@ -93,13 +99,13 @@ def main() -> None:
     if mode is not None:
         print(json.dumps(compiled(mode)))
         return
-    seen = []
-    alone = [("int4_per_token_head", (name,)) for name in HOOKS]
-    for mode, names in (*alone, *((entry.mode, HOOKS) for entry in list_backends())):
-        plain, _, _ = launches(mode, ())
+    seen, plains = [], {entry.mode: launches(entry.mode, ())[0] for entry in list_backends()}
+    for mode, names in (*(("int4_per_token_head", (name,)) for name in HOOKS), *((mode, HOOKS) for mode in plains)):
         started, calls, told = launches(mode, names)
         merges = [kernel for kernel, _ in started].count("combine_kernel")
-        seen.append({"mode": mode, "launches": len(started), "merges": merges, "same": started == plain, "calls": calls, "told": told})
+        seen.append(
+            {"mode": mode, "launches": len(started), "merges": merges, "same": started == plains[mode], "calls": calls, "told": told}
+        )
     print(json.dumps({"hooks": HOOKS, "seen": seen}))
 
 

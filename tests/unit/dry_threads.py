@@ -30,7 +30,7 @@ from kvq_core.testing.dry_launch import Started, launching_for
 
 CPU = torch.device("cpu")
 MODES = ("none", "int8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
-LENGTHS = ((3000, 200), (2500, 2500), (9000, 10), (400, 300))
+LENGTHS = ((600, 200), (500, 500), (1800, 10), (400, 300))
 ROUNDS = 3
 
 Call = Callable[[], None]
@@ -94,7 +94,7 @@ def interleaved(starts: list[tuple[int, Started]]) -> int:
 
 def keeps_its_plan() -> bool:
     """Whether calls under the switch launch the same after one during which the switch was turned."""
-    case = Case(query_lens=(1, 1), seq_lens=(9000, 10), head_size=64, dtype=torch.bfloat16)
+    case = Case(query_lens=(1, 1), seq_lens=(1800, 10), head_size=64, dtype=torch.bfloat16)
     made = scene.build(case, get_backend("int4"), CPU)
     reading, out = made.read_arguments(), made.fresh_out()["rows"]
     validate = Attention.validate
@@ -103,10 +103,10 @@ def keeps_its_plan() -> bool:
         planner.set_batch_invariant(False)
         validate(attention, backend)
 
-    seen = []
+    seen: list[Any] = []
     with launching_for("sm_90") as dry:
         for check in (validate, turned, validate):
-            if check is not validate or not seen:
+            if len(seen) < 2:
                 ops.forget_repeats()
             Attention.validate = check  # type: ignore[method-assign]
             dry.started = []

@@ -2,26 +2,17 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
 def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
     """What each returns, all run at once, a thread each."""
-    gate, results = threading.Barrier(len(works)), [None] * len(works)
-    errors: list[BaseException] = []
+    gate = threading.Barrier(len(works))
 
-    def run(index: int) -> None:
-        try:
-            gate.wait()
-            results[index] = works[index]()
-        except BaseException as error:
-            errors.append(error)
+    def run(work: Callable[[], Any]) -> Any:
+        gate.wait()
+        return work()
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(run, works))

@@ -1,7 +1,7 @@
-"""Save one of two caches over and over at a path, until killed: ``python tests/unit/killed_saves.py PATH [MOMENT]``.
+"""Save one cache over another at a path, and stop for good in the middle of it: ``python tests/unit/killed_saves.py PATH MOMENT``.
 
-Prints a line before the first save over the first file. ``MOMENT`` stops for good there: ``half`` (half of the file written), ``whole``
-(all written, not yet under its name) or ``named`` (just renamed).
+``MOMENT``: ``half`` (half of the file written), ``whole`` (all written, not yet under its name) or ``named`` (just renamed). Prints a line
+there.
 """
 
 import os
@@ -31,9 +31,8 @@ def stop() -> None:
 
 
 def main() -> None:
-    path, moment = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
-    caches = [filled(0), filled(1)]
-    caches[0].save(path)
+    path, moment = sys.argv[1:]
+    filled(0).save(path)
     replace = os.replace
 
     def halfway(descriptor: int) -> None:
@@ -41,19 +40,14 @@ def main() -> None:
         stop()
 
     def renamed(part: Any, target: Any) -> None:
-        if moment == "whole":
-            stop()
-        replace(part, target)
         if moment == "named":
-            stop()
+            replace(part, target)
+        stop()
 
+    os.replace = renamed  # type: ignore[assignment]
     if moment == "half":
         os.fsync = halfway
-    os.replace = renamed  # type: ignore[assignment]
-    print("saving", flush=True)
-    while True:
-        for cache in (caches[1], caches[0]):
-            cache.save(path)
+    filled(1).save(path)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
-
 
 def environment(**further: str) -> dict[str, str]:
     """This process's, but for what changes how kvq's kernels run."""
@@ -18,6 +16,7 @@ def environment(**further: str) -> dict[str, str]:
 
 def told_by(name: str, *options: str) -> Any:
     """What the program of that name prints as JSON."""
-    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), *options], capture_output=True, text=True, env=environment())
+    command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -34,32 +34,36 @@ def config(name: str) -> dict[str, Any]:
     return read_config(CONFIGS / f"{name}.json")
 
 
-def windows(described: dict[str, Any]) -> list[int | None]:
-    return [layer.window for layer in model_shape(described).layers]
-
-
 # -- layers -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "windows", "kv_heads", "head_size", "dtype", "max_context"),
-    [
-        ("llama-3.1-8b", [None] * 32, 8, 128, torch.bfloat16, 131072),  # head size 4096 / 32
-        ("mixtral-8x7b", [None] * 32, 8, 128, torch.bfloat16, 32768),
-        ("qwen3-8b", [None] * 36, 8, 128, torch.bfloat16, 40960),
-        ("mistral-7b-v0.1", [4096] * 32, 8, 128, torch.bfloat16, 32768),
-        ("gemma-2-9b", [4096, None] * 21, 8, 256, torch.float32, 8192),  # head_dim is not 3584 / 16
-        ("gemma-3-4b", ([1024] * 5 + [None]) * 5 + [1024] * 4, 4, 256, torch.bfloat16, None),  # heads that the class's defaults tell
-        ("gpt-oss-20b", [128, None] * 12, 8, 64, torch.bfloat16, 131072),
-        ("qwen3-next-80b-a3b", [None] * 12, 2, 256, torch.bfloat16, 262144),
-    ],
-)
-def test_layers_of_published_models(
-    name: str, windows: list[int | None], kv_heads: int, head_size: int, dtype: torch.dtype, max_context: int | None
-) -> None:
+BF16 = torch.bfloat16
+PUBLISHED: dict[str, tuple[list[int | None], int, int, torch.dtype, int | None, float | None]] = {
+    "llama-3.1-8b": ([None] * 32, 8, 128, BF16, 131072, 8.030e9),  # head size 4096 / 32
+    "mixtral-8x7b": ([None] * 32, 8, 128, BF16, 32768, 46.703e9),
+    "qwen3-8b": ([None] * 36, 8, 128, BF16, 40960, 8.191e9),
+    "mistral-7b-v0.1": ([4096] * 32, 8, 128, BF16, 32768, 7.242e9),
+    "gemma-2-9b": ([4096, None] * 21, 8, 256, torch.float32, 8192, 9.242e9),  # head_dim is not 3584 / 16
+    "gemma-3-4b": (([1024] * 5 + [None]) * 5 + [1024] * 4, 4, 256, BF16, None, 3.880e9),  # heads that the class's defaults tell; text
+    "gpt-oss-20b": ([128, None] * 12, 8, 64, BF16, 131072, None),
+    "qwen3-next-80b-a3b": ([None] * 12, 2, 256, BF16, 262144, 79.67e9),
+}
+"""Of each layer its window; kv heads, head size, dtype, longest context, parameters."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    windows, kv_heads, size, dtype, max_context, parameters = PUBLISHED[name]
     shape = model_shape(config(name))
-    assert list(shape.layers) == [AttentionLayer(kv_heads, head_size, head_size, window) for window in windows]
+    assert list(shape.layers) == [AttentionLayer(kv_heads, size, size, window) for window in windows]
     assert (shape.dtype, shape.max_context) == (dtype, max_context)
+    bytes_a_head = {"none": size * dtype.itemsize, "int8": size + 4, "fp8_per_tensor": size, "int4": size // 2 + 4, "int2": size // 4 + 4}
+    for mode, nbytes in bytes_a_head.items():
+        found = capacity_of(get_backend(mode), shape, Budget(80 * GIB, 0), context=1024)
+        assert found.bytes_per_token == len(windows) * kv_heads * 2 * nbytes, mode
+    if parameters is not None:
+        count = weight_count(config(name))
+        assert count.parameters == pytest.approx(parameters, rel=0.002) and count.bytes_per_parameter == dtype.itemsize
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_layers_of_published_models(
     ],
 )
 def test_the_ways_to_say_which_layers_keep_what(fields: dict[str, Any], expected: list[int | None]) -> None:
-    assert windows({**LLAMA, **fields}) == expected
+    assert [layer.window for layer in model_shape({**LLAMA, **fields}).layers] == expected
 
 
 @pytest.mark.parametrize(
@@ -98,19 +102,18 @@ def test_the_ways_to_say_which_layers_keep_what(fields: dict[str, Any], expected
         ({"multi_query": True}, (1, 128, 128)),
         ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, (2, 128, 128)),
         ({"kv_channels": 64, "multi_query_group_num": 2}, (2, 64, 64)),
+        ({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, (12, 64, 64)),
     ],
 )
 def test_heads(fields: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    layer = model_shape({**LLAMA, **fields}).layers[0]
+    layer = model_shape(fields if "model_type" in fields else {**LLAMA, **fields}).layers[0]
     assert (layer.num_kv_heads, layer.head_size, layer.head_size_v) == expected
 
 
-def test_heads_of_full_layers_and_names_of_older_families() -> None:
+def test_heads_of_full_layers() -> None:
     fields = {"sliding_window": 512, "sliding_window_pattern": 4, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 1}
     local, full = AttentionLayer(4, 256, 256, 512), AttentionLayer(1, 512, 512)
     assert model_shape({**LLAMA, **fields}).layers == (local, local, local, full) * 2
-    shape = model_shape({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024})
-    assert shape.layers == (AttentionLayer(12, 64, 64),) * 12 and shape.max_context == 1024
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------
@@ -141,31 +144,14 @@ def test_what_kvq_cannot_cache_is_refused(described: dict[str, Any], message: st
 
 def test_files_that_hold_no_config_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
-    (tmp_path / "torn.json").write_text('{"model_type": ')
-    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    for path, message in ((tmp_path, "a JSON list"), (tmp_path / "torn.json", "no JSON"), (tmp_path / "bytes.json", "no JSON")):
+    (tmp_path / "torn").write_text('{"model_type": ')
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("", "a JSON list"), ("torn", "no JSON"), ("bytes", "no JSON"), ("missing", "No such file")):
         with pytest.raises(ArgumentError, match=message):
-            read_config(path)
-    with pytest.raises(ArgumentError, match="No such file"):
-        read_config(tmp_path / "missing")
+            read_config(tmp_path / name)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------------
-
-# layers x kv heads x (K and V) x bytes a head: 2 a value in bf16 (4 in float32); 1, a half or a quarter, and a 4-byte scale
-BYTES = {
-    "llama-3.1-8b": {"none": 131072, "int8": 32 * 8 * 2 * 132, "fp8_per_tensor": 65536, "int4": 34816, "int2": 18432},
-    "qwen3-8b": {"none": 147456, "int8": 36 * 8 * 2 * 132, "fp8_per_tensor": 73728, "int4": 39168, "int2": 20736},
-    "gemma-2-9b": {"none": 688128, "int8": 42 * 8 * 2 * 260, "fp8_per_tensor": 172032, "int4": 88704, "int2": 45696},
-    "gpt-oss-20b": {"none": 49152, "int8": 24 * 8 * 2 * 68, "fp8_per_tensor": 24576, "int4": 13824, "int2": 7680},
-    "qwen3-next-80b-a3b": {"none": 24576, "int8": 12 * 2 * 2 * 260, "fp8_per_tensor": 12288, "int4": 6336, "int2": 3264},
-}
-
-
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_per_token_by_hand(name: str) -> None:
-    shape, budget = model_shape(config(name)), Budget(80 * GIB, 0)
-    assert {mode: capacity_of(get_backend(mode), shape, budget, context=1024).bytes_per_token for mode in BYTES[name]} == BYTES[name]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -187,20 +173,15 @@ def test_a_window_holds_the_blocks_it_touches() -> None:
 
 
 def test_windowed_layers_keep_their_window_only() -> None:
-    shape = model_shape(config("gemma-3-4b"))
     a_layer = 4 * 2 * 256 * 2
-    at_32k = capacity_of(get_backend("none"), shape, Budget(80 * GIB, 0), context=32768)
-    assert at_32k.sequence_bytes == a_layer * (5 * 32768 + 29 * (1024 + 16))
-    assert at_32k.bytes_per_token == 34 * a_layer
-
-
-def test_a_model_of_windows_alone_has_no_longest_sequence() -> None:
+    at_32k = capacity_of(get_backend("none"), model_shape(config("gemma-3-4b")), Budget(80 * GIB, 0), context=32768)
+    assert at_32k.sequence_bytes == a_layer * (5 * 32768 + 29 * (1024 + 16)) and at_32k.bytes_per_token == 34 * a_layer
+    # A model of windows alone has no longest sequence, unless the room ends before the window does.
     shape = model_shape(config("mistral-7b-v0.1"))
     found = capacity_of(get_backend("int4"), shape, Budget(40 * GIB, 14 * GIB), context=100_000)
-    assert found.tokens is None and found.concurrent_context is None
-    assert found.sequence_bytes == 34816 * (4096 + 16)
+    assert found.tokens is None and found.concurrent_context is None and found.sequence_bytes == 34816 * (4096 + 16)
     tight = capacity_of(get_backend("none"), shape, Budget(GIB, 0, utilization=0.25), context=100)
-    assert tight.tokens == (GIB // 4) // (131072 * 16) * 16, "the room ends before the window does"
+    assert tight.tokens == (GIB // 4) // (131072 * 16) * 16
 
 
 def test_what_fits_in_a_gpu() -> None:
@@ -258,24 +239,6 @@ def test_numbers_out_of_range_are_refused() -> None:
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("llama-3.1-8b", 8.030e9),
-        ("qwen3-8b", 8.191e9),
-        ("mistral-7b-v0.1", 7.242e9),
-        ("mixtral-8x7b", 46.703e9),
-        ("gemma-2-9b", 9.242e9),
-        ("gemma-3-4b", 3.880e9),  # the text model
-        ("qwen3-next-80b-a3b", 79.67e9),
-    ],
-)
-def test_counted_parameters_are_the_published_ones(name: str, published: float) -> None:
-    count = weight_count(config(name))
-    assert count.parameters == pytest.approx(published, rel=0.002)
-    assert count.bytes_per_parameter == (4 if name == "gemma-2-9b" else 2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """``kvq calc`` on every type of causal model that transformers knows: the layers that transformers caches, or a reason."""
 
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ def test_every_type_is_answered_as_transformers_caches_it_or_refused_with_the_re
         if model_type in UNBUILDABLE:
             continue
         described = config_of(model_type)
-        begin = time.perf_counter()
         try:
             kinds = counted(described)
         except ArgumentError as reason:
@@ -63,7 +61,6 @@ def test_every_type_is_answered_as_transformers_caches_it_or_refused_with_the_re
             answered.append(model_type)
             if SAME and model_type in RECORDED:
                 assert sorted(([n, *kind] for kind, n in kinds.items()), key=repr) == RECORDED[model_type], model_type
-        assert time.perf_counter() - begin < 1, model_type
         path.write_text(json.dumps(described))
         done = CliRunner().invoke(app, ["calc", str(path), "--mode", "none,int8", "--json"])
         assert done.exit_code in ((0, 2) if model_type in answered else (2,)), f"{model_type}: {done.output}"

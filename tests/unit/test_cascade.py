@@ -28,12 +28,6 @@ def test_a_read_that_saw_nothing_changes_nothing(parts: Parts) -> None:
     assert not found.any() and bool((found_lse == -torch.inf).all())
 
 
-def test_weights_of_far_apart_reads_do_not_overflow(parts: Parts) -> None:
-    out, lse, _, _ = parts
-    found, found_lse = combine(out, lse + 1e4, out * 3, lse - 1e4)
-    assert torch.equal(found, out) and torch.equal(found_lse, lse + 1e4)
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 8), (37, 5, 80), (3, 7, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, parts: Parts) -> None:
@@ -43,6 +37,7 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, parts: Par
     out, other = rows.transpose(1, 2)
     lse, other_lse = 20 * torch.randn(2, *shape[:2], generator=generator).to(parts[0].device)
     lse[0], other_lse[-1] = -torch.inf, -torch.inf
+    lse[-1, 0] = 1e4  # weights of far apart reads must not overflow
     expected_lse = torch.logaddexp(lse.double(), other_lse.double())
     weights = [(x.double() - expected_lse).exp().nan_to_num()[..., None] for x in (lse, other_lse)]
     expected = out.double() * weights[0] + other.double() * weights[1]

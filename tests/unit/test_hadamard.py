@@ -18,8 +18,8 @@ from kvq_core.hadamard import (
 )
 
 pytestmark = pytest.mark.quick
-SIZES = (1, 2, 16, 64, 128, 256)
-HEAD_SIZES = (16, 64, 80, 96, 112, 128, 192, 256)
+SIZES = (1, 2, 64, 256)
+HEAD_SIZES = (16, 80, 96, 128, 256)
 D64, D128, D256 = "0d597365b1358080", "6c3d44a638547f6b", "818ba44a41c4afab48980b32a04320fa"
 
 
@@ -65,7 +65,7 @@ def test_block_transforms(size: int, device: torch.device) -> None:
     x = rows(7, size).to(device)
     matrix = by_blocks(size).to(device)
     signs = rht_signs(size, device=device).double()
-    assert block_of(size) == size & -size
+    assert block_of(size) == size & -size and torch.equal(signs, rht_signs(size & -size, device=device).repeat(size // (size & -size)))
     torch.testing.assert_close(block_hadamard(x), x @ matrix, rtol=0, atol=1e-11)
     torch.testing.assert_close(single_rht(x), (x * signs) @ matrix, rtol=0, atol=1e-11)
     torch.testing.assert_close(single_rht(x, inverse=True), (x @ matrix) * signs, rtol=0, atol=1e-11)
@@ -82,11 +82,4 @@ def test_signs_are_the_published_ones() -> None:
     assert sign_bits() & (2**128 - 1) == little_endian(D64 + D128)
     assert sign_bits() & (2**256 - 1) == little_endian(D64 + D128 + D256)
     assert sign_bits(0, 64) == little_endian(D64), "a longer vector begins with the shorter one"
-    assert sign_bits(1) != sign_bits(0)
-
-
-def test_signs_repeat_for_each_block() -> None:
-    for size in (80, 96, 192):
-        block = block_of(size)
-        assert torch.equal(rht_signs(size), rht_signs(block).repeat(size // block))
-    assert set(rht_signs(128).tolist()) == {-1.0, 1.0}
+    assert sign_bits(1) != sign_bits(0) and set(rht_signs(128).tolist()) == {-1.0, 1.0}

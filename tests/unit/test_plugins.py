@@ -19,18 +19,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("fresh_registry")]
 CONFIG = Path(__file__).parents[1] / "data" / "configs" / "qwen3-8b.json"
 HEAD = "from kvq_core.none import NoneBackend\n\nclass Backend(NoneBackend):\n    mode = 'int7'\n"
 AT_IMPORT = {
-    **{
-        f"raises {what}": f"raise {what}"
-        for what in (
-            "SystemExit",
-            "SystemExit(0)",
-            "BaseException('x')",
-            "GeneratorExit",
-            "MemoryError",
-            "RecursionError",
-            "OSError(5, 'x')",
-        )
-    },
+    **{f"raises {what}": f"raise {what}" for what in ("SystemExit", "BaseException('x')", "GeneratorExit", "RecursionError")},
     "raises an outcome": "import pytest\npytest.skip('x', allow_module_level=True)",
     "raises what cannot be told": "class E(Exception):\n    def __str__(self): raise OSError\nraise E",
     "is no text": "\0",
@@ -39,18 +28,14 @@ AT_IMPORT = {
         f"has {name} = {value}": f"{HEAD}    {name} = {value}\n"
         for name, values in {
             "mode": ("None", "b'int7'"),
-            "packing_factor": ("0", "-2", "'x'", "None", "2.0", "True"),
-            "head_size_multiple": ("'x'", "0", "-4", "None", "1.5", "True", "float('nan')"),
+            "packing_factor": ("0", "'x'", "2.0", "True"),
+            "head_size_multiple": ("0", "None", "1.5", "float('nan')"),
             "max_head_size": ("None", "'256'", "0", "float('inf')"),
-            "needs_scale_caches": ("'no'", "None", "1"),
-            "reads_scales": ("None", "[]"),
+            "needs_scale_caches": ("'no'", "1"),
+            "reads_scales": ("None",),
             "read_level_errors": ("None", "0.1", "('x',)", "(float('nan'),)"),
-            "encode": ("None", "3"),
-            "decode": ("None",),
             "cache_dtype": ("'uint8'",),
-            "write": ("None",),
-            "read": ("None",),
-            "check_head_size": ("False",),
+            **dict.fromkeys(("encode", "decode", "write", "read", "check_head_size"), ("None",)),
         }.items()
         for value in values
     },
@@ -163,16 +148,16 @@ print("hello"); sys.stderr.write("hello"); os.write(1, b"from C"); os.system("ec
 def test_what_plugins_print_is_not_output(install: Callable[..., Path]) -> None:
     site = install("kvq-int7", "int7", PRINTS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", "from kvq_core.cli import main; main()", "list", "--check", "--json"]
+    command = [sys.executable, "-c", "from kvq_core.cli import main; main()", "list", "--mode", "int7", "--check", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0 and json.loads(done.stdout) and "from C" in done.stderr and "from a shell" in done.stderr
 
 
-@pytest.mark.parametrize("damage", ["no METADATA", "binary entry points", "an entry point without a module"])
-def test_damaged_metadata_break_only_their_distribution(install: Callable[..., Path], damage: str) -> None:
+@pytest.mark.parametrize("damaged", [None, b"\xff\xfe[kvq.backends", b"[kvq.backends]\nint7 = \n"])
+def test_damaged_metadata_break_only_their_distribution(install: Callable[..., Path], damaged: bytes | None) -> None:
     info = install("kvq-int7", "int7") / "kvq_int7-1.0.dist-info"
-    if damage == "no METADATA":
+    if damaged is None:
         (info / "METADATA").unlink()
     else:
-        (info / "entry_points.txt").write_bytes(b"\xff\xfe[kvq.backends" if damage.startswith("binary") else b"[kvq.backends]\nint7 = \n")
+        (info / "entry_points.txt").write_bytes(damaged)
     assert get_backend("int4").mode == "int4_per_token_head" and "none" in {entry.mode for entry in list_backends()}

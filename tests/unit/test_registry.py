@@ -1,5 +1,6 @@
 """The registry, against made-up distributions: a dist-info folder on ``sys.path`` is all that discovery looks at."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from kvq_core import (
     registry,
     unregister_backend,
 )
+from kvq_core.none import NoneBackend
 
 Install = Callable[..., Path]
 FIRST_PARTY_MODES = {
@@ -38,8 +40,6 @@ pytestmark = pytest.mark.usefixtures("fresh_registry")
 
 
 def backend_class(mode: object) -> type:
-    from kvq_core.none import NoneBackend
-
     return type("Mine", (NoneBackend,), {"mode": mode})
 
 
@@ -71,8 +71,7 @@ def test_a_record_says_who_offers_what_once(install: Install) -> None:
 def test_listing_imports_nothing(install: Install) -> None:
     site = install("kvq-int7", "int7_per_token_head", "raise RuntimeError('imported')")
     program = """
-import json, sys
-import kvq_core
+import json, sys, kvq_core
 modes = [entry.mode for entry in kvq_core.list_backends()]
 assert kvq_core.has_backend("int4_per_token_head")
 print(json.dumps([modes, sorted({name.partition(".")[0] for name in sys.modules})]))
@@ -81,7 +80,7 @@ print(json.dumps([modes, sorted({name.partition(".")[0] for name in sys.modules}
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
     modes, imported = json.loads(done.stdout)
     assert "int7_per_token_head" in modes
-    assert not {"torch", "triton", "numpy", "kvq_int2", "kvq_int7", "kvq_int4", "kvq_int8fp8"} & set(imported)
+    assert not {"torch", "triton", "numpy", "kvq_int2", "kvq_int3", "kvq_int7", "kvq_int4", "kvq_int8fp8"} & set(imported)
 
 
 # -- getting ---------------------------------------------------------------------------------------------------------------
@@ -118,18 +117,14 @@ def test_imports_at_first_use_and_caches(install: Install) -> None:
     assert all(backend is get_backend("kvq-int7:int7") for backend in found), "threads get one instance"
 
 
-def test_unknown_modes_list_what_is_installed() -> None:
+def test_unknown_modes_list_what_is_installed_or_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownModeError, match="'int5'") as error:
         get_backend("int5")
-    assert all(mode in str(error.value) for mode in FIRST_PARTY_MODES)
-    assert "pip install" not in str(error.value)
-
-
-@pytest.mark.parametrize(("name", "distribution"), [*FIRST_PARTY_MODES.items(), ("int4", "kvq-int4")])
-def test_a_missing_first_party_mode_names_the_pip_command(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(mode in str(error.value) for mode in FIRST_PARTY_MODES) and "pip install" not in str(error.value)
     monkeypatch.setattr(registry, "entry_points", lambda group: ())
-    with pytest.raises(UnknownModeError, match=rf"'{name}.*'; installed: nothing; .*pip install {distribution}$"):
-        get_backend(name)
+    for name, distribution in (*FIRST_PARTY_MODES.items(), ("int4", "kvq-int4")):
+        with pytest.raises(UnknownModeError, match=rf"'{name}.*'; installed: nothing; .*pip install {distribution}$"):
+            get_backend(name)
 
 
 # -- two distributions, one mode -------------------------------------------------------------------------------------------
@@ -149,26 +144,16 @@ def test_rivals_are_an_error_that_shows_both_ways_out(rivals: None) -> None:
     assert get_backend("int2").mode == "int2_per_token_head"
 
 
-@pytest.mark.parametrize("name", ["int4", "int4_per_token_head"])
-@pytest.mark.parametrize("key", ["int4", "int4_per_token_head"])
-@pytest.mark.parametrize(("distribution", "module"), [("kvq-int4", "kvq_int4.backend"), ("KVQ_int4.turbo", "kvq_int4_turbo")])
-def test_the_environment_chooses(
-    rivals: None, monkeypatch: pytest.MonkeyPatch, name: str, key: str, distribution: str, module: str
-) -> None:
-    monkeypatch.setenv("KVQ_BACKENDS", f"int2=kvq-int2, {key} = {distribution} ,")
-    assert type(get_backend(name)).__module__ == module
-    # The qualified name chooses over the environment.
-    assert type(get_backend("kvq-int4-turbo:int4")).__module__ == "kvq_int4_turbo"
-    assert type(get_backend("kvq-int4:int4_per_token_head")).__module__ == "kvq_int4.backend"
-
-
-def test_the_environment_is_read_at_each_call(rivals: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for distribution in ("kvq-int4", "kvq-int4-turbo", "kvq-int4"):
-        monkeypatch.setenv("KVQ_BACKENDS", f"int4={distribution}")
-        backend = get_backend("int4")
-        assert found.setdefault(distribution, backend) is backend
-    assert len(set(map(id, found.values()))) == 2
+def test_the_environment_chooses_at_each_call(rivals: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, object] = {}
+    chosen = [("kvq-int4", "kvq_int4.backend"), ("KVQ_int4.turbo", "kvq_int4_turbo"), ("kvq-int4", "kvq_int4.backend")]
+    for (distribution, module), key, name in itertools.product(chosen, *[("int4", "int4_per_token_head")] * 2):
+        monkeypatch.setenv("KVQ_BACKENDS", f"int2=kvq-int2, {key} = {distribution} ,")
+        backend = get_backend(name)
+        assert type(backend).__module__ == module and found.setdefault(module, backend) is backend
+        # The qualified name chooses over the environment.
+        assert type(get_backend("kvq-int4-turbo:int4")).__module__ == "kvq_int4_turbo"
+        assert type(get_backend("kvq-int4:int4_per_token_head")).__module__ == "kvq_int4.backend"
     monkeypatch.delenv("KVQ_BACKENDS")
     with pytest.raises(DuplicateModeError):
         get_backend("int4")
@@ -181,11 +166,7 @@ def test_choosing_a_distribution_that_does_not_provide_the_mode(monkeypatch: pyt
     with pytest.raises(UnknownModeError, match="KVQ_BACKENDS='int4=kvq-int2' takes mode 'int4_per_token_head' from kvq-int2"):
         get_backend("int4")
     assert get_backend("int8").mode == "int8_per_token_head"
-
-
-@pytest.mark.parametrize("text", ["int4", "=kvq-int4", "int4=", "int4=kvq-int4,int4_per_token_head=kvq-int2"])
-def test_a_malformed_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("KVQ_BACKENDS", text)
+    monkeypatch.setenv("KVQ_BACKENDS", "int4=kvq-int4,int4_per_token_head=kvq-int2")
     with pytest.raises(ArgumentError, match=r"^KVQ_BACKENDS: got"):
         get_backend("int4")
     assert list_backends()

@@ -3,18 +3,26 @@
 import pytest
 import torch
 
+from cache_checks import MODES
 from kvq_core import get_backend, list_backends
 from kvq_core.call import ops
 from kvq_core.call.replay_cache import ReplayCache, facts_of
+from kvq_core.launch.replay import triton_is_known
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from programs import told_by
 
-MODES = ("none", "int8_per_token_head", "fp8_per_tensor", "int4_per_token_head", "int2_per_token_head")
 
+@pytest.mark.parametrize("blind", ["", "alignment", "stride", "dtype"])
+def test_replays_launch_what_the_whole_way_would(blind: str) -> None:
+    """Whatever differs from an earlier call: address, alignment, shape, strides, dtype, device, options, the environment.
 
-def test_replays_launch_what_the_whole_way_would() -> None:
-    """Whatever differs from an earlier call: address, alignment, shape, strides, dtype, device, options, the environment."""
+    Blind to a fact, they would not.
+    """
+    if blind:
+        seen = told_by("dry_replays", "--blind", blind)
+        assert seen["wrong"] or not seen["known"]
+        return
     seen = told_by("dry_replays")
     assert seen["wrong"] == []
     assert seen["tried"] > 1000, "nothing was tested"
@@ -23,23 +31,14 @@ def test_replays_launch_what_the_whole_way_would() -> None:
     assert seen["launches_of_a_write"] == {entry.mode: 1 for entry in list_backends()}, "K and V go in one"
 
 
-@pytest.mark.parametrize("fact", ["alignment", "stride", "dtype"])
-def test_variations_would_show_a_missing_fact(fact: str) -> None:
-    seen = told_by("dry_replays", "--blind", fact)
-    assert seen["wrong"] or not seen["known"]
-
-
 @pytest.mark.quick
 def test_facts_are_all_but_the_address() -> None:
-    x = torch.zeros(4, 64)
+    x, flat = torch.zeros(4, 64), torch.zeros(260)
     facts, addresses = facts_of((x, None, 3))
-    assert addresses == [x.data_ptr()]
-    assert facts_of((x.clone(), None, 3))[0] == facts
+    assert addresses == [x.data_ptr()] and facts_of((x.clone(), None, 3))[0] == facts
     others = (x[:3], x.t(), x[:, 1:], x.int(), x[:, ::2], torch.zeros(64, 4).t(), x.to("meta"), None)
     assert all(facts_of((other, None, 3))[0] != facts for other in others)
-    flat = torch.zeros(260)
-    places = [facts_of((flat[start : start + 256],))[0] for start in range(4)]
-    assert len(set(places)) == 4, "accesses as wide as one of them allows would be wrong in another"
+    assert len({facts_of((flat[start : start + 256],))[0] for start in range(4)}) == 4, "an access may be too wide elsewhere"
     assert facts_of((x, x, 3))[0] != facts != facts_of((x, None, 4))[0]
 
 
@@ -56,8 +55,6 @@ def test_the_oldest_call_is_forgotten() -> None:
 @pytest.mark.parametrize("way", ["plain", "stream", "graph"])
 def test_replays_use_the_new_tensors(monkeypatch: pytest.MonkeyPatch, mode: str, way: str) -> None:
     """Bytes and results of a repeated call are those of the whole way, eagerly, on another stream, and captured."""
-    from kvq_core.launch.replay import triton_is_known
-
     device, backend = places.enter("gpu", monkeypatch).device, get_backend(mode)
     case = Case(query_lens=(1, 1, 3), seq_lens=(2100, 700, 40), sinks=True)
 
@@ -65,10 +62,9 @@ def test_replays_use_the_new_tensors(monkeypatch: pytest.MonkeyPatch, mode: str,
         made = scene.build(case, backend, device, seed=seed)
         made.write()
         arguments, out = made.read_arguments(), made.fresh_out()["rows"]
-        stream = torch.cuda.Stream()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         if way == "graph":
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 backend.unified_attention(out=out, **arguments)
             graph.replay()
@@ -93,10 +89,9 @@ def test_replays_use_the_new_tensors(monkeypatch: pytest.MonkeyPatch, mode: str,
 def test_calls_go_to_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever device is current."""
     places.enter("gpu", monkeypatch)
-    backend, case = get_backend("int4"), Case(query_lens=(1, 3), seq_lens=(900, 20))
     results = []
     for index in (0, 1, 1):
-        made = scene.build(case, backend, torch.device("cuda", index))
+        made = scene.build(Case(query_lens=(1, 3), seq_lens=(900, 20)), get_backend("int4"), torch.device("cuda", index))
         made.write()
         results.append(made.read().cpu())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

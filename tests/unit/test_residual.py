@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cache_checks import attention
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, QuantKVBackend, UnknownModeError, get_backend
 from kvq_core.cache.sequences import GrownRow
 from kvq_core.cache.step import Step
@@ -104,46 +105,41 @@ class Model:
             return 0
         return stop + len(self.texts[seq]) - int(residual.packed.seqused_k[at])
 
-    def attention(
-        self, seq: int, layer: int, q: torch.Tensor, first: int, sinks: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
-        text, window = self.texts[seq], self.window
-        j = torch.arange(len(text), device=self.device)
-        exact = (j >= first) | (j < window.sinks)
-        k, v = torch.where(exact[:, None, None], text.exact[:, layer], text.packed[:, layer]).double()
-        k, v = (x.repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
-        scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * SIZE**-0.5
-        cap = options.get("softcap", 0.0)
-        scores = cap * torch.tanh(scores / cap) if cap else scores
-        p = torch.arange(len(text) - len(q), len(text), device=self.device)[:, None]
-        left = options.get("window_size", (-1, -1))[0]
-        seen = (j <= p) & ((p - j <= left) | (left < 0))
-        if options.get("alibi_slopes") is not None:
-            scores = scores + options["alibi_slopes"].double()[:, None, None] * (j - p)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], 2)
-        return (scores.softmax(-1)[..., : len(text)] @ v).transpose(0, 1)
+    def attention(self, seq: int, layer: int, q: torch.Tensor, first: int, **options: Any) -> torch.Tensor:
+        text, j = self.texts[seq], torch.arange(len(self.texts[seq]), device=self.device)
+        exact = (j >= first) | (j < self.window.sinks)
+        return attention(q, *torch.where(exact[:, None, None], text.exact[:, layer], text.packed[:, layer]), **options)
 
 
-@pytest.fixture(params=places.params("eager", "interpret", "gpu"))
+@pytest.fixture
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     return places.enter(request.param, monkeypatch)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.fixture(params=places.params("eager", "gpu"))
+def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return places.enter(request.param, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        *(pytest.param("eager", options, marks=pytest.mark.quick) for options in WINDOWS),
+        *(pytest.param("interpret", options) for options in WINDOWS[-2:]),
+        *(pytest.param("gpu", options, marks=pytest.mark.gpu) for options in WINDOWS),
+    ],
+    indirect=["place"],
+    ids=str,
+)
 def test_a_sequence_is_read_through_its_window(options: dict[str, Any], place: Place) -> None:
     """A prompt in chunks, then single tokens and drafts: at every length, the newest tokens are exact, and no more than a block besides."""
     model = Model(place, **options, max_sequences=2)
     seq, window = model.start(), model.window
-    sinks = window.sinks
-    steps = (5, 70, 1, 8, 33, 1) if place.name == "interpret" else (5, 70, 1, 1, 8, 33, *[1] * 40, 3, 200, 1, 1)
-    for count in steps:
+    for count in (5, 70, 1, 8) if place.name == "interpret" else (5, 70, 1, 1, 8, 33, *[1] * 40, 3, 200, 1, 1):
         length = len(model.texts[seq])
         first = model.first(model.append({seq: count}), seq)
         assert first <= max(length - window.length, 0)
-        assert first > length - window.length - 16 or first <= sinks + 16
+        assert first > length - window.length - 16 or first <= window.sinks + 16
 
 
 @pytest.mark.parametrize(
@@ -156,10 +152,10 @@ def test_a_sequence_is_read_through_its_window(options: dict[str, Any], place: P
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_attention_options(options: dict[str, Any], device: torch.device) -> None:
-    model = Model(Place("eager" if device.type == "cpu" else "gpu"), residual_length=20, max_sequences=1)
+def test_attention_options(options: dict[str, Any], fast: Place) -> None:
+    model = Model(fast, residual_length=20, max_sequences=1)
     seq = model.start()
-    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    options = {name: value.to(fast.device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     for count in (50, 60, 1, 4, 1):
         model.append({seq: count}, **options)
 
@@ -177,9 +173,9 @@ CHANGES = st.lists(
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES, st.sampled_from(WINDOWS), st.integers(0, 99))
-def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], options: dict[str, Any], seed: int) -> None:
+def test_any_history(fast: Place, tmp_path: Path, changes: list[Any], options: dict[str, Any], seed: int) -> None:
     """Whatever sequences have been through, attention is over exact rows where the call says so, and packed ones elsewhere."""
-    model = Model(Place("eager" if device.type == "cpu" else "gpu"), seed, **options, max_sequences=4)
+    model = Model(fast, seed, **options, max_sequences=4)
     model.start()
     for change, *given_ in changes:
         live = list(model.texts)
@@ -202,24 +198,13 @@ def test_any_history(device: torch.device, tmp_path: Path, changes: list[Any], o
             model.cache = copy.deepcopy(model.cache)
         elif change == "save":
             model.cache.save(tmp_path / "cache")
-            model.cache = PagedKVCache.load(tmp_path / "cache", device=device)
+            model.cache = PagedKVCache.load(tmp_path / "cache", device=fast.device)
     model.append(dict.fromkeys(model.texts, 1))
 
 
-def test_forks_part_when_they_write(device: torch.device) -> None:
-    """Of sequences that share a block, all but the last to write take a copy of it."""
-    model = Model(Place("eager" if device.type == "cpu" else "gpu"), residual_length=32, max_sequences=4)
-    seq = model.start()
-    model.append({seq: 21})
-    for _ in range(3):
-        model.texts[model.cache.fork(seq)] = model.texts[seq]
-    for count in (1, 1, 5):
-        model.append(dict.fromkeys(model.texts, count))
-
-
-def test_rolled_back_drafts_stay_exact(device: torch.device) -> None:
+def test_rolled_back_drafts_stay_exact(fast: Place) -> None:
     """What a rejected draft leaves is what would be there without it: the window before a call is never given up for its new tokens."""
-    model = Model(Place("eager" if device.type == "cpu" else "gpu"), residual_length=32, max_sequences=1)
+    model = Model(fast, residual_length=32, max_sequences=1)
     seq = model.start()
     model.append({seq: 100})
     for kept in (1, 3, 8, 2):
@@ -237,59 +222,45 @@ def test_an_append_that_did_not_end() -> None:
     assert (growth.before.first, growth.before.count, growth.after.first, growth.after.end) == (20, 0, 20, 21)
 
 
+def make(**options: Any) -> PagedKVCache:
+    return PagedKVCache("int4", num_blocks=20, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32, **options)
+
+
 @pytest.mark.quick
-def test_bad_input() -> None:
-    def make(**options: Any) -> PagedKVCache:
-        return PagedKVCache("int4", num_blocks=20, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32, **options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"residual_length": 8}, "max_sequences"),
+        ({"residual_length": -1, "max_sequences": 1}, "residual_length"),
+        ({"sink_tokens": 1.5, "max_sequences": 1}, "sink_tokens"),
+        ({"max_sequences": 4}, "max_sequences"),
+        ({"residual_length": 8, "max_sequences": 1, "residual_mode": "fp8_per_tensor"}, "residual_mode: got fp8_per_tensor"),
+        ({"residual_mode": "int8"}, "residual_mode: got int8_per_token_head, need none: without residual_length"),
+        ({"residual_length": 8, "max_sequences": 1, "residual_mode": 8}, "residual_mode: got 8"),
+        ({"residual_length": 8, "max_sequences": 1, "residual_mode": "int9"}, "int9"),
+    ],
+)
+def test_bad_windows(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownModeError if message == "int9" else ArgumentError, match=message):
+        make(**options)
 
-    for argument, options in {
-        "max_sequences": {"residual_length": 8},
-        "residual_length": {"residual_length": -1, "max_sequences": 1},
-        "sink_tokens": {"sink_tokens": 1.5, "max_sequences": 1},
-    }.items():
-        with pytest.raises(ArgumentError, match=argument):
-            make(**options)
-    with pytest.raises(ArgumentError, match="max_sequences"):
-        make(max_sequences=4)
-    rows = {"residual_length": 8, "max_sequences": 1}
-    with pytest.raises(ArgumentError, match="residual_mode: got fp8_per_tensor"):
-        make(**rows, residual_mode="fp8_per_tensor")
-    with pytest.raises(ArgumentError, match="residual_mode: got int8_per_token_head, need none: without residual_length"):
-        make(residual_mode="int8")
-    with pytest.raises(ArgumentError, match="residual_mode: got 8"):
-        make(**rows, residual_mode=8)
-    with pytest.raises(UnknownModeError, match="int9"):
-        make(**rows, residual_mode="int9")
-    cache = make(residual_length=8, sink_tokens=4, max_sequences=1)
+
+@pytest.mark.quick
+def test_bad_calls() -> None:
+    cache = make(residual_length=8, sink_tokens=4, max_sequences=1, num_layers=2)
     seq = cache.allocate_sequence()
-    with pytest.raises(OutOfBlocksError, match="max_sequences=1"):
-        cache.allocate_sequence()
-    with pytest.raises(OutOfBlocksError, match="max_sequences=1"):
-        cache.fork(seq)
-    step = cache.append({seq: 3})
-    key = torch.randn(3, HEADS, SIZE)
+    for one_more in (cache.allocate_sequence, lambda: cache.fork(seq)):
+        with pytest.raises(OutOfBlocksError, match="max_sequences=1"):
+            one_more()
+    # More new tokens than a window holds are exact in the layer that was written last.
+    step, rows = cache.append({seq: 40}), torch.randn(40, HEADS, SIZE)
     with pytest.raises(ArgumentError, match="key"):
-        cache.write(0, key.bfloat16(), key.bfloat16(), step)
-    cache.write(0, key, key, step)
-    q = torch.randn(3, HEADS, SIZE)
-    for argument, value in {
-        "window_size": (5, 0),
-        "alibi_slopes": torch.ones(HEADS),
-        "mm_prefix_range": torch.zeros(1, 1, 2, dtype=torch.int32),
-    }.items():
-        with pytest.raises(ArgumentError, match=argument):
-            cache.attend(0, q, step, **{argument: value})
-
-
-def test_layers_out_of_order() -> None:
-    """More new tokens than a window holds are exact in the layer that was written last."""
-    cache = PagedKVCache(
-        "int4", num_blocks=20, num_kv_heads=HEADS, head_size=SIZE, num_layers=2, dtype=torch.float32, residual_length=8, max_sequences=1
-    )
-    step = cache.append({cache.allocate_sequence(): 40})
-    rows = torch.randn(40, HEADS, SIZE)
-    cache.write(0, rows, rows, step)
-    cache.write(1, rows, rows, step)
+        cache.write(0, rows.bfloat16(), rows.bfloat16(), step)
+    for layer in range(2):
+        cache.write(layer, rows, rows, step)
     cache.attend(1, rows, step)
-    with pytest.raises(ArgumentError, match="layer"):
-        cache.attend(0, rows, step)
+    ranges = torch.zeros(1, 1, 2, dtype=torch.int32)
+    wrong = {"window_size": (5, 0), "alibi_slopes": torch.ones(HEADS), "mm_prefix_range": ranges, "layer": 0}
+    for argument, value in wrong.items():
+        with pytest.raises(ArgumentError, match=argument):
+            cache.attend(**{"layer": 1, "q": rows, "step": step} | {argument: value})

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from cache_checks import attention
 from kvq_core import ArgumentError, PagedKVCache, get_backend
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
-from kvq_core.testing import scene
+from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
+from kvq_core.testing.places import Place
 
 HEADS, SIZE = 2, 48
 HALVES = torch.stack((torch.arange(20), torch.arange(20) + 20), 1)
@@ -102,10 +104,9 @@ def test_what_is_none_is_refused(argument: str, changes: dict[str, Any]) -> None
 
 
 def test_other_heads_than_the_means_are_refused() -> None:
-    mean = RotaryMean(**tensors())
     for shape in ((HEADS + 1, SIZE), (HEADS, SIZE + 8)):
         with pytest.raises(ArgumentError, match=r"^rotary: "):
-            KeySmoothing(torch.zeros(shape), None, mean)
+            KeySmoothing(torch.zeros(shape), None, RotaryMean(**tensors()))
     with pytest.raises(ArgumentError, match=r"^rates: "):
         RotaryMean.of_bias(bias_of(16), HALVES, RATES[:-1])
 
@@ -131,7 +132,7 @@ def smoothing() -> ModelSmoothing:
     return ModelSmoothing({0: rotary, 3: KeySmoothing(torch.ones(HEADS, SIZE))})
 
 
-def test_a_file_keeps_it(tmp_path: Path) -> None:
+def test_a_file_keeps_it_and_heads_are_cut_off(tmp_path: Path) -> None:
     given = smoothing()
     given.save(tmp_path / "smoothing")
     found = ModelSmoothing.load(tmp_path / "smoothing")
@@ -141,70 +142,68 @@ def test_a_file_keeps_it(tmp_path: Path) -> None:
     assert torch.equal(found[0].rotary.at(positions), given[0].rotary.at(positions))
     moved = RotaryMean(**tensors(steps=given[0].rotary.steps + 1))
     assert KeySmoothing(given[0].mean, given[0].balance, moved).fingerprint != given[0].fingerprint
+    part = given[0].of_heads(slice(1, 2))
+    assert part.rotary is not None and part.balance is not None and given[0].balance is not None
+    assert torch.equal(part.rotary.at(positions), given[0].rotary.at(positions)[:, 1:])
+    assert torch.equal(part.mean, given[0].mean[1:]) and torch.equal(part.balance, given[0].balance[1:])
     missing = {name: tensor for name, tensor in given.tensors().items() if not name.endswith("rotary.bias")}
     with pytest.raises(ArgumentError, match=r"^tensors: "):
         ModelSmoothing.of_tensors(missing)
 
 
-def test_some_heads_of_it() -> None:
-    whole = smoothing()[0]
-    part = whole.of_heads(slice(1, 2))
-    positions = torch.arange(9)
-    assert part.rotary is not None and whole.rotary is not None and part.balance is not None and whole.balance is not None
-    assert torch.equal(part.rotary.at(positions), whole.rotary.at(positions)[:, 1:])
-    assert torch.equal(part.mean, whole.mean[1:]) and torch.equal(part.balance, whole.balance[1:])
+ALLOWED = {"none": 1e-3, "int8": 0.03, "int4": 0.35}
 
 
-@pytest.mark.parametrize("mode", ["none", "int8", "int4"])
+@pytest.fixture
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return places.enter(request.param, monkeypatch)
+
+
 @pytest.mark.parametrize(
-    "window",
+    ("place", "mode", "window"),
     [
-        {},
-        {"residual_length": 24, "sink_tokens": 4, "max_sequences": 4},
-        {"residual_length": 24, "residual_mode": "int8", "max_sequences": 4},
+        *(("eager", mode, {}) for mode in ALLOWED),
+        *(("eager", mode, {"residual_length": 24, "sink_tokens": 4, "max_sequences": 4}) for mode in ALLOWED),
+        *(("eager", mode, {"residual_length": 24, "residual_mode": "int8", "max_sequences": 4}) for mode in ALLOWED),
+        ("interpret", "none", {"residual_length": 24, "residual_mode": "int8", "max_sequences": 4}),
     ],
+    indirect=["place"],
     ids=str,
 )
-def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, Any], tmp_path: Path) -> None:
+def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, Any], place: Place, tmp_path: Path) -> None:
     """Whatever became of its sequences. Keys in mode none are wrong by the whole bias where a position is."""
     rotary, generator = RotaryMean(**tensors()), torch.Generator().manual_seed(3)
     given = ModelSmoothing({0: KeySmoothing(torch.zeros(HEADS, SIZE), None, rotary)})
-    options: dict[str, Any] = {"num_blocks": 40, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
-    cache = PagedKVCache(mode, **options, smoothing=given, **window)
+    cache = PagedKVCache(mode, num_blocks=40, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32, smoothing=given, **window)
     texts: dict[int, torch.Tensor] = {}
+    allowed = ALLOWED["int8" if mode == "none" and "residual_mode" in window else mode]
 
-    def grow(**counts: int) -> None:
-        step = cache.append({int(name[1:]): count for name, count in counts.items()})
-        rows, queries = [], []
-        for seq in step.sequences:
-            count = counts[f"s{seq}"]
+    def grow(counts: dict[int, int]) -> None:
+        step = cache.append(counts)
+        rows = []
+        for seq, count in counts.items():
             start = len(texts.get(seq, ()))
-            new = torch.randn(count, HEADS, SIZE, generator=generator) + rotary.at(torch.arange(start, start + count)).float()
-            texts[seq] = torch.cat((texts.get(seq, new[:0]), new))
-            rows.append(new)
-            queries.append(torch.randn(count, HEADS, SIZE, generator=generator))
-        key, q = torch.cat(rows), torch.cat(queries)
+            rows.append(torch.randn(count, HEADS, SIZE, generator=generator) + rotary.at(torch.arange(start, start + count)).float())
+            texts[seq] = torch.cat((texts.get(seq, rows[-1][:0]), rows[-1]))
+        key, q = torch.cat(rows), torch.randn(step.num_tokens, HEADS, SIZE, generator=generator)
         cache.write(0, key, key, step)
         out = cache.attend(0, q, step)
-        for seq, mine, found in zip(step.sequences, queries, out.split([len(x) for x in rows]), strict=True):
-            keys = texts[seq].transpose(0, 1)
-            causal = torch.ones(len(mine), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(mine))
-            wanted = torch.nn.functional.scaled_dot_product_attention(mine.transpose(0, 1), keys, keys, attn_mask=causal).transpose(0, 1)
-            allowed = {"none": 1e-3, "int8": 0.03, "int4": 0.35}["int8" if mode == "none" and "residual_mode" in window else mode]
+        for seq, mine, found in zip(counts, *(x.split(list(counts.values())) for x in (q, out)), strict=True):
+            wanted = attention(mine, texts[seq], texts[seq])
             assert float((found - wanted).norm() / wanted.norm()) < allowed, (seq, cache.length(seq))
 
     first, second = cache.allocate_sequence(), cache.allocate_sequence()
-    grow(**{f"s{first}": 19, f"s{second}": 40})
-    grow(**{f"s{first}": 1, f"s{second}": 3})
+    grow({first: 19, second: 40})
+    grow({first: 1, second: 3})
     third = cache.fork(second)
     texts[third] = texts[second]
-    grow(**{f"s{third}": 1, f"s{first}": 30})
+    grow({third: 1, first: 30})
     cache.truncate(second, 33)
     texts[second] = texts[second][:33]
-    grow(**{f"s{second}": 2, f"s{third}": 1})
+    grow({second: 2, third: 1})
     cache.save(tmp_path / "cache")
     cache = PagedKVCache.load(tmp_path / "cache")
-    grow(**{f"s{first}": 1, f"s{second}": 1, f"s{third}": 9})
+    grow({first: 1, second: 1, third: 9})
 
 
 def test_sinks_of_a_mode_that_quantizes_are_refused() -> None:

@@ -7,18 +7,12 @@ import torch
 from click.testing import CliRunner
 
 import odd_modes
-from kvq_core import ArgumentError, get_backend, list_backends, register_backend, selfcheck, unregister_backend
+from kvq_core import ArgumentError, register_backend, selfcheck, unregister_backend
 from kvq_core.call.spec import Attention
 from kvq_core.cli.app import app
 from kvq_core.none import NoneBackend
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("torch_path")]
-
-
-@pytest.mark.parametrize("mode", sorted({entry.mode for entry in list_backends()}))
-def test_installed_modes_pass(mode: str) -> None:
-    found = selfcheck.check(get_backend(mode))
-    assert 0 <= found.relative_mse < 0.15 and 0 <= found.read_error < selfcheck.READ_TOLERANCE
 
 
 def test_modes_of_any_packing_and_head_size_are_ok() -> None:
@@ -30,8 +24,7 @@ def test_modes_of_any_packing_and_head_size_are_ok() -> None:
         for made in odd_modes.MODES:
             unregister_backend(made.mode)
     found = {line["mode"]: line for line in json.loads(done.stdout)}
-    for made in odd_modes.MODES:
-        line = found[made.mode]
+    for line in (found[made.mode] for made in odd_modes.MODES):
         assert (line["status"], line["error"]) == ("ok", "") and 0 < line["relative_mse"] < 0.6
 
 

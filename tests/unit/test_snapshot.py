@@ -3,8 +3,8 @@
 import json
 import os
 import random
+import re
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,7 +32,7 @@ def filled(mode="int4", layout="head_major", **options):
 @pytest.mark.parametrize(
     ("mode", "layout", "dtype"),
     [
-        *((mode, layout, torch.bfloat16) for mode in MODES for layout in LAYOUTS),
+        *((mode, LAYOUTS[number % 3], torch.bfloat16) for number, mode in enumerate(MODES)),
         *(("none", "head_major", dtype) for dtype in (torch.float16, torch.float32)),
     ],
 )
@@ -53,13 +53,6 @@ def test_loaded_caches_go_on_bit_for_bit(mode, layout, dtype, device, tmp_path):
     with pytest.raises(ValueError, match="step: got one of another cache"):
         loaded.attend(0, torch.zeros(1, 4, 32, dtype=dtype, device=device), cache.append({0: 1}))
     assert loaded.allocate_sequence() == cache.allocate_sequence()
-
-
-def test_without_sequences(tmp_path):
-    cache = PagedKVCache("int2", num_blocks=2, num_kv_heads=1, head_size=16)
-    cache.save(tmp_path / "kv")
-    loaded = PagedKVCache.load(tmp_path / "kv")
-    assert (loaded.sequences, loaded.num_free_blocks) == ((), 2)
 
 
 def test_mode_may_be_an_alias_or_a_backend_but_no_other(tmp_path):
@@ -95,14 +88,14 @@ def test_a_save_replaces_the_file_or_leaves_it(tmp_path, monkeypatch):
 # -- refusals -------------------------------------------------------------------------------------------------------------
 
 
-def rewritten(path, change):
-    """Save a cache at ``path``, let ``change(tensors, header)`` meddle with it, and write it back."""
-    filled("fp8_per_tensor").save(path)
+def rewritten(path, change, mode="fp8_per_tensor"):
+    """Save a cache at ``path``, let ``change(tensors, header)`` meddle with it or give another header's text, and write it back."""
+    filled(mode).save(path)
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["kvq"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(tensors, header)
-    save_file(tensors, path, metadata={"kvq": json.dumps(header)})
+    text = change(tensors, header)
+    save_file(tensors, path, metadata={"kvq": text if isinstance(text, str) else json.dumps(header)})
 
 
 def geometry(**changes):
@@ -120,9 +113,7 @@ def replace(name, make):
         (lambda t, h: h.update(format_version=2), "its smoothing is not the one that its header names"),
         (lambda t, h: h.update(mode="int7_per_token_head"), "no installed package provides mode 'int7_per_token_head'"),
         (lambda t, h: h.update(mode="int4_per_token_head"), "key_cache' is U8 .* but the header asks for"),
-        (lambda t, h: t.pop("value_cache"), "tensor 'value_cache' is missing"),
-        (lambda t, h: t.pop("k_scale"), "tensor 'k_scale' is missing"),
-        (lambda t, h: t.pop("sequence_blocks"), "tensor 'sequence_blocks' is missing"),
+        *((lambda t, h, name=name: t.pop(name), f"tensor '{name}' is missing") for name in ("value_cache", "k_scale", "sequence_blocks")),
         (
             replace("key_cache", lambda x: x[:, 1:].clone()),
             r"'key_cache' is U8 \(2, 8, 2, 8, 32\), but the header asks for U8 \(2, 9, 2, 8, 32\)",
@@ -137,26 +128,78 @@ def replace(name, make):
         (geometry(block_size=12), "block_size: got 12"),
         (geometry(layout="interleaved"), "tensor 'cells' is missing"),
         (geometry(layout="NHD"), "layout: got 'NHD'"),
-        (geometry(dtype="int8"), "header is damaged"),
+        (geometry(layout=["head_major"]), ""),
+        *((geometry(dtype=dtype), "") for dtype in ("int8", "float16", {})),
         (lambda t, h: h["geometry"].pop("head_size"), "header is damaged: KeyError 'head_size'"),
-        (lambda t, h: h.pop("checksums"), "header is damaged"),
-        (lambda t, h: h.pop("format_version"), "header is damaged"),
+        *((lambda t, h, name=name: h.pop(name), "header is damaged") for name in ("checksums", "format_version")),
         (lambda t, h: h.update(next_id=1), "sequence_ids: got .*, need unique ones below the next one, 1"),
+        (lambda t, h: h["checksums"].update(value_cache="x"), ""),
+        *((lambda t, h, x=x: h["packages"].update(x=x), "") for x in (3, float("nan"))),
+        *((lambda t, h, text=text: text, r"header is damaged") for text in ("[]", "3", "null", "{")),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message, tmp_path):
     path = tmp_path / "kv"
     rewritten(path, change)
-    with pytest.raises(SnapshotError, match=message) as caught:
+    with pytest.raises(SnapshotError, match=f"{re.escape(str(path))}.*{message}"):
         PagedKVCache.load(path)
-    assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("metadata", [None, {"kvq": "{"}, {"kvq": "[]"}, {"other": "1"}])
+DEEP = "[" * 100_000 + "]" * 100_000
+WRONG = ("Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP)
+
+
+@pytest.mark.parametrize("field", ['"next_id": 3', '"block_size": 8', '"format_version": 1'])
+def test_hostile_headers(field, tmp_path):
+    """Numbers that JSON allows and no header has; a field that is there twice; text that ends early, or nests too deep."""
+    name = field.partition(":")[0]
+    changes = [lambda text, value=value: text.replace(field, f"{name}: {value}", 1) for value in WRONG]
+    changes += [lambda text: DEEP, lambda text: text[:-1], lambda text: f'{text[:-1]}, "mode": "none"}}']
+    for change in changes:
+
+        def changed(tensors, header, change=change):
+            del header["checksum"]  # which would be wrong
+            return change(json.dumps(header))
+
+        rewritten(tmp_path / "kv", changed, "none")
+        with pytest.raises(SnapshotError):
+            PagedKVCache.load(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("metadata", [None, {"other": "1"}])
 def test_other_safetensors_files(metadata, tmp_path):
     save_file({"weight": torch.zeros(2)}, tmp_path / "kv", metadata=metadata)
-    with pytest.raises(SnapshotError, match=r"not a saved PagedKVCache|header is damaged"):
+    with pytest.raises(SnapshotError, match="not a saved PagedKVCache"):
         PagedKVCache.load(tmp_path / "kv")
+
+
+ENTRY = '"x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(
+            DEEP,
+            "[]",
+            "",
+            '{"x": 1}',
+            f"{{{ENTRY}, {ENTRY}}}",
+            f'{{"__metadata__": {{"kvq": 3}}, {ENTRY}}}',
+            f'{{"__metadata__": 3, {ENTRY}}}',
+        ),
+        *(f"{{{ENTRY}}}".replace("[8]", shape) for shape in ("[Infinity]", "[-8, -1]", "[1, 1, 1, 1, 1, 1, 1, 1, 8]")),
+        *(f"{{{ENTRY}}}".replace("[0, 8]", offsets) for offsets in ("[0, 9]", "[0]")),
+        '{"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "y": {"dtype": "U8", "shape": [6], "data_offsets": [2, 8]}}',
+    ],
+)
+def test_hostile_files(header, tmp_path):
+    path = tmp_path / "kv"
+    for size in (len(header), 0, 2**63):
+        path.write_bytes(size.to_bytes(8, "little") + header.encode() + bytes(8))
+        for load in (PagedKVCache.load, ModelSmoothing.load):
+            with pytest.raises(SnapshotError, match="damaged, or no safetensors file"):
+                load(path)
 
 
 def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
@@ -164,7 +207,7 @@ def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
     path, drawn = tmp_path / "kv", random.Random(5)
     caches = [filled(mode) for mode in ("int4", "fp8_per_tensor")]
     refused = 0
-    for number in range(252):
+    for number in range(132):
         cache = caches[number % 2]
         cache.save(path)
         data = bytearray(path.read_bytes())
@@ -190,77 +233,8 @@ def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
         assert_consistent(loaded)
         assert (loaded.geometry, loaded.mode, loaded._table.next_id) == (cache.geometry, cache.mode, cache._table.next_id)
         assert loaded._table.saved() == cache._table.saved()
-        for name, tensor in cache._pages.tensors.items():
-            assert torch.equal(tensor, loaded._pages.tensors[name])
-    assert refused > 200
-
-
-def _with(field: str, value: str) -> Callable[[str], str]:
-    """A header whose ``field`` has ``value``."""
-    return lambda text: text.replace(field, f"{field.partition(':')[0]}: {value}", 1)
-
-
-DEEP = "[" * 100_000 + "]" * 100_000
-FIELDS = ('"next_id": 3', '"block_size": 8', '"format_version": 1')
-WRONG = ("Infinity", "-Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(_with(field, value) for field in FIELDS for value in WRONG),
-        lambda text: DEEP,
-        lambda text: "[]",
-        lambda text: "3",
-        lambda text: "null",
-        lambda text: text[:-1],
-        lambda text: text[:-1] + ', "mode": "int4_per_token_head"}',
-        lambda text: text.replace('"packages": {', '"packages": {"x": NaN, ', 1),
-        lambda text: text.replace('"packages": {', '"packages": {"x": 3, ', 1),
-        lambda text: text.replace('"head_major"', '["head_major"]', 1),
-        lambda text: text.replace('"bfloat16"', "{}", 1),
-        lambda text: text.replace('"bfloat16"', '"float16"', 1),
-        lambda text: text.replace('"checksums": {', '"checksums": {"value_cache": "x", ', 1),
-    ],
-)
-def test_hostile_headers(change, tmp_path):
-    path = tmp_path / "kv"
-    filled("none").save(path)
-    with safe_open(path, "pt") as file:
-        text = file.metadata()["kvq"]
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    changed = change(text)
-    assert changed != text
-    save_file(tensors, path, metadata={"kvq": changed})
-    with pytest.raises(SnapshotError):
-        PagedKVCache.load(path)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        DEEP,
-        "[]",
-        "",
-        '{"x": 1}',
-        '{"x": {"dtype": "U8", "shape": [Infinity], "data_offsets": [0, 8]}}',
-        '{"x": {"dtype": "U8", "shape": [-8, -1], "data_offsets": [0, 8]}}',
-        '{"x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 9]}}',
-        '{"x": {"dtype": "U8", "shape": [8], "data_offsets": [0]}}',
-        '{"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "y": {"dtype": "U8", "shape": [6], "data_offsets": [2, 8]}}',
-        '{"x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}, "x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}',
-        '{"__metadata__": {"kvq": 3}, "x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}',
-        '{"__metadata__": 3, "x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}',
-        '{"x": {"dtype": "U8", "shape": [1, 1, 1, 1, 1, 1, 1, 1, 8], "data_offsets": [0, 8]}}',
-    ],
-)
-@pytest.mark.parametrize("size", [None, 0, 2**63])
-def test_hostile_files(header, size, tmp_path):
-    path = tmp_path / "kv"
-    path.write_bytes((len(header) if size is None else size).to_bytes(8, "little") + header.encode() + bytes(8))
-    for load in (PagedKVCache.load, ModelSmoothing.load):
-        with pytest.raises(SnapshotError, match="damaged, or no safetensors file"):
-            load(path)
+        assert all(torch.equal(tensor, loaded._pages.tensors[name]) for name, tensor in cache._pages.tensors.items())
+    assert refused > 100
 
 
 @pytest.mark.parametrize("kept", [0, 100, 0.5, 0.999])
@@ -279,10 +253,9 @@ def test_a_file_that_is_cut_while_it_is_read(kept, tmp_path, monkeypatch):
 
 
 def test_other_packages_versions_and_headers_without_a_checksum_load(tmp_path):
-    path = tmp_path / "kv"
     for change in (lambda tensors, header: header["packages"].update(kvq_core="99.0"), lambda tensors, header: header.pop("checksum")):
-        rewritten(path, change)
-        assert_consistent(PagedKVCache.load(path))
+        rewritten(tmp_path / "kv", change)
+        assert_consistent(PagedKVCache.load(tmp_path / "kv"))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes and links")

@@ -18,16 +18,13 @@ CPU = torch.device("cpu")
 
 
 def test_threads_on_one_stream_take_turns() -> None:
-    """No launch of another thread's comes between a split's launch and its merge, and Triton chooses for one at a time."""
+    """No launch of another thread's comes between a split's launch and its combine, and Triton chooses for one at a time."""
     seen = told_by("dry_threads")
     assert seen["launches"] == seen["expected"] > 300
     assert (seen["interleaved"], seen["overlaps"], seen["strange"]) == (0, 0, 0)
     assert seen["kept_plan"], "a plan was kept under the facts of another switch"
-
-
-def test_without_locks_they_would_not() -> None:
-    seen = told_by("dry_threads", "--unlocked")
-    assert seen["interleaved"] > 0 and seen["overlaps"] > 0
+    unlocked = told_by("dry_threads", "--unlocked")
+    assert unlocked["interleaved"] > 0 and unlocked["overlaps"] > 0, "without locks they would not"
 
 
 @pytest.mark.quick
@@ -85,21 +82,15 @@ class Repeatedly:
     """A mode's doors over one case, called ``rounds`` times into results of their own."""
 
     def __init__(self, mode: str, case: Case, seed: int, rounds: int) -> None:
-        device = torch.device("cuda")
-        self.backend = get_backend(mode)
-        self.made = scene.build(case, self.backend, device, seed=seed)
-        self.writing, self.reading = self.made.write_arguments(), self.made.read_arguments()
-        self.outs = [self.made.fresh_out()["rows"] for _ in range(rounds)]
-        self.rows = sum(case.query_lens)
+        self.backend, self.rows = get_backend(mode), sum(case.query_lens)
+        made = scene.build(case, self.backend, torch.device("cuda"), seed=seed)
+        self.writing, self.reading = made.write_arguments(), made.read_arguments()
+        self.outs = [made.fresh_out()["rows"] for _ in range(rounds)]
         torch.cuda.synchronize()
 
     def once(self, out: torch.Tensor) -> None:
         self.backend.reshape_and_cache(**self.writing)
         self.backend.unified_attention(out=out, **self.reading)
-
-    def run(self) -> None:
-        for out in self.outs:
-            self.once(out)
 
     def assert_as_alone(self) -> None:
         """Each result has the bits that one thread on one stream gets alone."""
@@ -119,7 +110,8 @@ def test_threads_with_different_modes(monkeypatch: pytest.MonkeyPatch, streams: 
 
     def work(job: Repeatedly) -> None:
         with torch.cuda.stream(torch.cuda.default_stream() if streams == "one stream" else torch.cuda.Stream()):
-            job.run()
+            for out in job.outs:
+                job.once(out)
 
     in_threads([lambda job=job: work(job) for job in jobs])  # type: ignore[misc]
     for job in jobs:
@@ -131,11 +123,10 @@ def test_threads_with_different_modes(monkeypatch: pytest.MonkeyPatch, streams: 
 def test_concurrent_streams(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Two streams, each with its own workspace, calls taking turns for many rounds."""
     places.enter("gpu", monkeypatch)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    jobs = [Repeatedly(mode, case, seed, rounds=100) for seed, case in enumerate(GPU_CASES[:2])]
+    jobs = [(Repeatedly(mode, case, seed, rounds=100), torch.cuda.Stream()) for seed, case in enumerate(GPU_CASES[:2])]
     for turn in range(100):
-        for job, stream in zip(jobs, streams, strict=True):
+        for job, stream in jobs:
             with torch.cuda.stream(stream):
                 job.once(job.outs[turn])
-    for job in jobs:
+    for job, _ in jobs:
         job.assert_as_alone()

@@ -31,19 +31,15 @@ def test_parts_do_not_overlap(workspaces: module._Workspaces) -> None:
     assert acc.data_ptr() % 16 == 0
 
 
-def test_kept_and_grown(workspaces: module._Workspaces) -> None:
+def test_kept_and_grown_for_each_stream(workspaces: module._Workspaces) -> None:
+    """On the CPU a thread is a stream."""
     first = workspaces.get(CPU, 10)
-    assert first.numel() == LEAST and workspaces.get(CPU, LEAST) is first
+    (theirs,) = in_threads([lambda: workspaces.get(CPU, 10)])
+    assert first.numel() == LEAST and workspaces.get(CPU, LEAST) is first and theirs.data_ptr() != first.data_ptr()
     larger = workspaces.get(CPU, LEAST + 1)
     assert larger is not first and larger.numel() == LEAST * 3 // 2
     assert workspaces.get(CPU, 10) is larger
     assert any(kept is first for buffers in workspaces._kept.values() for kept in buffers), "a graph may still use it"
-
-
-def test_streams_do_not_share(workspaces: module._Workspaces) -> None:
-    """On the CPU a thread is a stream."""
-    mine, (theirs,) = workspaces.get(CPU, 10), in_threads([lambda: workspaces.get(CPU, 10)])
-    assert theirs.data_ptr() != mine.data_ptr()
 
 
 def test_threads_on_one_stream_use_it_in_turn(workspaces: module._Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:

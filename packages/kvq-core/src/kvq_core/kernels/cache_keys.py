@@ -5,14 +5,15 @@ were not known yet (``DependenciesFinder._update_hash``, Triton 3.6). So a proce
 kernels that this one compiled.
 """
 
+from triton import knobs
 from triton.runtime.jit import JITCallable
 
 _SETTLED: set[int] = set()
 
 
 def settle(function: object) -> None:
-    """Have the keys of what ``function`` calls computed before its own. What is no jit function, as an interpreted one, has no key."""
-    if not isinstance(function, JITCallable) or id(function) in _SETTLED:
+    """Have the keys of what ``function`` calls computed before its own. What is no jit function has none, nor what is interpreted."""
+    if not isinstance(function, JITCallable) or id(function) in _SETTLED or knobs.runtime.interpret:
         return
     _SETTLED.add(id(function))
     for name in function.fn.__code__.co_names:

@@ -33,7 +33,7 @@ from transformers.models.bloom.modeling_bloom import BloomMLP
 from kvq_core.smoothing.calibration import KEY_BIAS, Smoothings
 from kvq_transformers import KVQCache
 
-TRIALS = 4
+TRIALS = 6
 MARGIN = 2.0
 READ = 2.0**-8
 """The rounding of a bfloat16: what attention's output may be off by where its products are of 16-bit values."""
@@ -115,11 +115,12 @@ class Reference:
     def _spread(self, texts: list[Text]) -> float:
         """The largest change of a log-probability when weights are off by rounding errors."""
         found = self._read(texts, self._modes, self._smoothing, self._exact)
+        named = list(self._model.named_parameters())
         # Keys' biases are factors of products, too: those with queries.
-        named = self._model.named_parameters()
-        weights = [parameter for name, parameter in named if parameter.dim() > 1 or name.endswith("k_proj.bias")]
+        biases = [parameter for name, parameter in named if name.endswith("k_proj.bias")]
+        weights = [parameter for _, parameter in named if parameter.dim() > 1] + biases
         kept = [weight.detach().clone() for weight in weights]
-        after = {id(parameter) for name, parameter in self._model.named_parameters() if name.endswith("o_proj.weight")}
+        after = {id(parameter) for name, parameter in named if name.endswith("o_proj.weight")}
         largest, exact_products = 0.0, rounding()
         noises = [READ if self._in_kernels and id(weight) in after else exact_products for weight in weights]
         with torch.no_grad():

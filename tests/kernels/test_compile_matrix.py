@@ -156,15 +156,16 @@ def test_every_tile_that_the_tables_can_choose_is_found(mode: str, target: str) 
         next(iter(found.values())).read()
     fixed = dict(asked)["decode"]
     # Two keys' lanes with bytes beside them are no neighbors.
-    folds, has_groups = (False,) if fixed["side_bytes"] else (False, True), backend.kernels().sm90 is not None
+    folds, sm90 = (False,) if fixed["side_bytes"] else (False, True), backend.kernels().sm90
+    group_rows = () if sm90 is None else (256,) if sm90().decode_multirow is None else (32, 64, 256)
     every = set()
     for width in {Heads(2**n, fixed["ways"]).width * fixed["ways"] for n in range(4, 11) if 2**n <= backend.max_head_size}:
         for lane_bytes in (2, 4) if fixed["ways"] == 1 else (2,):
             facts = fixed | {"width": width, "lane_bytes": lane_bytes}
             every.add(name_of(choose(target, Prefill, facts)))
-            for rows in (32, 64, 256):
+            for rows in group_rows:
                 groups = choose(target, Groups, facts | {"rows": rows})
-                if groups.groups and has_groups and (width, lane_bytes) == (128, 2) and triton_is_known():
+                if groups.groups and (width, lane_bytes) == (128, 2) and triton_is_known():
                     every.add(name_of(groups))
             reads = itertools.product((8, 16, 32, 64, 128), folds, (0, *(2**n for n in range(25))), (0, 512, 513))
             for rows, folded, keys, longest in reads:

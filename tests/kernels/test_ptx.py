@@ -14,6 +14,7 @@ MODES = sorted(set(FIRST_PARTY) - {"none"})
 CASES = (
     Case(query_lens=(1, 1), seq_lens=(90, 33), head_size=128, queries_per_kv=4, dtype=torch.bfloat16),
     Case(query_lens=(40,), seq_lens=(70,), head_size=64, queries_per_kv=2, dtype=torch.bfloat16, softcap=20.0),
+    Case(query_lens=(1, 3), seq_lens=(90, 33), head_size=80, queries_per_kv=2, dtype=torch.bfloat16),
 )
 
 

@@ -289,13 +289,18 @@ def load_side_bytes(
         else:
             pair = tl.broadcast_to(tl.load(at)[:, None, :], [KEYS, 2, HALF])
             words = tl.reshape(pair, [KEYS, COUNT])
+        side = selected_bytes(words, tl.broadcast_to(selector[:, None] if TRANSPOSED else selector[None, :], words.shape), C)
     else:
         lane = FIRST + tl.arange(0, COUNT)
         if TRANSPOSED:
-            words = tl.load(base + offset[None, :] + (lane % HALF)[:, None], mask=(lane < HEADS.lanes)[:, None], other=0)
+            at, lane = base + offset[None, :], lane[:, None]
         else:
-            words = tl.load(base + offset[:, None] + (lane % HALF)[None, :], mask=(lane < HEADS.lanes)[None, :], other=0)
-    return selected_bytes(words, tl.broadcast_to(selector[:, None] if TRANSPOSED else selector[None, :], words.shape), C)
+            at, lane = base + offset[:, None], lane[None, :]
+        # Two loads: of a remainder Triton would not see that neighbors lie side by side, and make keys the vectors.
+        low = tl.load(at + lane, mask=lane < HALF, other=0) & 0xFF
+        high = tl.load(at + (lane - HALF), mask=(lane >= HALF) & (lane < HEADS.lanes), other=0) >> 8
+        side = (low | high).to(tl.uint16)
+    return side
 
 
 @triton.jit
@@ -313,11 +318,22 @@ def side_selectors(plane, num_blocks, HEADS: tl.constexpr, ROW: tl.constexpr):
     return result
 
 
+SELECT = tl.constexpr("""
+    {
+    .reg .b32 both;
+    prmt.b32 both, $2, 0, 0x4430;
+    prmt.b32 $0, $1, 0, both;
+    }
+""")
+
+
 @triton.jit
 def selected_bytes(words, selector, C: tl.constexpr):
-    """The low bytes of 16-bit words where ``selector``, a byte permutation of a pair of words, is 0x4240, the high ones where 0x4341."""
+    """The low bytes of 16-bit words where ``selector``, a byte permutation of a pair of words, is 0x4240, the high ones where 0x4341.
+
+    Two words that share a register need not be of one half: the first has its byte by its own selector, the second by its own."""
     if C.features.use_asm:
-        x = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.uint16, is_pure=True, pack=2)
+        x = tl.inline_asm_elementwise(SELECT, "=r,r,r", [words, selector], dtype=tl.uint16, is_pure=True, pack=2)
     else:
         x = ((words >> ((selector & 1) * 8).to(tl.uint16)) & 0xFF).to(tl.uint16)
     return x

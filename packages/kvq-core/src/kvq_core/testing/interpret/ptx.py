@@ -1,7 +1,7 @@
 """Inline PTX in Triton's interpreter, which has none: the instructions that kvq's kernels use, on numpy arrays.
 
 Which 16-bit elements share a 32-bit register depends on layouts, which the interpreter does not know. So assembly on packed pairs runs
-twice, with each element in the lower and in the upper half beside random bits, and must give the same result both times. Assembly that also
+twice, with each element in the lower and in the upper half beside another, and must give the same result both times. Assembly that also
 has 32-bit inputs may treat the two halves differently: its pairs are neighbours on the last axis.
 """
 
@@ -88,8 +88,11 @@ def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: lis
         results = [np.stack((pairs & HALF, pairs >> UP), -1).reshape(arrays[0].shape)]
         bits = [results[0]]
     else:
-        # What says where bits go is the same for neighbours; what bits there are is not.
-        others = [np.random.default_rng(0).integers(0, 1 << 16, bits[0].shape, dtype=np.uint32), *bits[1:]]
+        random = np.random.default_rng(0)
+        order = random.permutation(bits[0].size)
+        # What says where bits go (a permutation of bytes, say) is of some other element; what bits there are is random.
+        others = [random.integers(0, 1 << 16, bits[0].shape, dtype=np.uint32)]
+        others += [own.ravel()[order].reshape(own.shape) for own in bits[1:]]
         registers = [count for is_wide in wide for count in ([2] if is_wide else [1])]
         low = run(asm, [own | other << UP for own, other in zip(bits, others, strict=True)], sum(registers))
         high = run(asm, [own << UP | other for own, other in zip(bits, others, strict=True)], sum(registers))

@@ -37,9 +37,13 @@ class Constant(dict[str, object]):
     def cache_key(self) -> str:
         """What Triton tells compiled kernels on disk apart by. By itself it would take the fields, and find a kernel of another version of
         kvq, in which a property or a jit function among the fields was another."""
+        self.settle()
+        return f"{self} {SOURCE} {[function.cache_key for function in self.jit_functions()]}"
+
+    def settle(self) -> None:
+        """:func:`settle` the jit functions, before anything hashes this constant: their hashes are made of their keys."""
         for function in self.jit_functions():
             settle(function)
-        return f"{self} {SOURCE} {[function.cache_key for function in self.jit_functions()]}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from kvq_core.call.memory import Apart
 from kvq_core.call.replay_cache import ALIGNMENT
 from kvq_core.kernels.cache_keys import settle
+from kvq_core.kernels.formats import Constant
 from kvq_core.launch import target
 from kvq_core.launch.workspace import kept_buffer, sole_use, workspace, workspace_size
 
@@ -79,6 +80,9 @@ class LaunchRecord:
         """Launch ``kernel``. ``arguments``: its run-time values, loose or in tuples; ``options``: its constants and Triton's options."""
         elsewhere = target.current()
         settle(kernel)
+        for constant in options.values():
+            if isinstance(constant, Constant):
+                constant.settle()
         with _CHOOSING:
             compiled = kernel[grid](*arguments, **options) if elsewhere is None else elsewhere.start(kernel, grid, arguments, options)
         if not isinstance(compiled, CompiledKernel):

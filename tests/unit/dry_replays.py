@@ -1,11 +1,10 @@
-"""Calls that vary one thing each, launched into the void with and without repeats: ``python tests/unit/dry_replays.py [--blind FACT]``.
+"""Calls that vary one thing each, launched into the void with and without repeats: ``python tests/unit/dry_replays.py``.
 
 Prints as JSON how many variations there were, whether launches can be repeated with this Triton, how many calls were, how many launches
 hooks missed, and which variations went wrong: their launches (kernel, what Triton specialized it on, grid, stream, every value) or
-error were not those of a process that repeats nothing. ``--blind`` leaves a fact of the tensors out, so that there must be some.
+error were not those of a process that repeats nothing. ``caught``: the facts of the tensors without which some do.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -137,19 +136,42 @@ def launches_of_a_write(dry: DryDriver, mode: str) -> int:
     return len(dry.started or ())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blind", choices=("alignment", "stride", "dtype"))
-    blind = parser.parse_args().blind
-    if blind == "alignment":
+@contextlib.contextmanager
+def blind(fact: str) -> Iterator[None]:
+    """Calls are known by all facts of their tensors but this one."""
+    seeing, whole, alignment = ops._read_facts.__globals__, replay_cache.facts_of, replay_cache.ALIGNMENT
+    hidden = tuple if fact == "stride" else torch.dtype
+    if fact == "alignment":
         replay_cache.ALIGNMENT = 1
-    elif blind is not None:
-        whole = replay_cache.facts_of
-        hidden = tuple if blind == "stride" else torch.dtype
-        ops._read_facts.__globals__["facts_of"] = lambda arguments: (
-            tuple(x for x in whole(arguments)[0] if type(x) is not hidden),
-            whole(arguments)[1],
-        )
+    else:
+        seeing["facts_of"] = lambda arguments: (tuple(x for x in whole(arguments)[0] if type(x) is not hidden), whole(arguments)[1])
+    try:
+        yield
+    finally:
+        replay_cache.ALIGNMENT, seeing["facts_of"] = alignment, whole
+
+
+Call = tuple[str, str, Any, dict[str, Any], dict[str, Any]]
+
+
+def doors() -> Iterator[Call]:
+    """(case, mode, door, its arguments, those of a call with all options)."""
+    for mode in MODES:
+        backend = get_backend(mode)
+        options = scene.build(CASES["options"], backend, CPU).read_arguments()
+        for name, case in CASES.items():
+            if mode != MODES[0] and name != "split":
+                continue  # the others differ in their scales only
+            made = scene.build(case, backend, CPU)
+            num_rows = sum(case.query_lens)
+            reading = made.read_arguments() | {"q": made.q[:num_rows], "out": made.fresh_out(num_rows)["rows"]}
+            yield name, mode, backend.unified_attention, reading, options
+            if name == "split":
+                yield name, mode, backend.reshape_and_cache, made.write_arguments(), options
+                yield name, mode, backend.unified_attention, reading | made.scratch(4), options
+
+
+def main() -> None:
     tried, repeated, unseen, wrong = 0, 0, 0, []
     again = replay.Replay.__call__
 
@@ -160,30 +182,20 @@ def main() -> None:
         return done
 
     replay.Replay.__call__ = counted  # type: ignore[method-assign]
+    known, caught = replay.triton_is_known(), []
     with launching_for("sm_90") as dry:
-        for mode in MODES:
-            backend = get_backend(mode)
-            options = scene.build(CASES["options"], backend, CPU).read_arguments()
-            for name, case in CASES.items():
-                if mode != MODES[0] and name != "split":
-                    continue  # the others differ in their scales only
-                made = scene.build(case, backend, CPU)
-                num_rows = sum(case.query_lens)
-                reading = made.read_arguments() | {"q": made.q[:num_rows], "out": made.fresh_out(num_rows)["rows"]}
-                doors = [(backend.unified_attention, reading)]
-                if name == "split":
-                    doors.append((backend.reshape_and_cache, made.write_arguments()))
-                    doors.append((backend.unified_attention, reading | made.scratch(4)))
-                for call, base in doors:
-                    for label, fits in check(dry, mode, call, base, options):
-                        tried += 1
-                        wrong += [] if fits else [f"{name}, {label}"]
-                        if blind is not None and wrong:
-                            break  # which is all that was asked
-                    unseen += unseen_by_hooks(dry, call, base)
+        for name, mode, call, base, options in doors():
+            for label, fits in check(dry, mode, call, base, options):
+                tried += 1
+                wrong += [] if fits else [f"{name}, {label}"]
+            unseen += unseen_by_hooks(dry, call, base)
+        sighted = repeated
+        for fact in ("alignment", "stride", "dtype") if known else ():
+            with blind(fact):
+                if any(not fits for _, mode, *door in doors() for _, fits in check(dry, mode, *door)):
+                    caught.append(fact)
         launches = {entry.mode: launches_of_a_write(dry, entry.mode) for entry in list_backends()}
-    known = replay.triton_is_known()
-    seen = {"tried": tried, "known": known, "repeated": repeated, "unseen_by_hooks": unseen, "wrong": wrong}
+    seen = {"tried": tried, "known": known, "repeated": sighted, "unseen_by_hooks": unseen, "wrong": wrong, "caught": caught}
     print(json.dumps(seen | {"launches_of_a_write": launches}))
 
 

@@ -87,13 +87,6 @@ def test_the_bundled_model_is_the_default() -> None:
     assert none["bits_per_byte"] < 2.6 and abs(int4["difference"]) < 0.2
 
 
-def test_smoothing_is_used_and_said(given: tuple[str, ...]) -> None:
-    kind = "balanced"
-    plain, smoothed = (evaluate(*given, "--modes", "int2", *more, "--json") for more in ((), ("--smoothing", kind)))
-    assert smoothed.json["smoothing"] == kind and "smoothing" not in plain.json
-    assert kl(plain)["int2_per_token_head"] != kl(smoothed)[f"int2_per_token_head:smoothing={kind}"]
-
-
 def test_texts_and_modes_with_options_in_a_run_that_goes_on(given: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "more" / "text.txt").parent.mkdir()
     (tmp_path / "more" / "text.txt").write_text("import os, sys\n" * 20)
@@ -139,6 +132,8 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
         (["--device", "abacus"], "--device: got 'abacus', need a device of this machine"),
         (["--out", "/dev/null/below"], "/dev/null"),
         (["--smoothing", "median"], "--smoothing: got 'median', need"),
+        (["--task", "kl,gsm8k"], "--task: got 'gsm8k', need some of kl, copy, passkey, arithmetic, generate"),
+        (["--task", "kl,copy", "--csv"], "--json prints both"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[Any], said: str, given: tuple[str, ...], tmp_path: Path) -> None:
@@ -166,11 +161,6 @@ def test_what_would_fail_last_is_tried_first(given: tuple[str, ...], monkeypatch
     assert "eval.png" in refused(*given, "--out", str(tmp_path))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib" in refused(*given, "--out", str(tmp_path / "new")) and not (tmp_path / "new").exists()
-
-
-def test_unknown_tasks_and_mixed_columns_are_refused(given: tuple[str, ...]) -> None:
-    assert "--task: got 'gsm8k', need some of kl, copy, passkey, arithmetic, generate" in refused("--task", "kl,gsm8k")
-    assert "--json prints both" in refused(*given, "--task", "kl,copy", "--csv")
 
 
 def test_too_little_memory_is_told(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,10 +54,9 @@ def run(*arguments: str) -> Ran:
     return ran
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_generated_configs_and_options(seed: int, tmp_path: Path) -> None:
-    rng, path, answered = random.Random(seed), tmp_path / "config.json", 0
-    for _ in range(150):
+def test_generated_configs_and_options(tmp_path: Path) -> None:
+    rng, path, answered = random.Random(0), tmp_path / "config.json", 0
+    for _ in range(200):
         config = json.loads(json.dumps(rng.choice(BASES)))
         for _ in range(rng.randrange(3)):
             nested = config.get("text_config")

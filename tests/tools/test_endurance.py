@@ -21,9 +21,8 @@ def endured(mode: str, device: str = "cpu", **changes: Any) -> endurance.Outcome
     return endurance.endure(endurance.Plan(mode=mode, device=device, **SMALL | changes), lambda count: None)
 
 
-@pytest.mark.parametrize("mode", ["none", "fp8_per_tensor", "int2_per_token_head"])
-def test_modes_endure(mode: str) -> None:
-    seen = endured(mode)
+def test_a_mode_endures() -> None:
+    seen = endured("fp8_per_tensor")
     assert seen.problems == []
     assert min(seen.finished, seen.cancelled, seen.forks, seen.preemptions) > 0, "nothing of that kind was tested"
     assert seen.compared == 16 and seen.finished + seen.cancelled == 32
@@ -42,7 +41,7 @@ def gives_away_what_others_hold(engine: nano_engine.Engine, request: nano_engine
 def test_defects_are_noticed(monkeypatch: pytest.MonkeyPatch, defect: Callable[..., Any], problem: str) -> None:
     release = nano_engine.Engine.release
     monkeypatch.setattr(nano_engine.Engine, "release", lambda *given: (defect(*given), release(*given)))
-    assert any(problem in line for line in endured("none", num_blocks=60, requests=60).problems)
+    assert any(problem in line for line in endured("none", num_blocks=60, requests=40).problems)
 
 
 def test_a_mode_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +70,7 @@ def test_a_mode_that_fails_costs_the_others_nothing(capsys: Any, monkeypatch: py
 
 
 def test_the_time_may_be_up() -> None:
-    seen = endured("int8_per_token_head", requests=100_000, minutes=0.01)
+    seen = endured("int8_per_token_head", requests=100_000, minutes=0.004)
     assert 0 < seen.added < 100_000 and seen.finished + seen.cancelled == seen.added and seen.leaked_blocks == seen.different == 0
     assert seen.problems == [f"int8_per_token_head: {100_000 - seen.added} requests had not arrived when the time was up"]
 

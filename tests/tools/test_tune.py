@@ -152,17 +152,15 @@ def test_a_winner_must_win_again_and_wrong_results_are_never_timed() -> None:
     assert [(dict(other.choice), other.value) for other in a.alternatives] == [({"rows": 16}, 110.0)]
 
 
-@pytest.mark.parametrize("mode", ["int4", "fp8_per_tensor"])
-def test_settings_planned_alike_are_tuned_together(mode: str) -> None:
-    backend = get_backend(mode)
+def test_settings_planned_alike_are_tuned_together() -> None:
+    backend = get_backend("fp8_per_tensor")
     found = {", ".join(s.name for s in one.settings): one.where for one in tune.classes(backend, "decode", tune.ASSUMED, quick=False)}
-    # In int4's heads of 96, two keys share a row of lanes.
-    long = "A, C, A-q2, A-g1, A-g7, A-p32, A-p64, A-p128" if mode == "int4" else "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128"
+    long = "A, C, A-q2, A-d96, A-g1, A-g7, A-p32, A-p64, A-p128"
     keys = {"ragged": (131072, None), long: (16384, 131071), "B, even": (4096, 16383), "b32-512": (512, 1023), "b1-4096": (64, 511)}
     assert all(found[name]["keys_per_sm"] == Range(*ends) for name, ends in keys.items())
     for kind in KINDS:
         for one in tune.classes(backend, kind, tune.ASSUMED, quick=True):
-            assert one.where["variant"] == ("fp8_per_tensor" if mode == "fp8_per_tensor" else "")
+            assert one.where["variant"] == "fp8_per_tensor"
             for setting in one.settings:
                 ((_, facts),) = [asked for asked in precompile.asked(backend, setting, tune.ASSUMED) if asked[0] == kind]
                 assert choose("sm_90", KINDS[kind], facts) == one.choices[0]

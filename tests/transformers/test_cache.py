@@ -1,7 +1,5 @@
 """KVQCache as a container: rows, lengths, blocks and bytes; and everything it refuses."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,67 +12,12 @@ from kvq_transformers import KVQCache, enable
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.naming import GENERATE, cache_argument
 from kvq_transformers.rows import RowTable, piece_length
-from transformers_families import COMMON, eager_twin, exact_twin, logits_in_steps, make_config, make_model, prompts, worst
+from transformers_families import COMMON, eager_twin, logits_in_steps, make_config, make_model, prompts
 
-Logits = list[torch.Tensor]
 pytestmark = pytest.mark.usefixtures("torch_path")
 
 
-def held_to_eager(story: Callable[[Any, Any], Logits], family: str = "Llama", **capacity: Any) -> KVQCache:
-    """Tell ``story(forward, cache)`` to a KVQCache in mode ``none`` and to transformers' cache, and compare the logits it returns."""
-    model = make_model(family)
-    cache = KVQCache(model.config, "none", **capacity)
-
-    def told(model: Any, cache: Any) -> torch.Tensor:
-        @torch.no_grad()
-        def forward(ids: torch.Tensor, mask: torch.Tensor | None = None, cache: Any = cache) -> torch.Tensor:
-            return model(ids, attention_mask=mask, **{GENERATE: cache}).logits
-
-        return torch.cat([logits.flatten(0, -2) for logits in story(forward, cache)])
-
-    exact = told(exact_twin(model), DynamicCache(config=model.config))
-    eager = told(eager_twin(model), DynamicCache(config=model.config))
-    found = told(model, cache)
-    ones = torch.ones(len(exact))
-    assert worst(found, exact, ones) <= 2 * worst(eager, exact, ones)
-    return cache
-
-
 IDS = prompts(3, 60)["input_ids"]
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
-def test_a_cache_that_is_cropped_reordered_copied_and_reset(family: str, capacity: dict[str, Any]) -> None:
-    """Gemma 2 crops over its window's edge."""
-
-    def story(forward: Any, cache: Any) -> Logits:
-        cache.activate_past_recording()
-        found = [forward(IDS[:, :30])]
-        cache.crop(-4)
-        found += [forward(IDS[:, 30:37])]
-        cache.crop(torch.tensor(-2))  # generate's assisted decoding counts on the device
-        found += [forward(IDS[:, 40:44])]
-        cache.crop(0)  # transformers' own windows need one after each forward that was recorded
-        cache.reorder_cache(torch.tensor([2, 0, 2]))
-        twin = copy.deepcopy(cache)
-        found += [forward(IDS[:, 44:47]), forward(IDS[:, 50:53], cache=twin)]
-        cache.crop(0)
-        twin.crop(0)
-        found += [forward(IDS[:, 47:48])]
-        if not capacity:
-            twin.batch_repeat_interleave(2)
-            twin.batch_select_indices(torch.tensor([5, 0, 2]))
-        return [*found, forward(IDS[:, 53:54], cache=twin)]
-
-    cache = held_to_eager(story, family, **capacity)
-    assert int(cache.get_seq_length()) == 30 - 4 + 7 - 2 + 4 + 3 + 1
-    model = make_model(family)
-    with torch.no_grad():
-        fresh = model(IDS.flip(0), **{GENERATE: KVQCache(model.config, "none", **capacity)}).logits
-        for forget in (lambda: cache.crop(-1000), cache.reset):
-            forget()
-            assert int(cache.get_seq_length()) == 0 and (capacity or cache.layers[0].table.lengths == [0, 0, 0])
-            assert torch.equal(model(IDS.flip(0), **{GENERATE: cache}).logits, fresh)
 
 
 @pytest.mark.parametrize(("columns", "capacity"), [(40, {}), (40, {"max_cache_len": 80}), (1100, {"max_cache_len": 1200})])

@@ -111,7 +111,8 @@ def test_enable_makes_plain_generate_use_the_cache() -> None:
     assert model.config._attn_implementation == before and "generate" not in model.__dict__
 
 
-def test_a_decode_step_compiles_once_and_as_one_graph(model: PreTrainedModel) -> None:
+def test_a_decode_step_compiles_once_and_as_one_graph() -> None:
+    model = make_model("Gemma2")
     cache, twin, expected_cache = both(model, "int4", {"max_cache_len": 64})
     inputs, given = prompts(2, 23, (0, 9)), GREEDY | {"compile_config": compiled()}
     found = model.generate(**inputs, **given, **{GENERATE: cache})

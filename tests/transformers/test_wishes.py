@@ -21,26 +21,18 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 pytestmark = pytest.mark.usefixtures("torch_path")
 
 
-def say(model: Any, place: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of ``generate`` that say use_cache=False in ``place``, or that fact noted in the model."""
-    config = GenerationConfig(**GREEDY, use_cache=False)
-    if place == "model":
-        model.generation_config.use_cache = False
-    if place == "config":
-        model.generation_config.use_cache, model.config.use_cache = None, False
-    return {"positional": ((config,), {}), "keyword": ((), {"generation_config": config}), "call": ((), GREEDY | {"use_cache": False})}.get(
-        place, ((), GREEDY)
-    )
-
-
-@pytest.mark.parametrize("place", ["positional", "keyword", "call", "model", "config"])
-def test_no_cache_is_no_cache_wherever_it_is_said(place: str) -> None:
-    model = make_model("Llama")
-    inputs = prompts(1, 20)
-    expected = eager_twin(model).generate(inputs["input_ids"], **GREEDY, use_cache=False)
+def test_no_cache_is_no_cache_wherever_it_is_said() -> None:
+    model, ids = make_model("Llama"), prompts(1, 20)["input_ids"]
+    expected = eager_twin(model).generate(ids, **GREEDY, use_cache=False)
     enable(model, "int2")
-    args, kwargs = say(model, place)
-    assert torch.equal(model.generate(inputs["input_ids"], *args, **kwargs), expected)
+    config = GenerationConfig(**GREEDY, use_cache=False)
+    assert torch.equal(model.generate(ids, config), expected)
+    assert torch.equal(model.generate(ids, generation_config=config), expected)
+    assert torch.equal(model.generate(ids, **GREEDY, use_cache=False), expected)
+    assert not torch.equal(model.generate(ids, **GREEDY), expected)
+    for in_generation_config, in_config in ((False, True), (None, False)):
+        model.generation_config.use_cache, model.config.use_cache = in_generation_config, in_config
+        assert torch.equal(model.generate(ids, **GREEDY), expected)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the old name is the caller's own

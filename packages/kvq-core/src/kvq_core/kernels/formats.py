@@ -59,7 +59,8 @@ class PlaneFormat(Constant):
         scales: ``"row"``: one float32 for each (token, head). ``"plane"``: one for all. ``""``: none.
         level, exponent_scale: an operand is the number, zero point included, over their product; the latter is a power of two.
         converts: where the hardware converts fp8, operands are over ``level`` alone.
-        gains: powers of two that each way's operands are too large by: in decode; elsewhere, where all ways have the same. Empty: 1.
+        gains: powers of two that each way's operands are too large by: in decode; elsewhere, where all ways have the same. Empty: 1. Of
+            values' subnormal codes with a ``zero``, at least 16: of smaller ones the tensor cores drop bits, always downwards.
         zero: the zero point of all codes.
         huge_scales: of K: sums of operands times the scale of a huge row overflow unless the query's factor comes first.
         has_nan: a code can be NaN: lanes of keys that are not there are loaded as 0.

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvq_core.kernels.api import UNSPECIALIZED
-from kvq_core.kernels.sm90.prefill import as_stored, attend_in_groups
+from kvq_core.kernels.api.sm90 import as_stored, attend_in_groups
 from kvq_int3.format import IN_PLACE, REGISTERS
 
 OPERAND_SCALE = gl.constexpr(2.0**10)

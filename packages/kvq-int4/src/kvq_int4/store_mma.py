@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.sm90.store_mma import write_rows
+from kvq_core.kernels.api.sm90 import write_rows
 from kvq_int4.quantize import quantized
 
 WAYS = gl.constexpr(16)

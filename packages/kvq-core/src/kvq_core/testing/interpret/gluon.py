@@ -119,7 +119,7 @@ def interpreted_gluon(*kernels: str, seed: int = 0) -> Iterator[list[ModuleType]
     """
     tl.block_type.layout = Layout()
     try:
-        with _replaced({}, "kvq_core.kernels.sm90", *kernels), interpreted_ptx():
+        with _replaced({}, "kvq_core.kernels.sm90", "kvq_core.kernels.api.sm90", *kernels), interpreted_ptx():
             # For the import only: Triton itself asks for its Gluon at a launch.
             with _replaced(_modules(seed), _GLUON):
                 modules = [import_module(name) for name in kernels]

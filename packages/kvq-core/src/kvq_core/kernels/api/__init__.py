@@ -2,7 +2,7 @@
 
 A mode is a :class:`Format`: for K and for V what codes are as numbers, and jit functions that turn lanes into operands and new rows into
 lanes. Its kernels are :func:`write_kernel` and :func:`attention_kernel` behind entries of its own. What is here keeps its name and
-meaning; all else in this package may change.
+meaning; :mod:`.sm90` has what Gluon kernels for Hopper are made of, and all else in :mod:`kvq_core.kernels` may change.
 """
 
 from kvq_core.kernels.attention import UNSPECIALIZED, attention_kernel

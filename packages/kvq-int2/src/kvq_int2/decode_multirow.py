@@ -7,8 +7,8 @@ by a distance of its own.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.api import UNSPECIALIZED
 from kvq_core.kernels.api.sm90 import Numbers, attend_multirow
-from kvq_core.kernels.attention import UNSPECIALIZED
 from kvq_int2.codec import READ_LEVEL
 from kvq_int2.format import SUBNORMAL, unpack_asm
 

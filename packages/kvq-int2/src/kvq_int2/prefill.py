@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.api import UNSPECIALIZED
 from kvq_core.kernels.api.sm90 import as_stored, attend_in_groups
-from kvq_core.kernels.attention import UNSPECIALIZED
 from kvq_int2.codec import READ_LEVEL
 from kvq_int2.format import EIGHT_WAYS
 

@@ -7,8 +7,8 @@ four warps would have to meet for the sum that takes zero points off there.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.api import UNSPECIALIZED
 from kvq_core.kernels.api.sm90 import Numbers, attend_multirow
-from kvq_core.kernels.attention import UNSPECIALIZED
 from kvq_int4.format import split_word, unpack_keys_asm
 
 # A zero point is -1 of the numbers that it comes off: a seed for each key.

@@ -7,8 +7,8 @@ either (n - z) * 2^-14, exactly: zero points come off here, where it costs nothi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.api import UNSPECIALIZED
 from kvq_core.kernels.api.sm90 import attend_in_groups
-from kvq_core.kernels.attention import UNSPECIALIZED
 
 OPERAND_SCALE = gl.constexpr(2.0**14)
 

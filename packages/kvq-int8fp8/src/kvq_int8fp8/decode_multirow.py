@@ -7,8 +7,8 @@ code's byte beside 0x64 is the float16 1024 + n, n = code + 128, and one multipl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.api import UNSPECIALIZED
 from kvq_core.kernels.api.sm90 import Numbers, attend_multirow
-from kvq_core.kernels.attention import UNSPECIALIZED
 from kvq_int8fp8.unpacking import convert_fp8_asm, int8_numbers, unpack_int8_asm
 
 INT8_NUMBERS = int8_numbers("0x4240", "0x4341")

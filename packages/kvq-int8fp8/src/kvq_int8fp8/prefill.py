@@ -8,8 +8,8 @@ are, NaN included; so codes of keys that are not to be seen are not read.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvq_core.kernels.api import UNSPECIALIZED
 from kvq_core.kernels.api.sm90 import as_stored, attend_in_groups
-from kvq_core.kernels.attention import UNSPECIALIZED
 from kvq_int8fp8.unpacking import int8_numbers
 
 INT8_NUMBERS = int8_numbers("0x4140", "0x4342")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,10 +90,11 @@ def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: lis
         bits = [results[0]]
     else:
         random = np.random.default_rng(0)
-        order = random.permutation(bits[0].size)
-        # What says where bits go (a permutation of bytes, say) is of some other element; what bits there are is random.
+        # What says where bits go (a permutation of bytes, say) is of another element of the last two axes, since a third is of warps, which
+        # share no register; what bits there are is random.
         others = [random.integers(0, 1 << 16, bits[0].shape, dtype=np.uint32)]
-        others += [own.ravel()[order].reshape(own.shape) for own in bits[1:]]
+        order = random.permutation(math.prod(bits[0].shape[-2:]))
+        others += [own.reshape(*own.shape[:-2], -1)[..., order].reshape(own.shape) for own in bits[1:]]
         registers = [count for is_wide in wide for count in ([2] if is_wide else [1])]
         low = run(asm, [own | other << UP for own, other in zip(bits, others, strict=True)], sum(registers))
         high = run(asm, [own << UP | other for own, other in zip(bits, others, strict=True)], sum(registers))

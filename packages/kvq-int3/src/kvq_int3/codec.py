@@ -66,7 +66,7 @@ def quantize(x: torch.Tensor, *, unbiased: bool) -> tuple[torch.Tensor, torch.Te
 
 def fitted(y: torch.Tensor, codes: torch.Tensor, unbiased: bool) -> torch.Tensor:
     """The factor [..., 1] with which the levels taken for rotated rows [..., d] are as long as y, or have no bias, if it is not too large;
-    0 for a zero row; not above it where levels point away from y, as those of a row may that hardware flushed to zero."""
+    0 for a zero row, and not above 0 where levels point away from y: they can for a row that the hardware flushed to zero."""
     level = codes.to(y.dtype) - ZERO
     squares, level_squares = y.square().sum(-1, keepdim=True), level.square().sum(-1, keepdim=True)
     shadow = (y * level).sum(-1, keepdim=True)

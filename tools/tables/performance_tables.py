@@ -220,13 +220,11 @@ def abc(run: Run) -> str:
         # FlashInfer's bf16 kernel is a row beside the others, and its own peer.
         times_as_fast = [format(run.of(setting, mode, "x_peer"), ".2f") for setting in "ABC"]
         a, b, c = (format(run.of(setting, mode), ".1f") for setting in "ABC")
-        x_none = format(run.of("A", mode, "x_none"), ".2f")
-        body.append([name, a, share, x_none, times_as_fast[0], b, times_as_fast[1], c, times_as_fast[2]])
+        body.append([name, a, share, times_as_fast[0], b, times_as_fast[1], c, times_as_fast[2]])
     head = [
         "cache",
         "batch 64, context 8192: µs",
         f"of {run.machine['hbm'] / 1e12:.1f} TB/s",
-        "x `none`",
         "x FlashInfer bf16",
         "batch 1, context 131072: µs",
         "x FlashInfer",

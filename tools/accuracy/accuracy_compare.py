@@ -35,8 +35,8 @@ HEAD_SIZE: Final = 64
 RESIDUAL: Final = 128
 """Newest tokens that Hugging Face's caches keep as they are."""
 MEASURED: Final = ("difference", "kl", "top1")
-UNSHOWN: Final = ("hqq", FIRST_PREFILL)
-"""What the table leaves out: hqq is as close as quanto, and a first prompt's mean between none and a text's."""
+UNSHOWN: Final = ("hqq", FIRST_PREFILL, "balanced", "kvq int8")
+"""What the table leaves out: hqq is as close as quanto, other smoothings about as close as a mean, and int8 loses next to nothing."""
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
 from matplotlib import pyplot as plt
-from tabulate import tabulate
 
 import accuracy_agreement as agreement
 import plots
@@ -24,8 +23,6 @@ COLORS: Final = ("#8a8a8a", "#5b8fd0", "#d98f3f", "#4fa37a", "#c9605f", "#9778c4
 """Of ``none`` and the other modes, on light ground and on dark."""
 UNSEEN: Final = 4.70
 """log2 26: bits of a letter drawn at random."""
-DISTANCE: Final = 256
-"""Bytes from a needle's definition to the question in the table."""
 
 Content = dict[str, Any]
 """What ``_data/accuracy.json`` holds."""
@@ -48,40 +45,25 @@ def parts(content: Content, gpu: Content | None) -> dict[Marks, str]:
     return {marks("report", SCRIPT): generated(content), marks("agreement", SCRIPT): agreed(content, gpu)}
 
 
-# -- tables ---------------------------------------------------------------------------------------------------------------------
+# -- text -----------------------------------------------------------------------------------------------------------------------
 
 
 def generated(content: Content) -> str:
     """All between the two comments of the page."""
-    sizes, facts, modes = content["sizes"], content["machine"], content["modes"]
-
-    def cells(mode: Content) -> list[str]:
-        needle = next(x for x in mode["recalls"] if x["distance"] == DISTANCE)
-        errors = [100 * layer["output_error"]["mean"] for layer in mode["layers"]]
-        return [
-            difference(mode, mode["whole"], "bits", ".4f"),
-            f"{min(errors):.2f} to {max(errors):.2f}" if errors else "exact",
-            difference(mode, needle, "bits", ".3f"),
-            estimate(needle["likeliest"], ".0f", 100),
-        ]
-
-    head = ["", "bits per byte", "attention error by layer, %", "bits a letter of a needle", "letters right, %"]
+    sizes, facts = content["sizes"], content["machine"]
     return f"""\
 Measured {facts["date"]} at commit `{facts["commit"]}` on {facts["device"]} (torch {facts["torch"]}), by
-`hatch run accuracy`. {sizes["documents"]} documents of {sizes["ends"][-1]:,} bytes; ± is the standard error over documents.
-
-{table(head, modes, cells)}
-
-*Bits*: of `none`, and how many more the others take, paired by document. *Attention error*: relative (rms), of {sizes["recorded"]}
-documents' exact rows, so errors of the layers below are not carried along. *Needle*: the text defines a function with a name of
-{LETTERS} random letters, and {DISTANCE} bytes later asks for it by the first {HINT}; scored are the others. A random letter costs
-{UNSEEN:.2f} bits or more.
+`hatch run accuracy`: {sizes["documents"]} documents of {sizes["ends"][-1]:,} bytes, {sizes["recorded"]} for the layers, whose errors are of
+exact rows and so not carried along. Bars are standard errors over documents.
 
 {image("position", "Bits per byte above none by position")}
 
 {image("layers", "SNR of keys and values, and attention's error, by layer")}
 
 {image("needles", "Bits a letter of a needle, and letters right, by distance")}
+
+*Needle*: the text defines a function with a name of {LETTERS} random letters, and later asks for it by the first {HINT}; scored are the
+others.
 """
 
 
@@ -98,22 +80,6 @@ def agreed(content: Content, gpu: Content | None) -> str:
 {machines[0]}, and {machines[1]} at commit `{gpu["machine"]["commit"]}`: of {sum(mode.cells for mode in found)} figures of {len(found)}
 modes the farthest are {farthest.errors_apart:.1f} standard errors apart. Bits per byte differ by {span}.
 """
-
-
-def estimate(found: dict[str, float], form: str, factor: float = 1.0) -> str:
-    """A mean and its standard error."""
-    return f"{factor * found['mean']:{form}} ± {factor * found['error']:{form.lstrip('+')}}"
-
-
-def difference(mode: Content, found: Content, what: str, form: str) -> str:
-    """The figure itself for ``none``, the difference to it for the others."""
-    return estimate(found[what], form) if mode["mode"] == "none" else estimate(found["difference"], f"+{form}")
-
-
-def table(header: Sequence[str], modes: Sequence[Content], cells: Callable[[Content], Sequence[str]]) -> str:
-    """A Markdown table with a line for each mode."""
-    lines = [[f"`{mode['mode']}`", *cells(mode)] for mode in modes]
-    return tabulate(lines, ["cache", *header[1:]], tablefmt="github", disable_numparse=True)
 
 
 def image(name: str, alt: str) -> str:

@@ -11,8 +11,21 @@ CORE = "packages/kvq-core/src/kvq_core"
 LENGTH = 32_000
 """Characters of a text: more than 8,192 tokens of SmolLM2's."""
 TEXTS = {
-    "prose-accuracy": ("docs/accuracy.md", "docs/faq.md", "docs/start-here.md", "docs/choosing-a-mode.md", "docs/modes/*.md"),
-    "prose-performance": ("docs/performance.md", "docs/tuning.md", "docs/kernels.md", "docs/performance-figures.md"),
+    "prose-accuracy": (
+        "docs/accuracy.md",
+        "docs/faq.md",
+        "docs/start-here.md",
+        "docs/choosing-a-mode.md",
+        "docs/modes/*.md",
+        "docs/residual-window.md",
+    ),
+    "prose-performance": (
+        "docs/performance.md",
+        "docs/tuning.md",
+        "docs/kernels.md",
+        "docs/performance-figures.md",
+        "docs/command-line.md",
+    ),
     "prose-engines": ("docs/engine-guide.md", "docs/vllm.md", "docs/transformers.md", "docs/cache.md", "docs/smoothing.md"),
     "prose-backends": ("docs/write-a-backend.md", "docs/testing.md", "docs/architecture.md", "docs/api.md", "CONTRIBUTING.md"),
     "code-cache": (f"{CORE}/cache/*.py",),

@@ -232,13 +232,11 @@ def page(findings: Iterable[Finding]) -> str:
         "",
         f"All {total} types of causal language models that transformers {transformers.__version__} knows, under torch "
         f"{torch.__version__.split('+')[0]}: each with a tiny configuration and random weights, eager attention over a `DynamicCache` "
-        "against kvq's over a `KVQCache` in mode `none`, with growing and with fixed pages. A prompt of 19 tokens, a chunk of 9, two "
-        "single tokens and 3 drafts, one of two rows padded on the left. Made by `hatch run model-table`.",
+        "against kvq's over a `KVQCache` in mode `none`. Made by `hatch run model-table`.",
         "",
         "## Same as eager attention",
         "",
-        f"Logits differ by at most {TOLERANCE:g} of their standard deviation, as float32 sums in another order do. By the kinds of "
-        "layers of the configuration tested:",
+        f"Logits differ by at most {TOLERANCE:g} of their standard deviation. By the kinds of layers of the configuration tested:",
         "",
         "| layers | types |",
         "|---|---|",
@@ -248,7 +246,7 @@ def page(findings: Iterable[Finding]) -> str:
         REFUSED: ("Refused", "By `KVQCache(model)` and `enable(model)`, before anything runs.", "has | kvq needs"),
         UNBUILT: (
             "Not built in tiny",
-            "Eager attention over transformers' own cache fails here: there is nothing to compare.",
+            "Transformers' own cache fails here: there is nothing to compare.",
             "reason",
         ),
         DIFFERENT: ("Different", "Do not use these.", "reason"),

@@ -1,4 +1,5 @@
-"""What is expected to limit decode on GPUs that kvq has not run on: ``hatch run tables`` writes the table of ``performance.md``.
+"""What is expected to limit decode on GPUs that kvq has not run on: ``hatch run tables`` writes the table of
+``performance-figures.md``.
 
 No GPU is needed. The instructions of the loop over keys are the golden counts of the compiled kernels, the tile is the one that kvq's own
 tables choose, and a GPU is its datasheet. A second table compares the model with the committed runs.
@@ -28,7 +29,7 @@ from kvq_core.testing.compile_matrix import CASES, TARGETS
 from kvq_core.testing.golden_counts import GoldenCounts, Row
 from kvq_core.testing.table_choices import Problem, name_of
 
-PAGE: Final = performance_tables.PAGE
+PAGE: Final = performance_tables.FIGURES
 INT3_PAGE: Final = PAGE.with_name("modes") / "int3.md"
 """Has int3's time, which the committed runs predate."""
 GOLDEN: Final = Path(__file__).parents[2] / "tests" / "data" / "golden_counts.json"
@@ -47,6 +48,9 @@ SCHEDULERS: Final = 4
 """Of a multiprocessor, from sm_80 on. Each issues an instruction of a warp in a clock."""
 THRESHOLD: Final = 0.8
 """int2 on an H200, which the profiler found limited by instructions, has this ratio. On an H100 it has 0.57, and memory still counts."""
+
+FAR: Final = 0.5
+"""GPUs with a smaller ratio in every mode are named together."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +128,16 @@ def issue_us(mode: str, gpu: GPU) -> float | None:
     return keys * row["instructions"] * row["warps"] / row["keys"] / gpu.issue_rate * 1e6
 
 
-def expected(mode: str, gpu: GPU) -> str:
-    """A cell: the ratio of the two times, and what limits the call; empty if it is not known."""
-    issue = issue_us(mode, gpu)
-    if issue is None:
+def ratios(gpu: GPU) -> list[float | None]:
+    """By mode, the time of the instructions over that of the bytes; ``None`` where it is not known."""
+    return [None if (issue := issue_us(mode, gpu)) is None else issue / bytes_us(mode, gpu) for mode in MODES]
+
+
+def cell(ratio: float | None) -> str:
+    """Bold from :data:`THRESHOLD` on."""
+    if ratio is None:
         return ""
-    ratio = issue / bytes_us(mode, gpu)
-    return f"{ratio:.2f} {'memory' if ratio < THRESHOLD else 'instructions'}"
+    return f"{ratio:.2f}" if ratio < THRESHOLD else f"**{ratio:.2f}**"
 
 
 def measured_us(mode: str, name: str) -> float | None:
@@ -147,15 +154,17 @@ def accounted(mode: str, name: str) -> str:
 
 
 def part() -> str:
-    """Both tables."""
-    gpus = [
-        [name, gpu.target, f"{gpu.sms}", f"{gpu.clock / 1e9:.2f}", f"{gpu.bandwidth / 1e9:.0f}", *(expected(mode, gpu) for mode in MODES)]
-        for name, gpu in GPUS.items()
-    ]
+    """Both tables, and between them the GPUs that have no line, since memory limits every mode by far."""
+    of = {name: ratios(gpu) for name, gpu in GPUS.items()}
+    largest = {name: max(ratio for ratio in found if ratio is not None) for name, found in of.items()}
+    by_far = [name for name in GPUS if largest[name] < FAR]
+    gpus = [[name, *map(cell, found)] for name, found in of.items() if name not in by_far]
     shares = [[name, *(accounted(mode, name) for mode in MODES)] for name in MEASURED]
     return f"""\
-{_table(["GPU", "target", "SMs", "GHz", "GB/s", *MODES.values()], gpus)}
-{_table(["longer time, of the measured", *MODES.values()], shares)}"""
+{_table(["GPU", *MODES.values()], gpus)}
+At most {max(largest[name] for name in by_far):.2f} in every mode: {", ".join(by_far)}.
+
+{_table(["the longer of the two, of the measured time", *MODES.values()], shares)}"""
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from command_line import Ran, kvq, row
+from command_line import kvq, row
 from command_line import refused as kvq_refused
 from kvq_core import list_backends, register_backend, unregister_backend
 from kvq_core.evaluation import tiny_subject
@@ -18,27 +18,17 @@ from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.none import NoneBackend
 
 MODES = sorted({entry.mode for entry in list_backends()})
-QUICK = ("--length", "60", "--documents", "4", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def given(small_weights: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(20)))
-    return ("--model", str(small_weights), "--text", str(path), *QUICK)
-
-
-def evaluate(*arguments: str) -> Ran:
-    return kvq("eval", *arguments)
+    return ("--model", str(small_weights), "--text", str(path), "--length", "60", "--documents", "4", "--device", "cpu")
 
 
 def refused(*arguments: str) -> str:
     return kvq_refused("eval", *arguments)
-
-
-def kl(ran: Ran) -> dict[str, float]:
-    assert ran.status == 0, ran.err
-    return {line["mode"]: line["kl"] for line in ran.json["results"]}
 
 
 @pytest.fixture
@@ -54,7 +44,7 @@ def wide() -> Iterator[str]:
 
 def test_the_table_has_a_line_for_every_mode(given: tuple[str, ...], wide: str) -> None:
     """One that does not fit the heads is told, and costs the others nothing."""
-    ran = evaluate(*given)
+    ran = kvq("eval", *given)
     assert ran.status == 1 and all(row(ran.out, mode) for mode in MODES)
     assert f"broken: {wide}: ArgumentError: head_size: got head size 64" in ran.out
     assert "got head size 64, need a multiple of 128" in refused(*given, "--mode", wide)
@@ -65,25 +55,18 @@ def test_the_table_has_a_line_for_every_mode(given: tuple[str, ...], wide: str) 
 
 def test_figures_lie_in_three_files(given: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    ran = evaluate(*given, "--modes", "int4,int2", "--out", str(folder), "--json")
-    assert list(kl(ran)) == ["none", "int4_per_token_head", "int2_per_token_head"] and "written: " in ran.err
-    assert 0 < kl(ran)["int4_per_token_head"] < kl(ran)["int2_per_token_head"]
+    ran = kvq("eval", *given, "--modes", "int4,int2", "--out", str(folder), "--json")
+    kl = {line["mode"]: line["kl"] for line in ran.json["results"]}
+    assert list(kl) == ["none", "int4_per_token_head", "int2_per_token_head"] and "written: " in ran.err
+    assert 0 < kl["int4_per_token_head"] < kl["int2_per_token_head"]
     figures = {"bits_per_byte", "bits_per_byte_se", "perplexity_se", "kl", "top1", "tokens_per_second", "peak_bytes"}
     assert figures <= set(ran.json["results"][0]) and json.loads((folder / "eval.json").read_text()) == ran.json
-    with (folder / "eval.csv").open() as file:
-        assert [line["mode"] for line in csv.DictReader(file)] == list(kl(ran))
+    assert [line["mode"] for line in csv.DictReader((folder / "eval.csv").read_text().splitlines())] == list(kl)
     assert (folder / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_of_weights_and_one_passage_will_do(small_weights: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("import os\n")
-    content = evaluate("--model", str(small_weights.parent), "--text", str(tmp_path / "short.txt"), *QUICK, "--mode", "int8", "--json").json
-    assert (content["passages"], content["tokens"]) == (1, 10)
-    assert content["results"][1]["bits_per_byte_se"] is None, "one passage has no standard error"
-
-
 def test_the_bundled_model_is_the_default() -> None:
-    none, int4 = evaluate("--mode", "int4", "--length", "400", "--documents", "3", "--device", "cpu", "--json").json["results"]
+    none, int4 = kvq("eval", "--mode", "int4", "--length", "200", "--documents", "2", "--device", "cpu", "--json").json["results"]
     assert none["bits_per_byte"] < 2.6 and abs(int4["difference"]) < 0.2
 
 
@@ -92,20 +75,20 @@ def test_texts_and_modes_with_options_in_a_run_that_goes_on(given: tuple[str, ..
     (tmp_path / "more" / "text.txt").write_text("import os, sys\n" * 20)
     given = (*given, "--text", str(tmp_path / "more" / "text.txt"), "--resume", str(tmp_path / "run.jsonl"))
     smooth = "int2_per_token_head:smoothing=first_prefill"
-    ran = evaluate(*given, "--mode", "int2,int2:smoothing=first_prefill", "--json")
+    ran = kvq("eval", *given, "--mode", "int2,int2:smoothing=first_prefill", "--json")
     results = {line["mode"]: line for line in ran.json["results"]}
     assert next(iter(results)) == "none" and set(results) == {"none", "int2_per_token_head", smooth}
     none, plain, smoothed = (results[mode] for mode in ("none", "int2_per_token_head", smooth))
     assert 0 < smoothed["kl"] < plain["kl"] and none["sample"] == 2
     assert "text.txt: text.txt, 60 tokens" in ran.err, "two documents of one name"
-    again = evaluate(*given, "--mode", "int2", "--json")
+    again = kvq("eval", *given, "--mode", "int2", "--json")
     assert again.json["results"][1] == plain, "down to the seconds: nothing was measured again"
     assert "of another run: chunk 128, now 64" in refused(*given, "--mode", "int2", "--chunk", "64")
 
 
 def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_path: Path) -> None:
     given = (*given, "--mode", "int2", "--items", "2", "--resume", str(tmp_path / "run.jsonl"))
-    ran = evaluate(*given, "--task", "copy,generate", "--out", str(tmp_path / "out"))
+    ran = kvq("eval", *given, "--task", "copy,generate", "--out", str(tmp_path / "out"))
     assert ran.status == 0 and "1/2 copy, " in ran.err and "2/2 generate, " in ran.err and "none 1/1" in ran.err
     assert "Copying a list of random words, tokens of words right (± binomial s.e.)" in ran.out and "bits/byte" not in ran.out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"eval.json", "tasks.csv", "tasks.png"}
@@ -113,9 +96,7 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
     assert content["results"] == [] and {line["task"] for line in content["tasks"]} == {"copy", "generate"}
     same = next(line for line in content["tasks"] if line["mode"] == "none" and line["measure"] == "same text")
     assert (same["n"], same["value"], same["difference"]) == (2, 1, 0)
-    lines = csv.DictReader(evaluate(*given, "--task", "copy", "--csv").out.splitlines())
-    assert next(line["measure"] for line in lines if line["mode"] == "none") == "all"
-    both = evaluate(*given, "--task", "kl,copy", "--json").json
+    both = kvq("eval", *given, "--task", "kl,copy", "--json").json
     assert len(both["results"]) == 2 and both["tasks"] == [line for line in content["tasks"] if line["task"] == "copy"]
 
 
@@ -145,25 +126,20 @@ def test_bad_input_is_refused(arguments: list[Any], said: str, given: tuple[str,
     assert said in refused(*given, *(str(path) if isinstance(part, bytes) else part for part in arguments))
 
 
-def test_what_is_not_installed_or_not_here_is_told(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvq_transformers", None)  # as if it were not installed
-    (tmp_path / "config.json").write_text("{}")
-    for model in ("Qwen/Qwen3-0.6B", str(tmp_path)):
-        assert "pip install kvq-transformers" in refused(*given, "--model", model)
-    monkeypatch.setattr(tiny_subject, "_FOLDER", Path("nowhere"))
-    assert "need a checkout of kvq's repository" in refused()
-    assert "--text: got none, need a UTF-8 text file" in refused(*given[:2])
-
-
 def test_what_would_fail_last_is_tried_first(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(TinyModel, "hidden", None)  # nothing is computed
-    (tmp_path / "eval.png").mkdir()
-    assert "eval.png" in refused(*given, "--out", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in refused(*given, "--out", str(tmp_path / "new")) and not (tmp_path / "new").exists()
+    """Packages and folders that are missing, files that cannot be written; too little memory is told when it shows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(TinyModel, "hidden", None)  # nothing is computed
+        patch.setitem(sys.modules, "kvq_transformers", None)  # as if it were not installed
+        assert "pip install kvq-transformers" in refused(*given, "--model", "Qwen/Qwen3-0.6B")
+        (tmp_path / "eval.png").mkdir()
+        assert "eval.png" in refused(*given, "--out", str(tmp_path))
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert "pip install matplotlib" in refused(*given, "--out", str(tmp_path / "new")) and not (tmp_path / "new").exists()
+        patch.setattr(tiny_subject, "_FOLDER", Path("nowhere"))
+        assert "need a checkout of kvq's repository" in refused()
+        assert "--text: got none, need a UTF-8 text file" in refused(*given[:2])
 
-
-def test_too_little_memory_is_told(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 

@@ -1,22 +1,24 @@
-"""Evaluation through the cache: what is fed and counted, against a dense model and sums done otherwise."""
+"""Evaluation through the cache: figures against a dense model and sums done otherwise, and runs that go on after an interruption."""
 
 import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kvq_core import ArgumentError, get_backend
-from kvq_core.evaluation import Document, Estimate, Evaluation, Passage, TinySubject, evaluate, read_documents
+from kvq_core import ArgumentError, QuantKVBackend, get_backend
+from kvq_core.evaluation import Document, Estimate, Evaluation, Journal, Passage, TinySubject, evaluate, read_documents
+from kvq_core.evaluation.results import Tally, by_document
 from kvq_core.evaluation.subject import cut
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention
-from kvq_core.evaluation.tiny_subject import bundled
 from kvq_core.none import NoneBackend
 
 TEXTS = [b"x = 1\n" * 20, b"import os, sys\n" * 9, b"def f(x):\n    return x\n" * 3]
+FACTS = {"model": "a", "chunk": 32}
 
 
 @pytest.fixture(scope="module")
@@ -28,36 +30,33 @@ def passages(subject: TinySubject) -> list[Passage]:
     return subject.passages([Document(str(i), text) for i, text in enumerate(TEXTS)], 200)
 
 
-def run(subject: TinySubject, modes: Sequence[str] = ("none",), **options: int) -> Evaluation:
+def run(subject: TinySubject, modes: Sequence[str] = ("none",), **options: Any) -> Evaluation:
     scored = passages(subject)
     return evaluate(subject, [get_backend(mode) for mode in modes], scored, calibration=scored[0], **options)
 
 
 @pytest.mark.quick
-def test_documents_of_a_file(tmp_path: Path) -> None:
+def test_documents_of_a_file_are_cut_into_passages(subject: TinySubject, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("#### a\none\n#### b\ntwo\n#### not\nthree")
     assert read_documents(path) == [Document("a", b"one\n"), Document("b", b"two\n"), Document("not", b"three\n")]
     path.write_text("plain, with a line\n#### inside\n")
     assert read_documents(path) == [Document("text.txt", b"plain, with a line\n#### inside\n")]
-
-
-@pytest.mark.quick
-def test_texts_are_cut_into_passages(subject: TinySubject) -> None:
     assert [[len(piece) for piece in cut(range(count), 100)] for count in (250, 249, 3)] == [[100, 100, 50], [100, 100], [3]]
     assert subject.passages([Document("a", b"abcdef")], 3) == [Passage((SEPARATOR, *b"abc"), 3), Passage((SEPARATOR, *b"def"), 3)]
     assert len(subject.passages([Document("a", b"x" * 255)], 10_000)[0].tokens) == subject.model.config.max_len
 
 
 @pytest.mark.quick
-def test_estimates() -> None:
-    mean = Estimate.ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4)
-    assert (mean.mean, mean.error) == (2.5, pytest.approx(math.sqrt(5 / 3) / 2)), "for equal weights: of a plain mean"
+def test_estimates_have_the_standard_error_of_documents() -> None:
     weighted = Estimate.ratio([2.0, 9.0], [1.0, 3.0])
     residuals = (2 - 11 / 4) ** 2 + (9 - 3 * 11 / 4) ** 2
     assert (weighted.mean, weighted.error) == (11 / 4, pytest.approx(math.sqrt(2 * residuals) / 4))
-    assert math.isnan(Estimate.ratio([3.0], [2.0]).error)
     assert f"{Estimate(1.5, math.nan):.4f}, {Estimate(1.5, 0.25):+.2f}" == "1.5000, +1.50 ± 0.25"
+    tallies = [Tally(nats=n, predicted=1, nbytes=1) for n in (1.0, 3.0, 5.0, 7.0)]
+    assert by_document(tallies, ["a"] * 4) == tallies, "a single one: of its passages"
+    pooled = by_document(tallies, ["a", "a", "b", "b"])
+    assert Estimate.ratio([t.nats for t in pooled], [t.predicted for t in pooled]) == Estimate(4.0, 2.0)
 
 
 def test_none_through_the_cache_is_the_dense_model(subject: TinySubject) -> None:
@@ -105,37 +104,17 @@ class Failing(NoneBackend):
         raise ZeroDivisionError("on purpose")
 
 
-def test_a_mode_that_fails_costs_the_others_nothing(subject: TinySubject) -> None:
+def test_a_mode_that_fails_costs_the_others_nothing_and_nothing_to_score_is_refused(subject: TinySubject) -> None:
     scored = passages(subject)
-    alone = run(subject, ("none", "int8")).results
     found = evaluate(subject, [get_backend("none"), Failing(), get_backend("int8")], scored, calibration=scored[0])
-    assert [result.mode for result in found.results] == ["none", "int8_per_token_head"]
-    assert [result.kl for result in found.results] == [result.kl for result in alone]
+    assert [result.kl for result in found.results] == [result.kl for result in run(subject, ("none", "int8")).results]
     assert isinstance(found.failures["failing_test"], ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
         evaluate(subject, [Failing(), get_backend("int8")], scored, calibration=scored[0])
-
-
-@pytest.mark.quick
-def test_nothing_to_score_is_refused(subject: TinySubject) -> None:
-    scored = passages(subject)
+    given: Any
     for given, options, name in (([], {}, "passages"), ([Passage((0,), 0)], {}, "passages"), (scored, {"chunk": 0}, "chunk")):
         with pytest.raises(ArgumentError, match=name):
             evaluate(subject, [get_backend("none")], given, calibration=scored[0], **options)
-
-
-@pytest.mark.quick
-def test_the_bundled_model_is_found_from_a_checkout_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvq_core
-
-    root = Path(__file__).parents[2]
-    assert bundled("heldout.txt") == root / "examples" / "tiny_model" / "heldout.txt"
-    monkeypatch.setattr(kvq_core, "__file__", str(tmp_path / "site-packages" / "kvq_core" / "__init__.py"))
-    monkeypatch.chdir(root / "docs")
-    assert bundled("heldout.txt") == root / "examples" / "tiny_model" / "heldout.txt"
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match=r"need a checkout of kvq's repository .* or --model and --text"):
-        bundled("heldout.txt")
 
 
 @pytest.mark.gpu
@@ -143,3 +122,54 @@ def test_a_gpu_tells_the_memory_of_each_mode(small_model: TinyModel) -> None:
     on_gpu = TinySubject(copy.deepcopy(small_model).to("cuda", torch.bfloat16))
     found = run(on_gpu, ("none", "int4")).results
     assert all(result.peak_bytes and result.peak_bytes > 2 * on_gpu.model.num_parameters for result in found)
+
+
+@pytest.mark.quick
+def test_a_line_that_was_cut_off_is_written_again_and_files_of_other_runs_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    Journal(path, FACTS).add("kl", "int4", "1", {"kl": 0.25})
+    again, whole = Journal(path, FACTS), path.read_bytes()
+    assert len(again) == 1 and again.get("kl", "int4", "1") == {"kl": 0.25} and again.get("kl", "int2", "1") is None
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        journal = Journal(path, FACTS)
+        assert len(journal) == 0
+        journal.add("kl", "int4", "1", {"kl": 0.25})
+        assert path.read_bytes() == whole
+    with pytest.raises(ArgumentError, match="of another run: chunk 32, now 64"):
+        Journal(path, {**FACTS, "chunk": 64})
+    for content in (b"a text\n", b"no newline", b'{"a": 1}\n', b"[1]\n", whole + b"[1]\n"):
+        path.write_bytes(content)
+        with pytest.raises(ArgumentError, match="need a file that --resume wrote"):
+            Journal(path, FACTS)
+        assert path.read_bytes() == content
+
+
+class Counting(TinySubject):
+    """Notes what is opened, warming up left out; fails at the ``last``."""
+
+    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> Any:
+        if list(passages) != [calibration]:
+            self.opened.append(backend.mode)
+            if len(self.opened) > self.last:
+                raise KeyboardInterrupt
+        return super().open(backend, passages, calibration, **options)
+
+    def figures(self, modes: Sequence[str], journal: Journal | None = None, last: int = 10**9) -> list[Any]:
+        self.opened: list[str] = []
+        self.last = last
+        calibration, *scored = self.passages([Document(str(n), text) for n, text in enumerate([b"a = 2\n" * 20, *TEXTS])], 200)
+        found = evaluate(self, [get_backend(m) for m in modes], scored, calibration=calibration, journal=journal, batch=1, chunk=64)
+        return [(r.mode, r.kl, r.difference, r.bits_per_byte, r.top1, r.predicted) for r in found.results]
+
+
+def test_an_interrupted_run_goes_on_and_a_mode_added_later_is_held_against_none(small_model: TinyModel, tmp_path: Path) -> None:
+    subject, path = Counting(small_model), tmp_path / "run.jsonl"
+    whole = subject.figures(["none", "int4", "int2"])
+    with pytest.raises(KeyboardInterrupt):
+        subject.figures(["none", "int4"], Journal(path, FACTS), last=4)
+    assert subject.figures(["none", "int4"], Journal(path, FACTS)) == whole[:2]
+    assert subject.opened == ["none", "int4_per_token_head"], "the third passage"
+    assert subject.figures(["none", "int4"], Journal(path, FACTS)) == whole[:2] and subject.opened == []
+    assert subject.figures(["none", "int4", "int2"], Journal(path, FACTS)) == whole
+    assert subject.opened == ["none", "int2_per_token_head"] * 3

@@ -56,7 +56,7 @@ def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject,
     assert (none.times_smaller, int2.times_smaller) == (1, 128 / 20) and (none.bits, int2.bits) == (16, 2.5)
 
 
-@pytest.mark.parametrize("mode", ["none", "int4", "int2:residual_length=16,sink_tokens=4"])
+@pytest.mark.parametrize("mode", ["none", "int2:residual_length=16,sink_tokens=4"])
 def test_rows_of_a_batch_are_read_as_they_are_alone(mode: str, subject: HuggingFaceSubject) -> None:
     """Chunks of different lengths, some of them empty."""
     config = parse_mode(mode)
@@ -75,30 +75,13 @@ def test_rows_of_a_batch_are_read_as_they_are_alone(mode: str, subject: HuggingF
 
 
 def test_the_command_line_takes_a_folder_and_smooths_keys(llama_folder: Path, tmp_path: Path) -> None:
-    kind = "balanced"
     (tmp_path / "text.txt").write_text(TEXT)
     given = ["--model", str(llama_folder), "--text", str(tmp_path / "text.txt"), "--modes", "int2,fp8_per_tensor", "--length", "60"]
-    told = [kvq("eval", *given, "--device", "cpu", "--json", *more).json for more in ([], ["--smoothing", kind])]
-    assert told[1]["smoothing"] == kind and not told[1]["failures"]
+    told = [kvq("eval", *given, "--device", "cpu", "--json", *more).json for more in ([], ["--smoothing", "balanced"])]
+    assert told[1]["smoothing"] == "balanced" and not told[1]["failures"]
     plain, smoothed = ({line["mode"]: line["kl"] for line in one["results"]} for one in told)
-    assert smoothed[f"int2_per_token_head:smoothing={kind}"] != plain["int2_per_token_head"]
+    assert smoothed["int2_per_token_head:smoothing=balanced"] != plain["int2_per_token_head"]
     assert smoothed["none"] == plain["none"] == 0
-
-
-@pytest.mark.parametrize("kind", [None, "rotary"])
-def test_modes_that_take_scales_are_given_them(kind: str | None, subject: HuggingFaceSubject) -> None:
-    passage, *others = subject.passages([Document("a", TEXT.encode())], 60)
-    subject.smoothing = None if kind is None else subject.calibrate(passage, kind)
-    try:
-        sessions = [subject.open(get_backend("fp8_per_tensor"), [other], passage) for other in others[:2]]
-        found = subject.kvq.calibrate(subject.model, torch.tensor([passage.tokens]), smoothing=subject.smoothing)
-        for session, other in zip(sessions, others, strict=False):
-            session.feed([other.tokens])
-            for layer in session.cache.layers:
-                scales, of = layer.pages.caches, layer.index
-                assert (float(scales.k_scale_cache), float(scales.v_scale_cache)) == (found.k_scale[of], found.v_scale[of])
-    finally:
-        subject.smoothing = None
 
 
 def test_folders_without_a_model_are_refused(llama_folder: Path, tmp_path: Path) -> None:

@@ -5,30 +5,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
+from command_line import kvq
 from kvq_core import ArgumentError
-from kvq_core.cli.app import app
 from kvq_core.evaluation.pretrained import PRETRAINED, MissingPackageError, Pretrained
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 pytest.importorskip("kvq_transformers")
 
-DIM, HEADS, LAYERS = 64, 2, 1
+DIM, KV = 64, 32
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights with SmolLM's pre-tokenizer; its vocabulary is bytes, and the merge of two digits."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    head = {"head_count": HEADS, "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
-    for name, value in (head | {"context_length": 256, "embedding_length": DIM, "block_count": LAYERS, "feed_forward_length": 96}).items():
-        getattr(writer, f"add_{name}")(value)
-    writer.add_rope_dimension_count(DIM // HEADS)
+    """A Llama of one layer of random weights with SmolLM's pre-tokenizer; its vocabulary is bytes, and the merge of two digits."""
     from tokenizers.pre_tokenizers import ByteLevel
 
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"context_length": 256, "embedding_length": DIM, "block_count": 1, "feed_forward_length": 96, "rope_dimension_count": KV}
+    for name, value in (sizes | {"head_count": 2, "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}).items():
+        getattr(writer, f"add_{name}")(value)
     tokens = ["<s>", *sorted(ByteLevel.alphabet()), "12"]
     writer.add_vocab_size(len(tokens))
     writer.add_string("general.license", "apache-2.0")
@@ -39,15 +37,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_token_merges(["1 2"])
     for kind in ("bos", "eos", "unk", "pad"):
         getattr(writer, f"add_{kind}_token_id")(0)
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (DIM,), "ffn_norm": (DIM,), "attn_q": (DIM, DIM), "attn_output": (DIM, DIM)}
+    shapes |= {"attn_k": (KV, DIM), "attn_v": (KV, DIM), "ffn_gate": (96, DIM), "ffn_up": (96, DIM), "ffn_down": (DIM, 96)}
+    shapes = {"token_embd": (len(tokens), DIM), "output_norm": (DIM,)} | {f"blk.0.{name}": shape for name, shape in shapes.items()}
     torch.manual_seed(0)
-    sizes = {"token_embd": (len(tokens), DIM), "output_norm": (DIM,)}
-    for n in range(LAYERS):
-        kv = DIM // HEADS
-        sizes |= {f"blk.{n}.{x}": (DIM,) for x in ("attn_norm", "ffn_norm")}
-        sizes |= {f"blk.{n}.attn_{x}": (size, DIM) for x, size in (("q", DIM), ("k", kv), ("v", kv), ("output", DIM))}
-        sizes |= {f"blk.{n}.ffn_gate": (96, DIM), f"blk.{n}.ffn_up": (96, DIM), f"blk.{n}.ffn_down": (DIM, 96)}
-    for name, size in sizes.items():
-        writer.add_tensor(f"{name}.weight", (torch.randn(size) * 0.2).numpy())
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", (torch.randn(shape) * 0.2).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -55,7 +50,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_gguf_file_is_a_model(file: Path) -> None:
+def test_a_gguf_file_is_a_model(file: Path, tmp_path: Path) -> None:
     """Digits are tokens of their own, as SmolLM2 was trained; the reader's own pre-tokenizer lets the merge through."""
     from kvq_core.evaluation.huggingface import load_gguf
 
@@ -64,18 +59,15 @@ def test_a_gguf_file_is_a_model(file: Path) -> None:
     embedding = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "token_embd.weight")
     assert torch.equal(subject.model.get_input_embeddings().weight, torch.tensor(embedding.data))
     assert [subject.decode([token]) for token in subject.encode("a12 b")] == ["a", "1", "2", " ", "b"]
-
-
-def test_the_command_line_takes_a_file_and_names_the_licence(file: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("x = 12\n" * 30)
     given = ["--model", str(file), "--text", str(tmp_path / "text.txt"), "--mode", "int4", "--length", "60", "--device", "cpu"]
-    done = CliRunner().invoke(app, ["eval", *given])
-    assert done.exit_code == 0, done.output
-    assert "tiny.gguf on" in done.stdout and "licence of the weights: apache-2.0" in done.stdout
-    assert "differences are to none with float32 rows" in done.stdout
+    ran = kvq("eval", *given)
+    assert ran.status == 0 and "tiny.gguf on" in ran.out and "licence of the weights: apache-2.0" in ran.out
+    assert "differences are to none with float32 rows" in ran.out
 
 
-def test_what_cannot_be_read_is_refused_with_what_reads_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named_with_what_brings_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvq_core.evaluation.pretrained as module
     from kvq_core.evaluation.huggingface import load_gguf
 
     (tmp_path / "bad.gguf").write_bytes(b"nothing of the kind")
@@ -84,29 +76,22 @@ def test_what_cannot_be_read_is_refused_with_what_reads_it(file: Path, tmp_path:
     monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
     with pytest.raises(MissingPackageError, match=r'pip install "kvq-core\[models\]"'):
         load_gguf(file, torch.device("cpu"))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", PRETRAINED)
-def test_a_package_that_is_not_installed_is_named_with_its_licence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvq_core.evaluation.pretrained as module
-
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError) as missing:
-        PRETRAINED[name].file()
-    assert f"pip install {PRETRAINED[name].install}" in str(missing.value) and PRETRAINED[name].licence in str(missing.value)
+    for one in PRETRAINED.values():
+        with pytest.raises(MissingPackageError) as missing:
+            one.file()
+        assert f"pip install {one.install}" in str(missing.value) and one.licence in str(missing.value)
 
 
 @pytest.mark.quick
 def test_packages_bring_a_file_or_assemble_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name, code in (("one_file_test", "raise RuntimeError('imported')"), ("in_parts_test", "def assemble():\n    return '/tmp/x.gguf'")):
+    sources = {"one_file_test": "raise RuntimeError('imported')", "in_parts_test": "def assemble():\n    return '/tmp/x.gguf'"}
+    for name, code in (sources | {"neither_test": ""}).items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(code)
     (tmp_path / "one_file_test" / "weights.gguf").touch()
     assert Pretrained("one_file_test", "", "").file() == tmp_path / "one_file_test" / "weights.gguf"
     assert Pretrained("in_parts_test", "", "").file() == Path("/tmp/x.gguf")
-    (tmp_path / "neither_test").mkdir()
-    (tmp_path / "neither_test" / "__init__.py").touch()
     with pytest.raises(ArgumentError, match="a whole installation"):
         Pretrained("neither_test", "", "").file()

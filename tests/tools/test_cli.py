@@ -19,8 +19,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from command_line import Ran, kvq, refused, row
-from kvq_core import PagedKVCache, environment, get_backend, list_backends
+from command_line import kvq, refused, row
+from kvq_core import PagedKVCache, list_backends
 from kvq_core.cli import suite
 from kvq_core.cli.app import app
 from kvq_core.cli.list import FIRST_PARTY_BITS
@@ -49,8 +49,8 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
 def test_the_command_line_in_a_process_of_its_own() -> None:
     """A mistake, a reader that has seen enough, a full disk: one line on stderr, or none."""
     done = python("-m", "kvq_core", "calc", "/no/such.json", "--gpu-gib", "8")
-    said = "Error: kvq calc: config: got /no/such.json: No such file or directory, need the config.json of a Hugging Face model"
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1) and done.stderr.startswith(said)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert done.stderr.startswith("Error: kvq calc: config: got /no/such.json: No such file or directory, need the config.json of a")
     read, write = os.pipe()
     os.close(read)
     with open(write, "w", closefd=False) as closed:
@@ -65,8 +65,7 @@ def test_the_command_line_in_a_process_of_its_own() -> None:
 
 
 def test_lists_and_help_import_nothing_heavy_and_a_missing_library_is_told_in_one_line() -> None:
-    names = ["click", "tabulate", "tqdm"]
-    program = f"""
+    program = """
 import sys
 from kvq_core.cli import main
 from kvq_core.cli.app import app
@@ -75,23 +74,16 @@ for arguments in (["list"], ["--help"], ["eval", "--help"], ["calc", "--help"], 
         app(arguments, standalone_mode=False)
     except SystemExit:
         pass
-    heavy = {{"torch", "triton", "numpy", "matplotlib", "kvq_int2", "kvq_int4", "kvq_int8fp8"}} & set(sys.modules)
+    heavy = {"torch", "triton", "numpy", "matplotlib", "kvq_int2", "kvq_int4", "kvq_int8fp8"} & set(sys.modules)
     assert not heavy, (arguments, heavy)
-sys.argv = ["kvq", "eval", "--modes", "x"]
 for name in [*sys.modules]:
     if name.startswith("kvq_core.cli"):
         del sys.modules[name]
-for name in {names}:
-    before, sys.modules[name] = dict(sys.modules), None
-    try:
-        main()
-    except SystemExit as ended:
-        assert ended.code == 2
-    sys.modules.clear(), sys.modules.update(before)
+sys.argv, sys.modules["tabulate"] = ["kvq", "eval", "--modes", "x"], None
+main()
 """
     done = python("-c", program)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [f"kvq: the command line needs {name}: pip install click tabulate tqdm" for name in names]
+    assert (done.returncode, done.stderr) == (2, "kvq: the command line needs tabulate: pip install click tabulate tqdm\n")
 
 
 @pytest.mark.parametrize("name", sorted(app.commands))
@@ -104,9 +96,7 @@ def test_every_command_has_help_with_examples(name: str) -> None:
 
 def test_list_says_the_same_in_every_form_as_the_packages_do() -> None:
     lines, rows = kvq("list", "--json").json, list(csv.DictReader(io.StringIO(kvq("list", "--csv").out)))
-    assert [line["mode"] for line in lines] == [line["mode"] for line in rows]
-    assert all(row(kvq("list").out, mode)[-1] == "installed" for mode in MODES)
-    assert set(FIRST_PARTY_BITS) == set(FIRST_PARTY)
+    assert [line["mode"] for line in lines] == [line["mode"] for line in rows] and set(FIRST_PARTY_BITS) == set(FIRST_PARTY)
     for mode, bits in FIRST_PARTY_BITS.items():
         assert PagedKVCache(mode, num_blocks=1, num_kv_heads=1, head_size=128).bits_per_element == bits
 
@@ -115,62 +105,40 @@ def test_list_says_the_same_in_every_form_as_the_packages_do() -> None:
 def test_modes_that_are_broken_or_claimed_twice_are_told(install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without importing any but to check them."""
     install("kvq-int7", "int7", "raise ImportError('no libkvq7.so here')")
-    plain = kvq("list")
-    assert plain.status == 0 and row(plain.out, "int7")[-1] == "installed" and "kvq_int7" not in sys.modules
+    install("alpha", "int5")
+    install("beta", "int5")
+    plain = kvq("list").out
+    assert row(plain, "int7")[-1] == "installed" and not {"kvq_int7", "alpha", "beta"} & set(sys.modules)
+    assert plain.count("duplicate: int5") == 2 and "alpha 1.0 and beta 1.0" in plain and "KVQ_BACKENDS=" in plain
+    monkeypatch.setenv("KVQ_BACKENDS", "int5=beta")
+    assert "duplicate" not in kvq("list").out
     for command in (("list", "--check"), ("doctor",)):
         ran = kvq(*command)
         assert ran.status == 1 and "broken: int7 from kvq-int7: " in ran.out and "ImportError: no libkvq7.so here" in ran.out
-    install("alpha", "int5")
-    install("beta", "int5")
-    ran = kvq("list")
-    assert ran.out.count("duplicate: int5") == 2 and "alpha 1.0 and beta 1.0" in ran.out and "KVQ_BACKENDS=" in ran.out
-    monkeypatch.setenv("KVQ_BACKENDS", "int5=beta")
-    assert "duplicate" not in kvq("list").out and not {"alpha", "beta"} & set(sys.modules)
-
-
-def calc(name: str, *arguments: str) -> Ran:
-    return kvq("calc", str(CONFIGS / f"{name}.json"), *arguments)
 
 
 def test_calc_as_json_and_csv_agree_with_and_without_a_gpu(tmp_path: Path) -> None:
-    given = ("--gpu-gib", "80", "--context", "32768", "--concurrency", "8", "--mode", "int4,none", "--mode", "int2")
-    content = calc("qwen3-8b", *given, "--json", "--plot", str(tmp_path / "fits.png")).json
+    given = ("calc", str(CONFIGS / "qwen3-8b.json"), "--context", "32768", "--concurrency", "8", "--mode", "int4,none", "--mode", "int2")
+    content = kvq(*given, "--gpu-gib", "80", "--json", "--plot", str(tmp_path / "fits.png")).json
     assert [line["mode"] for line in content["modes"]] == ["none", "int4_per_token_head", "int2_per_token_head"]
     assert content["weights_from"].startswith("counted") and content["modes"][1]["total_bytes"] == 8 * 32768 * 39168
-    rows = list(csv.DictReader(io.StringIO(calc("qwen3-8b", *given, "--csv").out)))
+    rows = list(csv.DictReader(io.StringIO(kvq(*given, "--gpu-gib", "80", "--csv").out)))
     assert [{k: str(v) for k, v in line.items()} for line in content["modes"]] == rows
     assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")
-    content = calc("llama-3.1-8b", "--json").json
+    content = kvq(*given, "--json").json
     assert content["cache_bytes"] is None and "sequences" not in content["modes"][0]
     for gpus, heads in (("2", 4), ("8", 1), ("32", 1)):
-        content = calc("llama-3.1-8b", "--gpus", gpus, "--mode", "none", "--json", "--gpu-gib", "80").json
+        content = kvq("calc", LLAMA, "--gpus", gpus, "--mode", "none", "--json", "--gpu-gib", "80").json
         assert content["layers"][0]["num_kv_heads"] == heads and content["modes"][0]["bytes_per_token"] == 32 * heads * 2 * 128 * 2
         assert content["weight_bytes"] == -(-2 * 8_029_995_008 // int(gpus))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "said"),
-    [
-        ("qwen3-next-80b-a3b", ["--gpu-gib", "180"], "36 of 48 layers keep no keys"),
-        ("gemma-3-4b", ["--gpu-gib", "24"], "29 x 4 kv heads of 256, window 1,024; 5 x 4 kv heads of 256"),
-        ("qwen3-8b", ["--gpu-gib", "80", "--context", "100000"], "attends over 40,960 tokens"),
-        ("mistral-7b-v0.1", ["--gpu-gib", "24"], "no end"),
-        ("mistral-7b-v0.1", ["--gpu-gib", "24", "--ignore-windows"], "not: no end"),
-        ("llama-3.1-8b", ["--gpu-gib", "16", "--mode", "int4"], "more than 16.6 do"),
-        ("gpt-oss-20b", ["--mode", "int4"], "not: weights"),  # which are not counted
-    ],
-)
-def test_calc_notes_what_matters_about_a_model(name: str, arguments: list[str], said: str) -> None:
-    ran = calc(name, *arguments)
-    assert ran.status == 0 and (said.removeprefix("not: ") in ran.out) != said.startswith("not: ")
-
-
-def test_modes_that_do_not_fit_are_told_beside_those_that_do(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(Path(LLAMA).read_text()), "head_dim": 512}))
-    ran = kvq("calc", str(path), "--gpu-gib", "200")
-    assert ran.status == 0 and row(ran.out, "int8_per_token_head")
-    assert "int4_per_token_head does not fit: config: got head size 512, need a multiple of 4 up to 256" in ran.out
+def test_calc_tells_what_does_not_fit_in_letters_that_the_terminal_has(tmp_path: Path) -> None:
+    (path := tmp_path / "modèle.json").write_text(json.dumps({**json.loads(Path(LLAMA).read_text()), "head_dim": 512}))
+    done = CliRunner(charset="ascii").invoke(app, ["calc", str(path), "--gpu-gib", "16", "--context", "200000"])
+    assert done.exit_code == 0 and "mod\\xe8le.json" in done.stdout and not done.stderr and row(done.stdout, "int8_per_token_head")
+    assert "int4_per_token_head does not fit: config: got head size 512, need a multiple of 4 up to 256" in done.stdout
+    assert "note: nothing fits" in done.stdout and "attends over 131,072 tokens" in done.stdout
     assert "got head size 512" in refused("calc", str(path), "--gpu-gib", "200", "--mode", "int4")
 
 
@@ -197,25 +165,13 @@ def test_bad_input_is_refused(arguments: list[str], said: str) -> None:
     assert said in refused(*arguments)
 
 
-def test_a_plot_that_cannot_be_written_is_told_after_the_table_and_letters_that_a_terminal_lacks_are_escaped(tmp_path: Path) -> None:
-    ran = kvq("calc", LLAMA, "--gpu-gib", "80", "--plot", "/dev/null/plot.png")
-    assert ran.status == 2 and "Error: " in ran.err and "/dev/null/plot.png" in ran.err
-    (path := tmp_path / "modèle.json").write_text(Path(LLAMA).read_text())
-    done = CliRunner(charset="ascii").invoke(app, ["calc", str(path)])
-    assert done.exit_code == 0 and "mod\\xe8le.json" in done.stdout and not done.stderr
-
-
 def test_doctor_tells_machine_switches_and_the_path_of_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQ_DEBUG", "1")
     ran, told = kvq("doctor"), kvq("doctor", "--json").json
     assert ran.status == 0 and all(row(ran.out, mode)[3:6] == ["ok", "plain", "torch"] for mode in MODES)
     for name in ("GPU", "driver", "torch", "triton", "transformers", "vllm", "KVQ_DEBUG", "KVQ_BATCH_INVARIANT", "KVQ_BACKENDS"):
         assert f"\n{name} " in f"\n{ran.out}"
-    assert "none that torch can use: " in ran.out
-    assert told["switches"]["KVQ_DEBUG"] == "1" and told["switches"]["KVQ_BATCH_INVARIANT"] is None
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    route = environment.path_of(get_backend("int4"), torch.device("cpu"))
-    assert (route.name, route.why) == ("Triton kernels, interpreted", "TRITON_INTERPRET=1")
+    assert "none that torch can use: " in ran.out and told["switches"]["KVQ_DEBUG"] == "1"
 
 
 @pytest.mark.gpu
@@ -231,36 +187,15 @@ def test_doctor_runs_the_kernels_on_a_gpu() -> None:
         (("sm_90", True, False, True), 0, ""),
         (("sm_90", True, False, False), 4, "needs Triton 3.6 or 3.7 (here: sm_90, Triton "),
         (("sm_80", True, False, True), 3, "needs a GPU of architecture sm_90 (here: sm_80"),
-        (("gfx942", False, False, True), 4, "NVIDIA's PTX"),
         (("", False, True, True), 4, "compiled kernels, not TRITON_INTERPRET"),
     ],
 )
-def test_doctor_tells_which_kernels_are_off_from_what_dispatch_asks(
-    machine: tuple[str, bool, bool, bool], off: int, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_tells_which_kernels_are_off(machine: tuple[Any, ...], off: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvq_core.launch import dispatch, families
 
     monkeypatch.setattr(dispatch, "machine_of", lambda device: families.Machine(*machine))
     told = [line for line in kvq("doctor").out.splitlines() if ": off: " in line]
     assert len(told) == off and any(reason in line for line in told) == bool(off)
-    rows = SimpleNamespace(key=torch.zeros(1, 1, 64, dtype=torch.half), value=torch.zeros(1, 1, 64, dtype=torch.half))
-    store_mma = dispatch.sm90_write(get_backend("int4").kernels(), rows) is not None
-    assert store_mma != any(line.startswith(families.STORE_MMA.name) for line in told)
-
-
-def test_doctor_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for cuda, driver, said in (
-        (None, None, "is a CPU build"),
-        ("13.0", None, "no NVIDIA driver answers (nvidia-smi)"),
-        ("13.0", "535.1", "(CUDA 13.0) cannot use driver 535.1"),
-    ):
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(environment, "nvidia_driver", lambda driver=driver: driver)
-        assert environment.why_no_gpu().endswith(said)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert environment.why_no_gpu() == "CUDA_VISIBLE_DEVICES is ''"
 
 
 def test_bench_hands_on_options_and_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,11 +209,8 @@ def test_bench_hands_on_options_and_status(monkeypatch: pytest.MonkeyPatch, tmp_
     assert kvq("bench", *given).status == 3
     ((interpreter, script, *handed_on),) = commands
     assert (interpreter, Path(script)) == (sys.executable, ROOT / "benchmarks" / "run.py")
-    options = benchmarks.arguments(handed_on)
-    assert (options.modes, options.settings, options.quick, options.no_peers) == (["int4", "int8"], "decode", True, True)
-    assert (options.out, options.compare) == (Path("new"), old)
-    monkeypatch.setattr(suite, "__file__", str(tmp_path / "kvq_core" / "cli" / "suite.py"))
-    assert "the benchmark suite is not beside" in refused("bench")
+    options = {"settings": "decode", "out": Path("new"), "compare": old, "no_peers": True, "quick": True}
+    assert vars(benchmarks.arguments(handed_on)) == options | {"modes": ["int4", "int8"]}
 
 
 def test_the_wheel_carries_benchmarks_and_plans(tmp_path: Path) -> None:
@@ -286,7 +218,6 @@ def test_the_wheel_carries_benchmarks_and_plans(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT / "packages" / "kvq-core", check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.stat().st_size < 1_000_000
     with zipfile.ZipFile(wheel) as content:
         content.extractall(tmp_path)
     carried, plans = tmp_path / "kvq_core" / "bench", ROOT / "packages" / "kvq-core" / "src" / "kvq_core" / "plan"

@@ -33,35 +33,21 @@ def test_every_mode_has_its_line_and_a_ruined_one_costs_the_others_nothing(small
     assert f"broken: {Ruined.mode}: " in printed.err and "bits_per_byte is nan" in printed.err
     assert all(len(row(printed.out, mode)) >= 10 for mode in MODES)
     assert sorted(p.name for p in (tmp_path / "nested").iterdir()) == ["demo.json", "demo.png"]
-    content = json.loads((tmp_path / "nested" / "demo.json").read_text())
-    results = {r["mode"]: r for r in content["results"]}
+    results = {r["mode"]: r for r in json.loads((tmp_path / "nested" / "demo.json").read_text())["results"]}
     none, int4, int2 = (results[mode] for mode in ("none", "int4_per_token_head", "int2_per_token_head"))
     assert none["difference"] == none["attention_error"] == 0 and none["top1_agreement"] == 1 and none["key_snr_db"] is None
-    assert [one["bits_per_element"] for one in (none, int4, int2)] == [16, 4.5, 2.5] and {"device", "commit"} <= set(content["machine"])
+    assert [one["bits_per_element"] for one in (none, int4, int2)] == [16, 4.5, 2.5]
     assert int4["value_snr_db"] > 17 > int2["key_snr_db"] > 8 and 0 < int4["attention_error"] < int2["attention_error"] < 0.6
     assert all(math.isfinite(results[mode]["bits_per_byte"]) and results[mode]["decode_tokens_per_second"] > 0 for mode in MODES)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--modes", "int5"], "no installed package provides mode 'int5'"),
-        (["--device", "abacus"], "--device: got 'abacus'"),
-        (["--model", "/no/such/weights"], "/no/such/weights"),
-        (["--out", "/dev/null/below"], "/dev/null"),
-    ],
+    ("name", "value"), [("modes", "int5"), ("device", "abacus"), ("model", "/no/such/weights"), ("out", "/dev/null/below")]
 )
-def test_bad_arguments_end_with_status_2_and_one_line(
-    arguments: list[str], message: str, small_weights: Path, tmp_path: Path, capsys: Any
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        demo.main(["--quick", "--device", "cpu", "--out", str(tmp_path), "--model", str(small_weights), *arguments])
+def test_bad_arguments_end_with_status_2_and_one_line(name: str, value: str, small_weights: Path, tmp_path: Path, capsys: Any) -> None:
+    given = {"device": "cpu", "out": str(tmp_path), "model": str(small_weights)} | {name: value}
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(["--quick", *(part for option in given for part in (f"--{option}", given[option]))])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and "error:" in last and message in last
-
-
-@pytest.mark.gpu
-def test_the_demo_runs_its_kernels_on_a_gpu(small_weights: Path, tmp_path: Path) -> None:
-    assert demo.main(["--quick", "--device", "cuda", "--out", str(tmp_path), "--model", str(small_weights)]) == 0
-    assert all(abs(r["difference"]) < 1 for r in json.loads((tmp_path / "demo.json").read_text())["results"])
+    assert "error:" in last and value in last

@@ -11,7 +11,6 @@ import nano_engine
 from kvq_core import list_backends
 from kvq_core.testing import places
 
-MODES = sorted({entry.mode for entry in list_backends()})
 OPTIONS = ["--requests", "8", "--sample", "4", "--num-blocks", "24", "--long", "0", "--chunk", "64", "--device", "cpu", "--jobs", "1"]
 
 
@@ -30,9 +29,6 @@ def test_a_run_is_green_and_a_mode_that_fails_is_told(capsys: Any, monkeypatch: 
     assert "again: python examples/endurance.py --modes none" in printed
     kept = {one["mode"]: one for one in json.loads((tmp_path / "outcomes.json").read_text())}
     assert "the device is gone" in kept["none"]["error"] and kept["int4_per_token_head"]["added"] == 8
-    with pytest.raises(SystemExit, match="2"):
-        endurance.main(["--device", "cpu", "--num-blocks", "100"])
-    assert "--num-blocks: got 100, need 175" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("lost", "holders", "problem"), [(1, None, "blocks leaked"), (0, 1, "differ from")])
@@ -52,10 +48,10 @@ def test_defects_are_noticed(lost: int, holders: int | None, problem: str, monke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sorted({entry.mode for entry in list_backends()}))
 def test_every_mode_endures_on_a_gpu(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """With prompts past the length at which keys are split."""
     places.enter("gpu", monkeypatch)
-    plan = endurance.Plan(mode=mode, device="cuda", requests=400, sample=60, num_blocks=192, block_size=16, chunk=256, long=20, seed=0)
-    seen = endurance.endure(plan, lambda count: None)
+    sizes = {"requests": 400, "sample": 60, "num_blocks": 192, "block_size": 16, "chunk": 256, "long": 20, "seed": 0}
+    seen = endurance.endure(endurance.Plan(mode=mode, device="cuda", **sizes), lambda count: None)
     assert seen.problems == [] and min(seen.finished, seen.cancelled, seen.forks, seen.preemptions) > 0

@@ -14,22 +14,13 @@ import precompile
 import tune
 from command_line import kvq, refused
 from kvq_core import get_backend
-from kvq_core.call import ops
 from kvq_core.cli import suite
-from kvq_core.launch import offline
-from kvq_core.plan import KINDS, Choice, Combine, Decode, Groups, Prefill, Table, Write, choose, lookup
+from kvq_core.plan import KINDS, Choice, Prefill, Table, Write, choose, lookup
 from kvq_core.plan.candidates import candidates
-from kvq_core.plan.selection import NOISE, select
+from kvq_core.plan.selection import select
 
 ROOT = Path(__file__).parents[2]
 
-PRESENT = {
-    "decode": Decode(keys=64, warps=1, stages=2, programs_per_sm=12, registers=168, min_keys=128, loops=1),
-    "prefill": Prefill(rows=64, keys=64, warps=4, stages=2, registers=None),
-    "groups": Groups(groups=0, stages=2, registers=184),
-    "write": Write(rows=16, warps=1, store_mma=0),
-    "combine": Combine(few=8, splits=32, blocks=8, slices=1, warps=4),
-}
 ONE, TWO, FOUR = (Write(rows=rows, warps=1, store_mma=0) for rows in (8, 16, 32))
 
 
@@ -41,25 +32,14 @@ def nobody_s_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("gate.release", lambda device: None)  # collecting garbage takes longer than all else
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_candidates_are_bounded_valid_and_begin_with_the_present_choice(kind: str, quick: bool) -> None:
-    found = candidates(PRESENT[kind], quick=quick)
-    assert found[0] == PRESENT[kind] and len(found) == len(set(found))
-    assert (4 if kind == "groups" else 5) < len(found) <= (16 if quick else 64)
-    assert all(values.allow(getattr(choice, name)) for choice in found for name, values in type(choice).values().items())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_entry_for_a_class_answers_for_each_of_its_settings(kind: str) -> None:
     backend = get_backend("fp8_per_tensor")
     for one in tune.classes(backend, kind, tune.ASSUMED, quick=True):
         for setting in one.settings:
             ((_, facts),) = [asked for asked in precompile.asked(backend, setting, tune.ASSUMED) if asked[0] == kind]
-            assert choose("sm_90", KINDS[kind], facts) == one.choices[0]
+            assert choose("sm_90", KINDS[kind], facts) == one.choices[0] and 3 < len(one.choices) == len(set(one.choices)) <= 16
             assert Table("", {kind: (tune.Entry(one.where, one.choices[1]),)}).find(kind, facts)
-            assert not Table("", {kind: (tune.Entry(one.where, one.choices[1]),)}).find(kind, facts | {"width": 999, "variant": "x"})
 
 
 @pytest.mark.quick
@@ -71,7 +51,6 @@ def test_an_entry_for_a_class_answers_for_each_of_its_settings(kind: str) -> Non
         ({ONE: (100, 100), TWO: (80, 103)}, ONE),  # slower in one setting
         ({ONE: (100, 100), TWO: (80, 101)}, TWO),  # by no more than noise
         ({ONE: (100, 10), TWO: (90, 10), FOUR: (100, 8)}, FOUR),  # ratios count, not microseconds
-        ({ONE: (100, 100), TWO: (50, 100), FOUR: (72, 72)}, TWO),  # in the geometric mean
         ({ONE: (100, 100), TWO: ("out of shared memory", 1)}, ONE),
         ({ONE: (100, 100), TWO: (50, "fault"), FOUR: (90, 90)}, FOUR),
         ({ONE: ("illegal address", 1), TWO: (1, 1)}, ONE),  # nothing to compare with
@@ -92,26 +71,6 @@ def test_what_is_kept(times: dict[Choice, tuple[Any, Any]], kept: Choice) -> Non
     outcome = select([*times, wrong], ["A", "B"], lambda choice: "read: wrong" if choice == wrong else "", timed)
     assert (outcome.kept.choice, outcome.changed, outcome.present.choice) == (kept, kept != ONE, ONE)
     assert outcome.trials[-1].fault == "read: wrong"
-
-
-def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
-    """On the GPU that the table is for, and on no other: read, combine and write."""
-    entries: dict[str, Choice] = {
-        "decode": replace(PRESENT["decode"], stages=7),
-        "combine": replace(PRESENT["combine"], warps=16),
-        "write": Write(rows=128, warps=16, store_mma=0),
-    }
-    path = lookup.own_folder() / "sm_90.json"
-    path.parent.mkdir(parents=True)
-    Table("sm_90", {kind: (tune.Entry({}, choice),) for kind, choice in entries.items()}).write(path)
-    for arch, changed in (("sm_90", True), ("sm_80", False)):
-        # An empty table has everything planned anew.
-        with ops.planning_with(Table(arch, {})), offline.planning_for(replace(tune.ASSUMED, arch=arch)) as planned:
-            precompile.call(get_backend("int4"), tune.shapes.HEADLINE[0])
-            precompile.call(get_backend("int4"), tune.shapes.WRITE[0])
-        attend, combine, write = (options for _, _, options in planned.launches)
-        assert (attend["num_stages"] == 7, combine["num_warps"] == 16, write["num_warps"] == 16) == (changed,) * 3
-        assert (write["C"].rows == 128) == changed
 
 
 @pytest.fixture
@@ -183,20 +142,16 @@ def test_bad_input_is_refused(gpu: Any, given: list[str], table: str, said: str,
 def test_both_commands_need_a_gpu_but_for_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main(["--quick"]) == tune.CANNOT_RUN and "--dry-run" in capsys.readouterr().err
-    assert tune.main(["--quick", "--dry-run", "--modes", "none", "--kinds", "write"]) == tune.OK
-    assert "14 candidates in 2 classes" in capsys.readouterr().out
     commands: list[list[str]] = []
     monkeypatch.setattr(suite.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=0))
-    said = refused("tune", "--quick")
-    assert "torch sees none here (" in said and "kvq tune --dry-run" in said
-    assert refused("tune", "--modes", "int9") and not commands
+    assert "kvq tune --dry-run" in refused("tune", "--quick") and refused("tune", "--modes", "int9") and not commands
     given = ("--dry-run", "--quick", "--modes", "int4,none", "--kinds", "write", "--out", "x", "--processes", "3")
     assert kvq("tune", *given).status == 0
     ((python, script, *handed_on),) = commands
     assert (python, Path(script)) == (sys.executable, ROOT / "benchmarks" / "tune.py")
     options = tune.arguments(handed_on)
-    assert (options.modes, options.kinds, options.quick, options.dry_run) == (["int4", "none"], "write", True, True)
-    assert (options.out, options.processes) == (Path("x"), 3)
+    assert (options.quick, options.out, options.processes) == (True, Path("x"), 3)
+    assert tune.main(handed_on) == tune.OK and "30 candidates in 4 classes" in capsys.readouterr().out
 
 
 def test_a_candidate_is_judged_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +178,7 @@ def test_a_candidate_is_judged_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 def test_tuning_on_the_gpu(tmp_path: Path) -> None:
     """One class for real: a table is written, and what it says was measured."""
-    out = tmp_path / "table.json"
-    assert tune.main(["--quick", "--modes", "int4", "--kinds", "write", "--out", str(out)]) == tune.OK
-    entries = Table.read(out).entries["write"]
-    assert len(entries) == 2
-    for (measured,), choice in ((entry.measured, entry.choice) for entry in entries):
+    assert tune.main(["--quick", "--modes", "int4", "--kinds", "write", "--out", str(tmp_path / "table.json")]) == tune.OK
+    for entry in Table.read(tmp_path / "table.json").entries["write"]:
+        (measured,) = entry.measured
         assert 1 < measured.value < 1000 and len(measured.alternatives) >= 3
-        assert measured.value <= (1 + NOISE) * min(other.value for other in measured.alternatives) or choice == PRESENT["write"]

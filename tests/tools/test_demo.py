@@ -1,7 +1,9 @@
-"""The demo, in its quick form on a small random model: the table, the files beside it, and the exit status."""
+"""The examples beside the engine, in small: the demo, the endurance run, and the tiny model's training and file."""
 
 import json
 import math
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,17 @@ import pytest
 import torch
 
 import demo
+import endurance
+import nano_engine
 from command_line import row
 from kvq_core import list_backends, register_backend, unregister_backend
+from kvq_core.evaluation import read_documents
+from kvq_core.evaluation.tiny_model import TinyModel, load_model, save_model
 from kvq_core.none import NoneBackend
+from kvq_core.testing import places
+from tiny_model.corpus import is_held_out
 
+FOLDER = Path(__file__).parents[2] / "examples" / "tiny_model"
 MODES = sorted({entry.mode for entry in list_backends()})
 
 
@@ -23,15 +32,16 @@ class Ruined(NoneBackend):
         return super().decode(codes, scales) * float("nan")
 
 
-def test_every_mode_has_its_line_and_a_ruined_one_costs_the_others_nothing(small_weights: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_demo_has_a_line_for_every_mode_and_a_ruined_one_costs_the_others_nothing(
+    small_weights: Path, tmp_path: Path, capsys: Any
+) -> None:
     register_backend(Ruined)
     try:
         assert demo.main(["--quick", "--device", "cpu", "--out", str(tmp_path / "nested"), "--model", str(small_weights)]) == 1
     finally:
         unregister_backend(Ruined.mode)
     printed = capsys.readouterr()
-    assert f"broken: {Ruined.mode}: " in printed.err and "bits_per_byte is nan" in printed.err
-    assert all(len(row(printed.out, mode)) >= 10 for mode in MODES)
+    assert f"broken: {Ruined.mode}: " in printed.err and all(len(row(printed.out, mode)) >= 10 for mode in MODES)
     assert sorted(p.name for p in (tmp_path / "nested").iterdir()) == ["demo.json", "demo.png"]
     results = {r["mode"]: r for r in json.loads((tmp_path / "nested" / "demo.json").read_text())["results"]}
     none, int4, int2 = (results[mode] for mode in ("none", "int4_per_token_head", "int2_per_token_head"))
@@ -43,11 +53,84 @@ def test_every_mode_has_its_line_and_a_ruined_one_costs_the_others_nothing(small
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "value"), [("modes", "int5"), ("device", "abacus"), ("model", "/no/such/weights"), ("out", "/dev/null/below")]
+    ("script", "name", "value"),
+    [
+        (demo, "modes", "int5"),
+        (demo, "device", "abacus"),
+        (demo, "model", "/no/such/weights"),
+        (demo, "out", "/dev/null/below"),
+        (endurance, "num-blocks", "100"),
+        (endurance, "modes", "int5"),
+    ],
 )
-def test_bad_arguments_end_with_status_2_and_one_line(name: str, value: str, small_weights: Path, tmp_path: Path, capsys: Any) -> None:
-    given = {"device": "cpu", "out": str(tmp_path), "model": str(small_weights)} | {name: value}
+def test_bad_arguments_end_with_status_2_and_one_line(script: Any, name: str, value: str, tmp_path: Path, capsys: Any) -> None:
+    given = {"device": "cpu"} | ({"out": str(tmp_path)} if script is demo else {}) | {name: value}
     with pytest.raises(SystemExit, match="2"):
-        demo.main(["--quick", *(part for option in given for part in (f"--{option}", given[option]))])
+        script.main([part for option in given for part in (f"--{option}", given[option])])
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error:" in last and value in last
+
+
+def test_a_mode_that_endures_and_one_that_fails(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    execute = nano_engine.Engine.execute
+
+    def failing(engine: nano_engine.Engine, work: Any) -> Any:
+        if engine.backend.mode == "none" and engine.stats.steps > 3:
+            raise RuntimeError("the device is gone")
+        return execute(engine, work)
+
+    monkeypatch.setattr(nano_engine.Engine, "execute", failing)
+    sizes = {"requests": 8, "sample": 4, "num-blocks": 24, "long": 0, "chunk": 64, "jobs": 1}
+    given = ["--device", "cpu", *(f"--{name}={size}" for name, size in sizes.items()), "--json", str(tmp_path / "outcomes.json")]
+    assert endurance.main([*given, "--modes", "none", "int4"]) == 1
+    printed = capsys.readouterr().out
+    assert "none: RuntimeError: the device is gone" in printed and "again: python examples/endurance.py --modes none" in printed
+    none, int4 = json.loads((tmp_path / "outcomes.json").read_text())
+    assert "the device is gone" in none["error"] and (int4["added"], int4["compared"], int4["different"]) == (8, 4, 0)
+
+
+@pytest.mark.parametrize(("lost", "holders", "problem"), [(1, None, "blocks leaked"), (0, 1, "differ from")])
+def test_the_endurance_run_notices_defects(lost: int, holders: int | None, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is not given back; blocks that are given back while others hold them."""
+    release = nano_engine.Engine.release
+
+    def defective(engine: nano_engine.Engine, request: nano_engine.Request) -> None:
+        for block in request.blocks:
+            engine.holders[block] = holders or engine.holders[block]
+        request.blocks = request.blocks[: len(request.blocks) - lost]
+        release(engine, request)
+
+    monkeypatch.setattr(nano_engine.Engine, "release", defective)
+    plan = endurance.Plan(mode="none", device="cpu", requests=40, sample=16, num_blocks=60, block_size=16, chunk=64, long=0, seed=0)
+    assert any(problem in line for line in endurance.endure(plan, lambda count: None).problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_endures_on_a_gpu(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """With prompts past the length at which keys are split."""
+    places.enter("gpu", monkeypatch)
+    sizes = {"requests": 400, "sample": 60, "num_blocks": 192, "block_size": 16, "chunk": 256, "long": 20, "seed": 0}
+    seen = endurance.endure(endurance.Plan(mode=mode, device="cuda", **sizes), lambda count: None)
+    assert seen.problems == [] and min(seen.finished, seen.cancelled, seen.forks, seen.preemptions) > 0
+
+
+def test_training_leaves_weights_that_are_read_back_and_a_card(
+    small_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held-out text comes from files that training does not read."""
+    assert all(is_held_out(document.name) for document in read_documents(FOLDER / "heldout.txt"))
+    given = ["--out", str(tmp_path), "--device", "cpu", "--no-compile", "--minutes", "5", "--max-steps", "2"]
+    sizes = ["--batch", "1", "--length", "64", "--log-every", "1", "--eval-rows", "2"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *given, *sizes])
+    runpy.run_path(str(FOLDER / "train.py"), run_name="__main__")
+    facts, path = json.loads((tmp_path / "training.json").read_text()), tmp_path / "model.safetensors"
+    assert facts["steps"] == 2 and 3 < facts["held_out_bits_per_byte"] < 9 and "PSF" in (tmp_path / "CARD.md").read_text()
+    assert load_model(path).num_parameters == facts["parameters"]
+    save_model(small_model, path)
+    pairs = zip(small_model.parameters(), load_model(path).parameters(), strict=True)
+    assert all(torch.equal(saved.bfloat16().float(), found) for saved, found in pairs)
+    for content in (None, b"not safetensors", b"\x02\0\0\0\0\0\0\0{}"):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors: not a tiny model's weights"):
+            load_model(path)

@@ -1,4 +1,5 @@
-"""Evaluation through the cache: figures against a dense model and sums done otherwise, and runs that go on after an interruption."""
+"""Evaluation through the cache: figures against a dense model and sums done otherwise, runs that go on after an interruption, and the
+modes and cache arguments that ``MODE:name=value`` names."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +10,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvq_core import ArgumentError, QuantKVBackend, get_backend
-from kvq_core.evaluation import Document, Estimate, Evaluation, Journal, Passage, TinySubject, evaluate, read_documents
+from kvq_core import ArgumentError, KVQError, QuantKVBackend, get_backend
+from kvq_core.evaluation import (
+    CacheConfig,
+    Document,
+    Estimate,
+    Evaluation,
+    Journal,
+    Passage,
+    TinySubject,
+    evaluate,
+    parse_mode,
+    read_documents,
+)
+from kvq_core.evaluation.options import cache_arguments, check_supported, split_modes
 from kvq_core.evaluation.results import Tally, by_document
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention
 from kvq_core.none import NoneBackend
+from kvq_core.smoothing.calibration import ModelSmoothing
 
 TEXTS = [b"x = 1\n" * 20, b"import os, sys\n" * 9, b"def f(x):\n    return x\n" * 3]
 FACTS = {"model": "a", "chunk": 32}
@@ -35,8 +49,7 @@ def run(subject: TinySubject, modes: Sequence[str] = ("none",), **options: Any) 
 
 @pytest.mark.quick
 def test_documents_of_a_file_are_cut_into_passages(subject: TinySubject, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("#### a\none\n#### b\ntwo\n#### not\nthree")
+    (path := tmp_path / "text.txt").write_text("#### a\none\n#### b\ntwo\n#### not\nthree")
     assert read_documents(path) == [Document("a", b"one\n"), Document("b", b"two\n"), Document("not", b"three\n")]
     path.write_text("plain, with a line\n#### inside\n")
     assert read_documents(path) == [Document("text.txt", b"plain, with a line\n#### inside\n")]
@@ -65,13 +78,6 @@ def test_none_through_the_cache_is_the_dense_model(subject: TinySubject) -> None
     assert found.perplexity.mean == pytest.approx(2**found.bits_per_byte.mean), "a token is a byte here"
     assert (found.difference.mean, found.kl.mean, found.top1.mean, found.times_smaller) == (0, 0, 1, 1)
     assert (found.passages, found.predicted) == (3, sum(map(len, TEXTS))) and found.peak_bytes is None
-
-
-def test_neither_chunks_nor_groups_change_the_figures(subject: TinySubject) -> None:
-    whole, other = (run(subject, ("none", "int4"), chunk=chunk, batch=batch).results for chunk, batch in ((1000, 9), (7, 2)))
-    for one, two in zip(whole, other, strict=True):
-        assert two.bits_per_byte.mean == pytest.approx(one.bits_per_byte.mean, rel=0.01)
-        assert two.kl.mean == pytest.approx(one.kl.mean, rel=0.1, abs=1e-9) and two.predicted == one.predicted
 
 
 def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> None:
@@ -144,7 +150,7 @@ class Counting(TinySubject):
     def figures(self, modes: Sequence[str], journal: Journal | None = None, last: int = 10**9) -> list[Any]:
         self.opened: list[str] = []
         self.last = last
-        calibration, *scored = self.passages([Document(str(n), text) for n, text in enumerate([b"a = 2\n" * 20, *TEXTS])], 200)
+        *scored, calibration = self.passages([Document(str(n), text) for n, text in enumerate([*TEXTS, b"a = 2\n" * 20])], 200)
         found = evaluate(self, [get_backend(m) for m in modes], scored, calibration=calibration, journal=journal, batch=1, chunk=64)
         return [(r.mode, r.kl, r.difference, r.bits_per_byte, r.top1, r.predicted) for r in found.results]
 
@@ -159,3 +165,64 @@ def test_an_interrupted_run_goes_on_and_a_mode_added_later_is_held_against_none(
     assert subject.figures(["none", "int4"], Journal(path, FACTS)) == whole[:2] and subject.opened == []
     assert subject.figures(["none", "int4", "int2"], Journal(path, FACTS)) == whole
     assert subject.opened == ["none", "int2_per_token_head"] * 3
+
+
+@pytest.mark.quick
+def test_lists_of_modes_with_options() -> None:
+    text = "none,int2:residual_length=64,sink_tokens=4,k8v4:smoothing=mean, int4,"
+    assert split_modes(text) == ["none", "int2:residual_length=64,sink_tokens=4", "k8v4:smoothing=mean", "int4"]
+    config = parse_mode("int2:sink_tokens=4, residual_length=64,smoothing=first_prefill")
+    assert config.backend is get_backend("int2") and parse_mode(config.label) == config
+    assert config.label == "int2_per_token_head:smoothing=first_prefill,residual_length=64,sink_tokens=4", "in one order, however given"
+    assert (config.exact_tokens(1024), config.exact_tokens(20)) == (112, 32), "whole blocks, no more than the sequence has"
+    for mode in ("int8/int4", "kvq-int4:int4/int8"):
+        assert parse_mode(f"{mode}:sink_tokens=1") == CacheConfig(get_backend(mode), {"sink_tokens": 1})
+
+
+def test_exact_rows_lose_less_and_are_counted(subject: TinySubject) -> None:
+    read = subject.passages([Document("a", bytes(range(32, 120)) * 2)], 120)
+    spelled = ["none", "int2", "int2:residual_length=64,sink_tokens=4", "int2:residual_length=500"]
+    spelled += ["int2:residual_length=500,residual_mode=int8"]
+    found = evaluate(subject, [parse_mode(text) for text in spelled], read, calibration=read[0], chunk=16).results
+    _, plain, windowed, all_exact, in_int8 = (result.kl.mean for result in found)
+    assert all_exact < 1e-4 < windowed < plain and all_exact < in_int8 < windowed
+    assert [found[1].bits, found[2].bits] == [2.5, pytest.approx(2.5 + 112 * 16 / found[2].context)], "as kvq calc counts"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int4:window=3", "with option 'window=3', need name=value, the name one of smoothing, residual_length"),
+        ("int4:sink_tokens=4,sink_tokens=4", "sink_tokens twice"),
+        ("int4:sink_tokens=-1", "sink_tokens: got '-1', need a number of tokens"),
+        ("int4:residual_length=4,residual_mode=fp8_per_tensor", "residual_mode: got fp8_per_tensor"),
+        ("int4:sink_tokens", "need a value: int4:sink_tokens=..."),
+        ("sink_tokens=4", "need MODE:name=value"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(KVQError) as refused:
+        parse_mode(text)
+    assert message in str(refused.value)
+
+
+def test_a_calibration_pass_is_shared_by_the_modes_that_ask_for_it(
+    subject: TinySubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (passage,) = subject.passages([Document("a", b"x = 1\n" * 20)], 200)
+    saved = subject.calibrate(passage, "balanced")
+    saved.save(tmp_path / "saved")
+    asked: list[str] = []
+    calibrate = subject.calibrate
+    monkeypatch.setattr(subject, "calibrate", lambda p, kind: (asked.append(kind), calibrate(p, kind))[1])
+    spelled = ["none", "int4:smoothing=mean", "int2:smoothing=mean,sink_tokens=1", "int2:smoothing=first_prefill"]
+    configs = [parse_mode(text) for text in [*spelled, f"int2:smoothing={tmp_path / 'saved'}", "int2:smoothing=none"]]
+    none, int4, int2, first, file, plain = cache_arguments(configs, subject, passage)
+    assert (none, first, plain) == ({}, {"smoothing": "first_prefill"}, {"smoothing": None}) and asked == ["mean"]
+    assert int4["smoothing"] is int2["smoothing"] and int2["sink_tokens"] == 1
+    assert isinstance(file["smoothing"], ModelSmoothing) and file["smoothing"].fingerprint == saved.fingerprint
+    subject.cache_keywords, subject.cache_name = frozenset({"smoothing"}), "this cache"
+    check_supported(configs[1], subject)
+    with pytest.raises(ArgumentError, match="sink_tokens is not supported by this cache"):
+        check_supported(configs[2], subject)

@@ -43,7 +43,7 @@ def test_passages_count_bytes_and_open_as_the_tokenizer_says(subject: HuggingFac
     bare = HuggingFaceSubject("bare", subject.model, copy.deepcopy(subject.tokenizer), subject.kvq)
     bare.tokenizer.backend_tokenizer.post_processor = None
     (passage,) = bare.passages([Document("a", b"abcd")], 5)
-    assert passage.tokens == tuple(bare.encode("abcd")) and passage.nbytes == 3 and bare.decode(passage.tokens) == "abcd"
+    assert passage.tokens == tuple(bare.encode("abcd")) and passage.nbytes == 3
 
 
 def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject, llama_folder: Path) -> None:
@@ -61,10 +61,9 @@ def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject,
     assert (none.bytes_per_token, int2.bytes_per_token) == (2 * 2 * 64 * 2, 2 * 2 * (16 + 4)), "layers, K and V; bf16, whatever the rows"
 
 
-@pytest.mark.parametrize("mode", ["none", "int2:residual_length=16,sink_tokens=4"])
-def test_rows_of_a_batch_are_read_as_they_are_alone(mode: str, subject: HuggingFaceSubject) -> None:
+def test_rows_of_a_batch_are_read_as_they_are_alone(subject: HuggingFaceSubject) -> None:
     """Chunks of different lengths, some of them empty."""
-    config = parse_mode(mode)
+    config = parse_mode("int2:residual_length=16,sink_tokens=4")
     passages = [subject.passages([Document("a", TEXT[n : n + length].encode())], length)[0] for n, length in ((0, 90), (7, 41), (20, 64))]
     parts = [[passage.tokens[first : first + 32] for passage in passages] for first in range(0, 96, 32)]
     parts[1][0], parts[2][0] = parts[1][0][:5], (*parts[1][0][5:], *parts[2][0])
@@ -149,10 +148,9 @@ def test_what_is_no_model_or_missing_is_refused_with_what_is_needed(
 
 def test_packages_bring_a_file_or_assemble_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    sources = {"one_file_test": "raise RuntimeError('imported')", "in_parts_test": "def assemble():\n    return '/tmp/x.gguf'"}
-    for name, code in (sources | {"neither_test": ""}).items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(code)
+    for name, code in (("one_file", "raise RuntimeError('imported')"), ("in_parts", "assemble = lambda: '/tmp/x.gguf'"), ("neither", "")):
+        (tmp_path / f"{name}_test").mkdir()
+        (tmp_path / f"{name}_test" / "__init__.py").write_text(code)
     (tmp_path / "one_file_test" / "weights.gguf").touch()
     assert Pretrained("one_file_test", "", "").file() == tmp_path / "one_file_test" / "weights.gguf"
     assert Pretrained("in_parts_test", "", "").file() == Path("/tmp/x.gguf")

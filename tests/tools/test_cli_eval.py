@@ -54,24 +54,28 @@ def test_the_bundled_model_is_the_default() -> None:
     assert none["bits_per_byte"] < 2.6 and abs(int4["difference"]) < 0.2
 
 
-def test_texts_and_modes_with_options_in_a_run_that_goes_on(given: tuple[str, ...], tmp_path: Path) -> None:
-    """Its figures lie in three files."""
+def test_a_run_goes_on_and_its_figures_lie_in_three_files(given: tuple[str, ...], tmp_path: Path) -> None:
+    """Two texts of one name; then the same after an interruption, with a mode that is added later."""
     (tmp_path / "more" / "text.txt").parent.mkdir()
     (tmp_path / "more" / "text.txt").write_text("import os, sys\n" * 20)
-    given = (*given, "--text", str(tmp_path / "more" / "text.txt"), "--resume", str(tmp_path / "run.jsonl"))
-    folder, smooth = tmp_path / "new" / "folder", "int2_per_token_head:smoothing=first_prefill"
-    ran = kvq("eval", *given, "--mode", "int2,int2:smoothing=first_prefill", "--out", str(folder), "--json")
-    results = {line["mode"]: line for line in ran.json["results"]}
-    assert next(iter(results)) == "none" and set(results) == {"none", "int2_per_token_head", smooth}
-    none, plain, smoothed = (results[mode] for mode in ("none", "int2_per_token_head", smooth))
-    assert 0 < smoothed["kl"] < plain["kl"] and none["sample"] == 2
-    assert "text.txt: text.txt, 60 tokens" in ran.err and "written: " in ran.err, "two documents of one name"
+    given = (*given, "--text", str(tmp_path / "more" / "text.txt"))
+    folder, both = tmp_path / "new" / "folder", ("--mode", "int2,int2:smoothing=first_prefill", "--json")
+    ran = kvq("eval", *given, *both, "--out", str(folder))
+    whole = {line["mode"]: line for line in ran.json["results"]}
+    assert list(whole) == ["none", "int2_per_token_head:smoothing=first_prefill", "int2_per_token_head"], "the best comes first"
+    none, smoothed, plain = whole.values()
+    assert 0 < smoothed["kl"] < plain["kl"] and none["sample"] == 2 and "text.txt: text.txt, 60 tokens" in ran.err
     figures = {"bits_per_byte", "bits_per_byte_se", "perplexity_se", "kl", "top1", "tokens_per_second", "peak_bytes"}
-    assert figures <= set(none) and json.loads((folder / "eval.json").read_text()) == ran.json
-    assert [line["mode"] for line in csv.DictReader((folder / "eval.csv").read_text().splitlines())] == list(results)
+    assert figures <= set(none) and json.loads((folder / "eval.json").read_text()) == ran.json and "written: " in ran.err
+    assert [line["mode"] for line in csv.DictReader((folder / "eval.csv").read_text().splitlines())] == list(whole)
     assert (folder / "eval.png").read_bytes().startswith(b"\x89PNG")
-    again = kvq("eval", *given, "--mode", "int2", "--json")
-    assert again.json["results"][1] == plain, "down to the seconds: nothing was measured again"
+    file = tmp_path / "run.jsonl"
+    given = (*given, "--resume", str(file))
+    kvq("eval", *given, "--mode", "int2")
+    file.write_bytes(file.read_bytes()[:-40])
+    again = kvq("eval", *given, *both).json["results"]
+    assert [line["kl"] for line in again] == pytest.approx([line["kl"] for line in whole.values()], rel=1e-3)
+    assert kvq("eval", *given, *both).json["results"] == again, "down to the seconds: nothing was measured again"
     assert "of another run: chunk 128, now 64" in refused(*given, "--mode", "int2", "--chunk", "64")
 
 

@@ -1,28 +1,14 @@
-"""Evaluation through the cache: figures against a dense model and sums done otherwise, runs that go on after an interruption, and the
-modes and cache arguments that ``MODE:name=value`` names."""
+"""Evaluation through the cache: figures against a dense model and sums done otherwise, its journal, and what ``MODE:name=value`` names."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kvq_core import ArgumentError, QuantKVBackend, get_backend
-from kvq_core.evaluation import (
-    CacheConfig,
-    Document,
-    Estimate,
-    Evaluation,
-    Journal,
-    Passage,
-    TinySubject,
-    evaluate,
-    parse_mode,
-    read_documents,
-)
+from kvq_core import ArgumentError, get_backend
+from kvq_core.evaluation import CacheConfig, Document, Estimate, Journal, Passage, TinySubject, evaluate, parse_mode, read_documents
 from kvq_core.evaluation.options import cache_arguments, check_supported, split_modes
 from kvq_core.evaluation.results import Tally, by_document
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention
@@ -38,11 +24,6 @@ def subject(small_model: TinyModel) -> TinySubject:
 
 def passages(subject: TinySubject) -> list[Passage]:
     return subject.passages([Document(str(i), text) for i, text in enumerate(TEXTS)], 200)
-
-
-def run(subject: TinySubject, modes: Sequence[str] = ("none",), **options: Any) -> Evaluation:
-    scored = passages(subject)
-    return evaluate(subject, [get_backend(mode) for mode in modes], scored, calibration=scored[0], **options)
 
 
 @pytest.mark.quick
@@ -65,17 +46,19 @@ def test_estimates_have_the_standard_error_of_documents() -> None:
 
 
 def test_none_through_the_cache_is_the_dense_model(subject: TinySubject) -> None:
-    found = run(subject, chunk=16).results[0]
-    nats = []
-    for tokens in (torch.tensor(passage.tokens) for passage in passages(subject)):
+    scored, nats = passages(subject), []
+    (found,) = evaluate(subject, [get_backend("none")], scored, calibration=scored[0], chunk=16).results
+    for tokens in (torch.tensor(passage.tokens) for passage in scored):
         logits = subject.model(tokens[:-1], torch.arange(len(tokens) - 1), dense_attention)
         nats.append(float(F.cross_entropy(logits, tokens[1:], reduction="sum")))
-    expected = Estimate.ratio([n / math.log(2) for n in nats], [float(p.nbytes) for p in passages(subject)])
+    expected = Estimate.ratio([n / math.log(2) for n in nats], [float(p.nbytes) for p in scored])
     # Pages hold bf16: that is all the difference.
     assert found.bits_per_byte.mean == pytest.approx(expected.mean, rel=0.01)
     assert found.perplexity.mean == pytest.approx(2**found.bits_per_byte.mean), "a token is a byte here"
     assert (found.difference.mean, found.kl.mean, found.top1.mean, found.times_smaller) == (0, 0, 1, 1)
     assert (found.passages, found.predicted) == (3, sum(map(len, TEXTS))) and found.peak_bytes is None
+    with pytest.raises(ArgumentError, match="passages"):
+        evaluate(subject, [get_backend("none")], [], calibration=scored[0])
 
 
 def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> None:
@@ -92,14 +75,6 @@ def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> N
     assert found.top1.mean == pytest.approx(float((rows[0].argmax(-1) == rows[1].argmax(-1)).double().mean()))
     nats = float((rows[0] - rows[1]).gather(1, torch.tensor(passage.tokens[1:])[:, None]).mean())
     assert found.difference.mean == pytest.approx(nats / math.log(2), abs=1e-5)
-
-
-@pytest.mark.quick
-def test_nothing_to_score_is_refused(subject: TinySubject) -> None:
-    scored, given = passages(subject), []
-    for given, options, name in (([], {}, "passages"), ([Passage((0,), 0)], {}, "passages"), (scored, {"chunk": 0}, "chunk")):
-        with pytest.raises(ArgumentError, match=name):
-            evaluate(subject, [get_backend("none")], given, calibration=scored[0], **options)
 
 
 @pytest.mark.quick
@@ -121,36 +96,6 @@ def test_a_line_that_was_cut_off_is_written_again_and_files_of_other_runs_are_le
         with pytest.raises(ArgumentError, match="need a file that --resume wrote"):
             Journal(path, FACTS)
         assert path.read_bytes() == content
-
-
-class Counting(TinySubject):
-    """Notes what is opened, warming up left out; fails at the ``last``."""
-
-    def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> Any:
-        if list(passages) != [calibration]:
-            self.opened.append(backend.mode)
-            if len(self.opened) > self.last:
-                raise KeyboardInterrupt
-        return super().open(backend, passages, calibration, **options)
-
-    def figures(self, modes: Sequence[str], journal: Journal | None = None, last: int = 10**9) -> list[Any]:
-        self.opened: list[str] = []
-        self.last = last
-        *scored, calibration = self.passages([Document(str(n), text) for n, text in enumerate([*TEXTS, b"a = 2\n" * 20])], 200)
-        found = evaluate(self, [get_backend(m) for m in modes], scored, calibration=calibration, journal=journal, batch=1, chunk=64)
-        return [(r.mode, r.kl, r.difference, r.bits_per_byte, r.top1, r.predicted) for r in found.results]
-
-
-def test_an_interrupted_run_goes_on_and_a_mode_added_later_is_held_against_none(small_model: TinyModel, tmp_path: Path) -> None:
-    subject, path = Counting(small_model), tmp_path / "run.jsonl"
-    whole = subject.figures(["none", "int4", "int2"])
-    with pytest.raises(KeyboardInterrupt):
-        subject.figures(["none", "int4"], Journal(path, FACTS), last=4)
-    assert subject.figures(["none", "int4"], Journal(path, FACTS)) == whole[:2]
-    assert subject.opened == ["none", "int4_per_token_head"], "the third passage"
-    assert subject.figures(["none", "int4"], Journal(path, FACTS)) == whole[:2] and subject.opened == []
-    assert subject.figures(["none", "int4", "int2"], Journal(path, FACTS)) == whole
-    assert subject.opened == ["none", "int2_per_token_head"] * 3
 
 
 @pytest.mark.quick

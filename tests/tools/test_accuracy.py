@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import accuracy_compare as compare
 import accuracy_report as report
@@ -43,11 +42,7 @@ def test_a_run_is_judged_against_the_page_which_it_leaves_alone(tmp_path: Path, 
     assert report.main(["--device", "cpu", "--out", str(out)]) == 1 and other["modes"][1]["mode"] in capsys.readouterr().out
 
 
-def test_formats_of_others_lose_what_their_descriptions_say(small_model: TinyModel) -> None:
-    """On Gaussian rows, with heads of 64; and through the model. A format that is not installed is left out."""
-    rows = torch.randn(400, 2, 64, generator=torch.Generator().manual_seed(0))
-    for keep, error in ((compare.min_max_int4, 0.0080), (compare.norm_int2, 0.1175), (compare.groups_of_32(4), 0.0079)):
-        assert float((keep(rows) - rows).square().mean()) == pytest.approx(error, rel=0.06), keep
+def test_a_format_of_others_is_measured_and_one_that_is_not_installed_left_out(small_model: TinyModel) -> None:
     coarse = compare.Format("coarse rows", 2, lambda: compare.Through(compare.norm_int2))
     absent = compare.Format("absent", 1, lambda: import_module("no_such_package"))
     sizes = compare.Sizes(documents=3, length=80, chunk=30, batch=2)

@@ -13,7 +13,7 @@ from command_line import kvq
 from kvq_core import ArgumentError, get_backend
 from kvq_core.evaluation import Document, evaluate, parse_mode
 from kvq_core.evaluation.huggingface import HuggingFaceSubject, load, load_gguf
-from kvq_core.evaluation.pretrained import PRETRAINED, MissingPackageError, Pretrained
+from kvq_core.evaluation.pretrained import PRETRAINED, MissingPackageError
 
 gguf = pytest.importorskip("gguf")
 for needed in ("accelerate", "kvq_transformers"):
@@ -144,15 +144,3 @@ def test_what_is_no_model_or_missing_is_refused_with_what_is_needed(
         with pytest.raises(MissingPackageError) as missing:
             one.file()
         assert f"pip install {one.install}" in str(missing.value) and one.licence in str(missing.value)
-
-
-def test_packages_bring_a_file_or_assemble_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name, code in (("one_file", "raise RuntimeError('imported')"), ("in_parts", "assemble = lambda: '/tmp/x.gguf'"), ("neither", "")):
-        (tmp_path / f"{name}_test").mkdir()
-        (tmp_path / f"{name}_test" / "__init__.py").write_text(code)
-    (tmp_path / "one_file_test" / "weights.gguf").touch()
-    assert Pretrained("one_file_test", "", "").file() == tmp_path / "one_file_test" / "weights.gguf"
-    assert Pretrained("in_parts_test", "", "").file() == Path("/tmp/x.gguf")
-    with pytest.raises(ArgumentError, match="a whole installation"):
-        Pretrained("neither_test", "", "").file()

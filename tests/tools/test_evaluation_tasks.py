@@ -87,16 +87,12 @@ def test_what_is_counted(task: str, answers: Any, options: dict[str, Any], exact
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("form", "strict", "flexible"),
-    [("3 + 4 = 7. #### {}\n\nQuestion: 9", 1, 1), ("It is {}.\n", 0, 1), ("#### {} or 1234567\n", 1, 0), ("#### 1,234,567\n", 0, 0)],
-)
-def test_answers_to_word_problems_are_matched_strictly_and_flexibly(form: str, strict: int, flexible: int, small_model: TinyModel) -> None:
+@pytest.mark.parametrize(("form", "right"), [("3 + 4 = 7. #### {}\n", [1, 1]), ("It is {}.\n", [0, 1]), ("#### {} or 1234567\n", [1, 0])])
+def test_answers_to_word_problems_are_matched_strictly_and_flexibly(form: str, right: list[int], small_model: TinyModel) -> None:
     (item,) = TASKS["arithmetic"].items(TinySubject(small_model), [], 0, 1)
     text = (" " + form.format(item.expected)).encode()
-    subject = Scripted(small_model, lambda mode, seen: text[max(len(seen) - len(item.prompt), 0)])
-    found = run(subject, "arithmetic", [NONE], count=1)
-    assert [found["none", label].value.mean for label in ("strict", "flexible")] == [strict, flexible]
+    found = run(Scripted(small_model, lambda mode, seen: text[max(len(seen) - len(item.prompt), 0)]), "arithmetic", [NONE], count=1)
+    assert [found["none", label].value.mean for label in ("strict", "flexible")] == right
 
 
 @pytest.mark.parametrize("name", ["copy", "generate"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nano_engine
-from kvq_core import get_backend, list_backends, register_backend, unregister_backend
+from kvq_core import get_backend, register_backend, unregister_backend
 from kvq_core.evaluation.tiny_model import TinyModel, dense_attention, rotary_channels
 from kvq_core.none import NoneBackend
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
@@ -18,7 +18,6 @@ from kvq_core.smoothing.rotary import RotaryMean
 from nano_engine import Engine, Request, Stats, encode
 
 PROMPTS = ["def f(x):", "a", "class Words:\n    one, two = 1, 2\n" * 2, "import os, sys", "# " + "x" * 61]
-MODES = sorted({entry.mode for entry in list_backends()})
 ALL_EXACT: dict[str, Any] = {"mode": "int2", "residual_length": 256, "sink_tokens": 4, "max_sequences": 5}
 """A window as long as the model's context: int2 shows up only where a row is not read from its exact copy."""
 
@@ -114,37 +113,24 @@ def test_a_residual_window_reads_the_same_whatever_else_is_in_the_batch(small_mo
     assert decoded([requests()], **window) == alone != decoded([requests()])
 
 
-def test_sampling_depends_on_the_request_alone(small_model: TinyModel) -> None:
-    def drawn(seeds: list[int]) -> list[list[int]]:
-        todo = [Request(encode("x = "), 8, temperature=3.0, seed=seed) for seed in seeds]
-        exact_engine(small_model).run(todo)
-        return [r.output for r in todo]
-
-    first, second, third = drawn([1, 2, 1])
-    assert first == third == drawn([1])[0] and first != second
-
-
 class ThirdParty(NoneBackend):
     mode = "third_party_test"
 
 
-def test_a_third_party_mode_is_listed_and_continues_any_bytes(small_weights: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_third_party_mode_continues_any_bytes(small_weights: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompt.txt").write_bytes(b"ab\xff")
     given = ["--max-new-tokens", "3", "--model", str(small_weights), "--device", "cpu", "--kv-cache-dtype", ThirdParty.mode]
     window = ["--residual-length", "16", "--sink-tokens", "4", "--residual-mode", "int8", "--max-sequences", "2"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
     register_backend(ThirdParty)
     try:
-        with pytest.raises(SystemExit, match="0"):
-            nano_engine.main(["--help"])
-        listed = capsys.readouterr().out.replace("\n", " ")
         assert nano_engine.main([*given, *window, "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
-        assert capsys.readouterr().out.startswith("ab\ufffd") and all(mode in listed for mode in [*MODES, ThirdParty.mode])
+        assert capsys.readouterr().out.startswith("ab\ufffd")
         assert nano_engine.main(given) == 0
-        out = capsys.readouterr().out
-        assert out.startswith("one") and "\ntwo" in out and out.count("-" * 80) == 2
     finally:
         unregister_backend(ThirdParty.mode)
+    out = capsys.readouterr().out
+    assert out.startswith("one") and "\ntwo" in out and out.count("-" * 80) == 2
 
 
 @pytest.mark.quick
@@ -161,7 +147,6 @@ def test_a_third_party_mode_is_listed_and_continues_any_bytes(small_weights: Pat
         (["--num-blocks", "2"], "num_blocks: got 2"),
         (["--max-new-tokens", "4000"], "context of 256"),
         (["--temperature", "-1"], "--temperature"),
-        (["--num-blocks", str(2**50)], ""),
     ],
 )
 def test_bad_arguments_end_with_status_2_and_one_line(arguments: list[str], message: str, small_weights: Path, capsys: Any) -> None:

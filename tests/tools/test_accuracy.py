@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import accuracy_compare as compare
 import accuracy_report as report
@@ -49,6 +50,18 @@ def test_a_format_of_others_is_measured_and_one_that_is_not_installed_left_out(s
     found, missing = compare.measure(small_model, DOCUMENTS, sizes, [coarse, absent])
     table = compare.table(json.loads(json.dumps(compare.content_of(found, missing, sizes))))
     assert table.endswith("Left out: absent: No module named 'no_such_package'\n") and f"{found[0][1].kl.mean:.5f}" in table
+
+
+@pytest.mark.quick
+def test_kivi_reads_its_window_exact_and_quantizes_keys_by_channel_and_values_by_token() -> None:
+    """After 40, 50 and 10 tokens with a window of 32: 96 keys are packed, and the 68 values that are not among the newest 32."""
+    whole, layer = torch.randn(2, 3, 100, 64, generator=torch.Generator().manual_seed(0)), peers.KIVILayer(2, 32)
+    for new in whole.split((40, 50, 10), dim=2):
+        assert all(torch.equal(held[..., -new.shape[2] :, :], new) for held in layer.update(new, new)), "new tokens are exact"
+    assert torch.equal(layer.keys[..., 96:, :], whole[..., 96:, :]) and torch.equal(layer.values[..., 68:, :], whole[..., 68:, :])
+    for held, group in ((layer.keys[1, 2, 32:64, 5], whole[1, 2, 32:64, 5]), (layer.values[1, 2, 40, 32:], whole[1, 2, 40, 32:])):
+        zero, step = group.min().half().float(), ((group.max() - group.min()) / 3).half().float()
+        torch.testing.assert_close(held, ((group - zero) / step).round().clamp(0, 3) * step + zero)
 
 
 def test_caches_of_others_have_a_line_each(llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ import rows
 import run
 import shapes
 import tune
-from kvq_core import QuantKVBackend, get_backend, list_backends
-from kvq_core.plan import lookup
+from kvq_core import QuantKVBackend, get_backend, list_backends, plan
+from kvq_core.plan import choose, lookup
 from rows import COPY, Row
 from shapes import Read, Write
 from timing import Timing
@@ -90,10 +90,16 @@ def lose_a_key(attend: Any, **arguments: Any) -> None:
     attend(**arguments | {"seqused_k": lengths})
 
 
+def leave_one_out(attend: Any, **arguments: Any) -> None:
+    attend(**arguments)
+    arguments["out"][-1, 0] = torch.nan
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("mode", "door", "fault", "said"),
     [
+        ("int4", "unified_attention", leave_one_out, "read: relative error"),
         ("int4", "unified_attention", lose_a_key, "read: relative error"),
         ("fp8_per_tensor", "reshape_and_cache", lambda store, k, v, *more, **kw: store(k, v.roll(1, 0), *more, **kw), "write: "),
         ("none", "unified_attention", fail, "RuntimeError: no kernel image"),
@@ -102,6 +108,13 @@ def lose_a_key(attend: Any, **arguments: Any) -> None:
 def test_the_gate_catches_a_broken_kernel(mode: str, door: str, fault: Any, said: str) -> None:
     (verdict,) = gate.check_all([gate.Check(broken(mode, door, fault), replace(gate.PROBLEMS[0], **HEADS))], CPU)
     assert not verdict.green and verdict.fault.startswith(said) and "\n" not in verdict.fault
+
+
+def test_a_check_is_run_with_its_choices() -> None:
+    seen, wide = [], plan.Write(rows=64, warps=1, store_mma=0)
+    backend = broken("int4", "unified_attention", lambda attend, **given: (seen.append(choose("sm_90", plan.Write, {})), attend(**given)))
+    (verdict,) = gate.check_all([gate.Check(backend, replace(gate.PROBLEMS[0], **HEADS), (wide,))], CPU)
+    assert verdict.green and "planned with write: rows 64, warps 1" in verdict.problem and seen == [wide]
 
 
 @pytest.mark.quick

@@ -159,11 +159,13 @@ def test_bad_input_is_refused(arguments: list[str], said: str) -> None:
 
 def test_doctor_tells_machine_switches_and_the_path_of_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQ_DEBUG", "1")
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, None)
     ran, told = kvq("doctor"), kvq("doctor", "--json").json
     assert ran.status == 0 and all(row(ran.out, mode)[3:6] == ["ok", "plain", "torch"] for mode in MODES)
     for name in ("GPU", "driver", "torch", "triton", "transformers", "vllm", "KVQ_DEBUG", "KVQ_BATCH_INVARIANT", "KVQ_BACKENDS"):
         assert f"\n{name} " in f"\n{ran.out}"
-    assert "none that torch can use: " in ran.out and told["switches"]["KVQ_DEBUG"] == "1"
+    assert f"none that torch can use: torch {torch.__version__} is a CPU build" in ran.out and told["switches"]["KVQ_DEBUG"] == "1"
 
 
 @pytest.mark.parametrize(

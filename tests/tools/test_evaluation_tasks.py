@@ -13,6 +13,7 @@ from kvq_core.evaluation.tasks import TASKS, TaskResult, run_task
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel
 
 NONE, INT4, INT2 = (parse_mode(mode) for mode in ("none", "int4", "int2"))
+LONG = "tokens before the first difference"
 PASSAGE = Passage((SEPARATOR, *b"x = 1\n" * 10), 60)
 
 
@@ -73,7 +74,7 @@ def writes(mode: str, seen: bytes) -> int:
     [
         ("copy", copies, {"count": 2}, {"all": 1}, {"0-25 %": 0, "75-100 %": 1}),
         ("passkey", reads, {"count": 10, "length": 1500}, {"all": 1}, {"all": 0.4, "0 %": 0, "25 %": 0, "50 %": 0, "75 %": 1, "100 %": 1}),
-        ("generate", writes, {"count": 1}, {"same text": 1}, {"tokens before the first difference": 20, "same text": 0}),
+        ("generate", writes, {"count": 1}, {"same text": 1, LONG: 64}, {LONG: 20, "same text": 0}),
     ],
 )
 def test_what_is_counted(task: str, answers: Any, options: dict[str, Any], exact: Any, expected: Any, small_model: TinyModel) -> None:

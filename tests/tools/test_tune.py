@@ -14,7 +14,7 @@ import tune
 from command_line import kvq, refused
 from kvq_core import get_backend
 from kvq_core.cli import suite
-from kvq_core.plan import Choice, Prefill, Table, Write, choose, lookup
+from kvq_core.plan import Choice, Prefill, Range, Table, Write, choose, lookup
 from kvq_core.plan.candidates import candidates
 from kvq_core.plan.selection import select
 
@@ -96,6 +96,8 @@ def test_what_is_tuned_is_used_from_then_on(gpu: Callable[..., None], capsys: py
     assert choose("sm_90", Write, facts) == winner != before == choose("sm_90", Write, facts | {"ways": 8})
     (w64, w8192) = Table.read(path).entries["write"]
     assert [one.setting for one in (*w64.measured, *w8192.measured)] == ["w64", "w8192"] and w8192.choice == winner
+    ends = [(entry.where["width"], entry.where["rows"]) for entry in (w64, w8192)]
+    assert ends == [(Range(65, 128), Range(65, 1024)), (Range(65, 128), Range(49152, None))], "what the settings stand for"
     right = [choice for choice in candidates(before, quick=True) if choice.warps != 4]
     assert len(w64.measured[0].alternatives) == len(right) - 1
     # Once more, with the table in use: now the winner is the present choice.

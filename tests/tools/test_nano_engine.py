@@ -11,10 +11,8 @@ import torch
 
 import nano_engine
 from kvq_core import get_backend, register_backend, unregister_backend
-from kvq_core.evaluation.tiny_model import TinyModel, dense_attention, rotary_channels
+from kvq_core.evaluation.tiny_model import TinyModel, dense_attention
 from kvq_core.none import NoneBackend
-from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
-from kvq_core.smoothing.rotary import RotaryMean
 from nano_engine import Engine, Request, Stats, encode
 
 PROMPTS = ["def f(x):", "a", "class Words:\n    one, two = 1, 2\n" * 2, "import os, sys", "# " + "x" * 61]
@@ -68,18 +66,12 @@ def alone(small_model: TinyModel) -> list[list[int]]:
         ({"num_blocks": 6}, lambda stats: stats.steps > 40),  # room for one at a time
         (ALL_EXACT | {"chunk": 40}, lambda stats: stats.mixed_steps > 0 == stats.preemptions),
         (ALL_EXACT | {"chunk": 64, "padded": True, "block_size": 8, "num_blocks": 13}, lambda stats: stats.preemptions > 0),
-        ({"chunk": 7, "num_blocks": 30, "smoothing": "rotary"}, lambda stats: stats.mixed_steps > 0),
     ],
 )
 def test_batching_does_not_change_a_token(
     small_model: TinyModel, alone: list[list[int]], options: dict[str, Any], happened: Callable[[Stats], bool]
 ) -> None:
-    """Nor does a rotary mean in mode none, which is off by the whole mean where a write and a read differ in a position."""
-    config, todo = small_model.config, requests()
-    if "smoothing" in options:
-        rotary = RotaryMean.of_bias(20 * torch.randn(config.num_kv_heads, config.head_size), *rotary_channels(config))
-        one = KeySmoothing(torch.zeros(config.num_kv_heads, config.head_size), None, rotary)
-        options = options | {"smoothing": ModelSmoothing(dict.fromkeys(range(config.num_layers), one))}
+    todo = requests()
     stats = run(exact_engine(small_model, **options), todo)
     assert [request.output for request in todo] == alone and happened(stats), stats
 

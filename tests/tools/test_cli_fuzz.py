@@ -4,6 +4,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,25 @@ def test_generated_configs_and_options(tmp_path: Path) -> None:
         answered += done.status == 0
         assert done.status or all(mode["bytes_per_token"] > 0 for mode in done.json["modes"])
     assert answered >= 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 33}, "layer_types: got 33 entries, need 32"),
+        ({"num_hidden_layers": 10**9, "attn_layer_period": 2}, "num_hidden_layers: got 1000000000, need at most 4,096"),
+        ({"num_attention_heads": 30}, "num_key_value_heads: got 8, need a divisor of num_attention_heads, 30"),
+        ({"n_layer": 12}, "num_hidden_layers: got num_hidden_layers 32 and n_layer 12, need one value"),
+        ({"head_dim": "128"}, "head_dim: got '128'"),
+        ({"attn_layer_indices": [3, 32]}, "attn_layer_indices: got [3, 32], need indices of layers, 0 to 31"),
+        ({"num_kv_shared_layers": 33}, "num_kv_shared_layers: got 33, need at most the 32 layers"),
+        ({"num_hidden_layers": None}, "need the config.json of a decoder"),
+    ],
+)
+def test_configs_that_contradict_themselves(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_text(json.dumps(json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | fields))
+    done = run("calc", str(path))
+    assert done.status == 2 and message in done.err and not done.out
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

@@ -105,6 +105,18 @@ def test_a_residual_window_reads_the_same_whatever_else_is_in_the_batch(small_mo
     assert decoded([requests()], **window) == alone != decoded([requests()])
 
 
+def test_given_scales_map_the_largest_value_to_half_the_largest_code(small_model: TinyModel) -> None:
+    tokens, largest = encode("some text to measure"), []
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        largest.extend(float(x.abs().max()) for x in (k, v))
+        return dense_attention(layer, q, k, v)
+
+    small_model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+    scales = [float(scale) for layer in nano_engine.given_scales(small_model, tokens) for scale in layer]
+    assert [scale * 224 for scale in scales] == pytest.approx(largest, rel=1e-4)
+
+
 class ThirdParty(NoneBackend):
     mode = "third_party_test"
 

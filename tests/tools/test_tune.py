@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import precompile
 import tune
 from command_line import kvq, refused
 from kvq_core import get_backend
+from kvq_core.call import ops
 from kvq_core.cli import suite
-from kvq_core.plan import Choice, Prefill, Range, Table, Write, choose, lookup
+from kvq_core.launch import offline
+from kvq_core.plan import Choice, Decode, Prefill, Range, Table, Write, choose, lookup
 from kvq_core.plan.candidates import candidates
 from kvq_core.plan.selection import select
 
@@ -60,6 +63,22 @@ def test_what_is_kept(times: dict[Choice, tuple[Any, Any]], kept: Choice) -> Non
     outcome = select([*times, wrong], ["A", "B"], lambda choice: "read: wrong" if choice == wrong else "", timed)
     assert (outcome.kept.choice, outcome.changed, outcome.present.choice) == (kept, kept != ONE, ONE)
     assert outcome.trials[-1].fault == "read: wrong"
+
+
+def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
+    """On the GPU that the table is for, and on no other."""
+    read = Decode(keys=64, warps=1, stages=7, programs_per_sm=12, registers=168, min_keys=128, loops=1)
+    entries: dict[str, Choice] = {"decode": read, "write": Write(rows=128, warps=16, store_mma=0)}
+    path = lookup.own_folder() / "sm_90.json"
+    path.parent.mkdir(parents=True)
+    Table("sm_90", {kind: (tune.Entry({}, choice),) for kind, choice in entries.items()}).write(path)
+    for arch, changed in (("sm_90", True), ("sm_80", False)):
+        # An empty table has everything planned anew.
+        with ops.planning_with(Table(arch, {})), offline.planning_for(replace(tune.ASSUMED, arch=arch)) as planned:
+            precompile.call(get_backend("int4"), tune.shapes.HEADLINE[0])
+            precompile.call(get_backend("int4"), tune.shapes.WRITE[0])
+        attend, *_, write = (options for _, _, options in planned.launches)
+        assert (attend["num_stages"] == 7, write["num_warps"] == 16, write["C"].rows == 128) == (changed,) * 3
 
 
 @pytest.fixture

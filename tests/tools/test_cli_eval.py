@@ -3,14 +3,13 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from command_line import Ran, kvq, row
+from command_line import kvq, row
 from command_line import refused as kvq_refused
 from kvq_core import list_backends, register_backend, unregister_backend
 from kvq_core.evaluation import tiny_subject
@@ -18,104 +17,77 @@ from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.none import NoneBackend
 
 MODES = sorted({entry.mode for entry in list_backends()})
-QUICK = ("--length", "60", "--documents", "4", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def given(small_weights: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(20)))
-    return ("--model", str(small_weights), "--text", str(path), *QUICK)
-
-
-def evaluate(*arguments: str) -> Ran:
-    return kvq("eval", *arguments)
+    return ("--model", str(small_weights), "--text", str(path), "--length", "60", "--documents", "4", "--device", "cpu")
 
 
 def refused(*arguments: str) -> str:
     return kvq_refused("eval", *arguments)
 
 
-def kl(ran: Ran) -> dict[str, float]:
-    assert ran.status == 0, ran.err
-    return {line["mode"]: line["kl"] for line in ran.json["results"]}
+class Wide(NoneBackend):
+    mode = "wide_test"
+    head_size_multiple = 128
 
 
-@pytest.fixture
-def wide() -> Iterator[str]:
-    class Wide(NoneBackend):
-        mode = "wide_test"
-        head_size_multiple = 128
-
-    register_backend(Wide)
-    yield Wide.mode
-    unregister_backend(Wide.mode)
-
-
-def test_the_table_has_a_line_for_every_mode(given: tuple[str, ...], wide: str) -> None:
+def test_the_table_has_a_line_for_every_mode(given: tuple[str, ...]) -> None:
     """One that does not fit the heads is told, and costs the others nothing."""
-    ran = evaluate(*given)
-    assert ran.status == 1 and all(row(ran.out, mode) for mode in MODES)
-    assert f"broken: {wide}: ArgumentError: head_size: got head size 64" in ran.out
-    assert "got head size 64, need a multiple of 128" in refused(*given, "--mode", wide)
+    register_backend(Wide)
+    try:
+        ran, said = kvq("eval", *given), refused(*given, "--mode", Wide.mode)
+    finally:
+        unregister_backend(Wide.mode)
+    assert ran.status == 1 and all(row(ran.out, mode) for mode in MODES) and "4 passages, 240 tokens" in ran.out
+    assert f"broken: {Wide.mode}: ArgumentError: head_size: got head size 64" in ran.out
+    assert "got head size 64, need a multiple of 128" in said
     assert [line.split(",")[0] for line in ran.err.splitlines()] == [f"{n}/4 text.txt" for n in (1, 2, 3, 4)]
     assert row(ran.out, "none")[1:4] == ["512", "16.00", "1.00"] and row(ran.out, "int4_per_token_head")[1:4] == ["144", "4.50", "3.56"]
-    assert "4 passages, 240 tokens" in ran.out
-
-
-def test_figures_lie_in_three_files(given: tuple[str, ...], tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "folder"
-    ran = evaluate(*given, "--modes", "int4,int2", "--out", str(folder), "--json")
-    assert list(kl(ran)) == ["none", "int4_per_token_head", "int2_per_token_head"] and "written: " in ran.err
-    assert 0 < kl(ran)["int4_per_token_head"] < kl(ran)["int2_per_token_head"]
-    figures = {"bits_per_byte", "bits_per_byte_se", "perplexity_se", "kl", "top1", "tokens_per_second", "peak_bytes"}
-    assert figures <= set(ran.json["results"][0]) and json.loads((folder / "eval.json").read_text()) == ran.json
-    with (folder / "eval.csv").open() as file:
-        assert [line["mode"] for line in csv.DictReader(file)] == list(kl(ran))
-    assert (folder / "eval.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_folder_of_weights_and_one_passage_will_do(small_weights: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("import os\n")
-    content = evaluate("--model", str(small_weights.parent), "--text", str(tmp_path / "short.txt"), *QUICK, "--mode", "int8", "--json").json
-    assert (content["passages"], content["tokens"]) == (1, 10)
-    assert content["results"][1]["bits_per_byte_se"] is None, "one passage has no standard error"
 
 
 def test_the_bundled_model_is_the_default() -> None:
-    none, int4 = evaluate("--mode", "int4", "--length", "400", "--documents", "3", "--device", "cpu", "--json").json["results"]
+    none, int4 = kvq("eval", "--mode", "int4", "--length", "200", "--documents", "2", "--device", "cpu", "--json").json["results"]
     assert none["bits_per_byte"] < 2.6 and abs(int4["difference"]) < 0.2
 
 
-def test_texts_and_modes_with_options_in_a_run_that_goes_on(given: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_goes_on_and_its_figures_lie_in_three_files(given: tuple[str, ...], tmp_path: Path) -> None:
+    """Two texts of one name; then the same after an interruption, with a mode that is added later."""
     (tmp_path / "more" / "text.txt").parent.mkdir()
     (tmp_path / "more" / "text.txt").write_text("import os, sys\n" * 20)
-    given = (*given, "--text", str(tmp_path / "more" / "text.txt"), "--resume", str(tmp_path / "run.jsonl"))
-    smooth = "int2_per_token_head:smoothing=first_prefill"
-    ran = evaluate(*given, "--mode", "int2,int2:smoothing=first_prefill", "--json")
-    results = {line["mode"]: line for line in ran.json["results"]}
-    assert next(iter(results)) == "none" and set(results) == {"none", "int2_per_token_head", smooth}
-    none, plain, smoothed = (results[mode] for mode in ("none", "int2_per_token_head", smooth))
-    assert 0 < smoothed["kl"] < plain["kl"] and none["sample"] == 2
-    assert "text.txt: text.txt, 60 tokens" in ran.err, "two documents of one name"
-    again = evaluate(*given, "--mode", "int2", "--json")
-    assert again.json["results"][1] == plain, "down to the seconds: nothing was measured again"
+    given = (*given, "--text", str(tmp_path / "more" / "text.txt"))
+    folder, both = tmp_path / "new" / "folder", ("--mode", "int2,int2:smoothing=first_prefill", "--json")
+    ran = kvq("eval", *given, *both, "--out", str(folder))
+    whole = {line["mode"]: line for line in ran.json["results"]}
+    assert list(whole) == ["none", "int2_per_token_head:smoothing=first_prefill", "int2_per_token_head"], "the best comes first"
+    none, smoothed, plain = whole.values()
+    assert 0 < smoothed["kl"] < plain["kl"] and none["sample"] == 2 and "text.txt: text.txt, 60 tokens" in ran.err
+    figures = {"bits_per_byte", "bits_per_byte_se", "perplexity_se", "kl", "top1", "tokens_per_second", "peak_bytes"}
+    assert figures <= set(none) and json.loads((folder / "eval.json").read_text()) == ran.json and "written: " in ran.err
+    assert [line["mode"] for line in csv.DictReader((folder / "eval.csv").read_text().splitlines())] == list(whole)
+    assert (folder / "eval.png").read_bytes().startswith(b"\x89PNG")
+    file = tmp_path / "run.jsonl"
+    given = (*given, "--resume", str(file))
+    kvq("eval", *given, "--mode", "int2")
+    file.write_bytes(file.read_bytes()[:-40])
+    again = kvq("eval", *given, *both).json["results"]
+    assert [line["kl"] for line in again] == pytest.approx([line["kl"] for line in whole.values()], rel=1e-3)
+    assert kvq("eval", *given, *both).json["results"] == again, "down to the seconds: nothing was measured again"
     assert "of another run: chunk 128, now 64" in refused(*given, "--mode", "int2", "--chunk", "64")
 
 
 def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_path: Path) -> None:
     given = (*given, "--mode", "int2", "--items", "2", "--resume", str(tmp_path / "run.jsonl"))
-    ran = evaluate(*given, "--task", "copy,generate", "--out", str(tmp_path / "out"))
+    ran = kvq("eval", *given, "--task", "copy,generate", "--out", str(tmp_path / "out"))
     assert ran.status == 0 and "1/2 copy, " in ran.err and "2/2 generate, " in ran.err and "none 1/1" in ran.err
     assert "Copying a list of random words, tokens of words right (± binomial s.e.)" in ran.out and "bits/byte" not in ran.out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"eval.json", "tasks.csv", "tasks.png"}
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert content["results"] == [] and {line["task"] for line in content["tasks"]} == {"copy", "generate"}
-    same = next(line for line in content["tasks"] if line["mode"] == "none" and line["measure"] == "same text")
-    assert (same["n"], same["value"], same["difference"]) == (2, 1, 0)
-    lines = csv.DictReader(evaluate(*given, "--task", "copy", "--csv").out.splitlines())
-    assert next(line["measure"] for line in lines if line["mode"] == "none") == "all"
-    both = evaluate(*given, "--task", "kl,copy", "--json").json
+    both = kvq("eval", *given, "--task", "kl,copy", "--json").json
     assert len(both["results"]) == 2 and both["tasks"] == [line for line in content["tasks"] if line["task"] == "copy"]
 
 
@@ -128,7 +100,12 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
         (["--text", b"\xff\xfe\x00"], "no UTF-8"),
         (["--text", b"\n"], "nothing but white space"),
         (["--modes", "int9"], "installed: "),
-        (["--modes", "int4:window=3,int2"], "need name=value, the name one of"),
+        (["--modes", "int4:window=3,int2"], "need name=value, the name one of smoothing, residual_length"),
+        (["--modes", "int4:sink_tokens=4,sink_tokens=4"], "sink_tokens twice"),
+        (["--modes", "int4:sink_tokens=-1"], "sink_tokens: got '-1', need a number of tokens"),
+        (["--modes", "int4:residual_length=4,residual_mode=fp8_per_tensor"], "residual_mode: got fp8_per_tensor"),
+        (["--modes", "int4:sink_tokens"], "need a value: int4:sink_tokens=..."),
+        (["--modes", "sink_tokens=4"], "need MODE:name=value"),
         (["--device", "abacus"], "--device: got 'abacus', need a device of this machine"),
         (["--out", "/dev/null/below"], "/dev/null"),
         (["--smoothing", "median"], "--smoothing: got 'median', need"),
@@ -145,25 +122,20 @@ def test_bad_input_is_refused(arguments: list[Any], said: str, given: tuple[str,
     assert said in refused(*given, *(str(path) if isinstance(part, bytes) else part for part in arguments))
 
 
-def test_what_is_not_installed_or_not_here_is_told(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvq_transformers", None)  # as if it were not installed
-    (tmp_path / "config.json").write_text("{}")
-    for model in ("Qwen/Qwen3-0.6B", str(tmp_path)):
-        assert "pip install kvq-transformers" in refused(*given, "--model", model)
-    monkeypatch.setattr(tiny_subject, "_FOLDER", Path("nowhere"))
-    assert "need a checkout of kvq's repository" in refused()
-    assert "--text: got none, need a UTF-8 text file" in refused(*given[:2])
-
-
 def test_what_would_fail_last_is_tried_first(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(TinyModel, "hidden", None)  # nothing is computed
-    (tmp_path / "eval.png").mkdir()
-    assert "eval.png" in refused(*given, "--out", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in refused(*given, "--out", str(tmp_path / "new")) and not (tmp_path / "new").exists()
+    """Packages and folders that are missing, files that cannot be written; too little memory is told when it shows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(TinyModel, "hidden", None)  # nothing is computed
+        patch.setitem(sys.modules, "kvq_transformers", None)  # as if it were not installed
+        assert "pip install kvq-transformers" in refused(*given, "--model", "Qwen/Qwen3-0.6B")
+        (tmp_path / "eval.png").mkdir()
+        assert "eval.png" in refused(*given, "--out", str(tmp_path))
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert "pip install matplotlib" in refused(*given, "--out", str(tmp_path / "new")) and not (tmp_path / "new").exists()
+        patch.setattr(tiny_subject, "_FOLDER", Path("nowhere"))
+        assert "need a checkout of kvq's repository" in refused()
+        assert "--text: got none, need a UTF-8 text file" in refused(*given[:2])
 
-
-def test_too_little_memory_is_told(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 

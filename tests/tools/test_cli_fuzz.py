@@ -1,38 +1,28 @@
-"""The command line on generated configs and options: an exit status of 0, 1 or 2, no traceback, in bounded time."""
+"""``kvq calc`` on generated configs and options: an exit status of 0, 1 or 2, no traceback, in bounded time."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from command_line import Ran, kvq, refused
-from kvq_core.cli.app import app
+from command_line import Ran, kvq
 
 pytestmark = pytest.mark.quick
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
-LLAMA = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
 BASES = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
 JUNK = [0, -1, 1, 2, 3, 1.5, float("nan"), float("inf"), True, False, None, "", "x", "128", [], [1], ["full_attention"], {}, {"a": 1}]
 JUNK += [10**9, 10**30, 2**63, [True] * 3, ["mamba"] * 32, "M*", "LG", [[[]]], {"0": {"head_dim": 3}}, {"9" * 50: {}}, "\ud800"]
-FIELDS = (
-    "num_hidden_layers num_attention_heads num_key_value_heads head_dim v_head_dim hidden_size layer_types layers_block_type "
-    "hybrid_override_pattern block_types attn_layer_indices attn_type_list attn_layer_period attn_layer_offset "
-    "full_attention_interval sliding_window use_sliding_window sliding_window_pattern max_window_layers num_kv_shared_layers "
-    "kv_lora_rank qk_rope_head_dim attention_chunk_size is_encoder_decoder multi_query new_decoder_architecture torch_dtype "
-    "dtype model_type text_config llm_config quantization_config tie_word_embeddings vocab_size intermediate_size num_experts "
-    "moe_intermediate_size mlp_only_layers first_k_dense_replace n_shared_experts decoder_sparse_step max_position_embeddings "
-    "per_layer_config global_head_dim swa_head_dim swa_num_key_value_heads attn_config cross_attention_layers "
-    "add_cross_attention n_layer n_head linear_num_value_heads attention_window_size hidden_size_per_layer_input "
-    "attn_output_gate "
+MORE = (
+    "layers_block_type hybrid_override_pattern block_types attn_layer_indices attn_type_list attn_layer_period attn_layer_offset "
+    "sliding_window_pattern num_kv_shared_layers attention_chunk_size is_encoder_decoder multi_query new_decoder_architecture dtype "
+    "text_config llm_config per_layer_config global_head_dim swa_head_dim swa_num_key_value_heads attn_config cross_attention_layers "
+    "add_cross_attention n_layer n_head attention_window_size hidden_size_per_layer_input"
 )
+FIELDS = [*sorted({name for base in BASES for name in base}), *MORE.split()]
 OPTIONS = {
     "--gpu-gib": ("80", "24", "1e9", "nan", "inf", "1e308", "-1", "1e-300", "0", "x"),
     "--gpus": ("1", "2", "8", "3", "64", "0", "-1", "1.5", str(10**9), "9" * 5000),
@@ -61,83 +51,39 @@ def test_generated_configs_and_options(tmp_path: Path) -> None:
         for _ in range(rng.randrange(3)):
             nested = config.get("text_config")
             target = nested if isinstance(nested, dict) and rng.random() < 0.5 else config
-            target[rng.choice(FIELDS.split())] = rng.choice(JUNK)
+            target[rng.choice(FIELDS)] = rng.choice(JUNK)
         text = json.dumps(config)
         path.write_text(text[: rng.randrange(len(text))] if rng.random() < 0.05 else text)
         options = [part for name, values in OPTIONS.items() if rng.random() < 0.15 for part in (name, rng.choice(values))]
-        form = rng.choice([[], ["--json"], ["--csv"]])
-        done = run("calc", str(path), *options, *form)
+        done = run("calc", str(path), *options, "--json")
         answered += done.status == 0
-        if done.status == 0 and form == ["--json"]:
-            assert all(mode["bytes_per_token"] > 0 for mode in done.json["modes"])
+        assert done.status or all(mode["bytes_per_token"] > 0 for mode in done.json["modes"])
     assert answered >= 20
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layer_types": ["full_attention"] * 4}, "layer_types: got 4 entries, need 32"),
         ({"layer_types": ["full_attention"] * 33}, "layer_types: got 33 entries, need 32"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000, need at most 4,096"),
-        ({"num_hidden_layers": 10**9, "attn_layer_period": 2}, "need at most 4,096"),
+        ({"num_hidden_layers": 10**9, "attn_layer_period": 2}, "num_hidden_layers: got 1000000000, need at most 4,096"),
         ({"num_attention_heads": 30}, "num_key_value_heads: got 8, need a divisor of num_attention_heads, 30"),
-        ({"num_key_value_heads": 64}, "num_key_value_heads: got 64, need a divisor"),
-        ({"hidden_size": 4100}, "need a divisor of hidden_size, 4100"),
         ({"n_layer": 12}, "num_hidden_layers: got num_hidden_layers 32 and n_layer 12, need one value"),
-        *(({"head_dim": value}, "head_dim: got") for value in (0, -1, "128", True, 1.5, [128], 10**30)),
+        ({"head_dim": "128"}, "head_dim: got '128'"),
         ({"attn_layer_indices": [3, 32]}, "attn_layer_indices: got [3, 32], need indices of layers, 0 to 31"),
-        ({"attn_type_list": [1, 0]}, "attn_type_list: got 2 entries"),
-        ({"hybrid_override_pattern": "M*"}, "hybrid_override_pattern: got 2 entries"),
-        ({"hybrid_override_pattern": "M*X"}, "hybrid_override_pattern: got 'M*X'"),
         ({"num_kv_shared_layers": 33}, "num_kv_shared_layers: got 33, need at most the 32 layers"),
-        ({"per_layer_config": {"32": {}}}, "per_layer_config: got {'32': {}}"),
-        ({"text_config": [1]}, "text_config: got [1], need a JSON object"),
-        ({"text_config": {"num_hidden_layers": 4, "layer_types": ["full_attention"]}}, "layer_types: got 1 entries, need 4"),
-        ({"is_encoder_decoder": "no"}, "is_encoder_decoder: got 'no', need true or false"),
+        ({"num_hidden_layers": None}, "need the config.json of a decoder"),
     ],
 )
 def test_configs_that_contradict_themselves(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, **fields}))
+    (path := tmp_path / "config.json").write_text(json.dumps(json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | fields))
     done = run("calc", str(path))
     assert done.status == 2 and message in done.err and not done.out
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
-    contents = {"null": b"null", "list": b"[]", "nan": b"NaN", "torn": b'{"a": "\\ud8', "empty": b"", "bytes": bytes(range(256))}
-    contents |= {"deep": b"[" * 100_000, "digits": b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}", "secret.json": b"{}"}
-    for name, content in contents.items():
+    contents = {"null": b"null", "nan": b"NaN", "torn": b'{"a": "\\ud8', "empty": b"", "bytes": bytes(range(256)), "deep": b"[" * 100_000}
+    for name, content in (contents | {"digits": b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}"}).items():
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "secret.json").chmod(0)
-    (tmp_path / "folder" / "config.json").mkdir(parents=True)
-    places = [*(str(tmp_path / name) for name in (*contents, "folder", "")), "/dev/null", "/dev/zero", "a" * 5000 + ".json"]
-    for place in (*places, "\udcff.json", "\0.json", "", "."):
+        assert run("calc", str(tmp_path / name)).status == 2, name
+    for place in (str(tmp_path), "/dev/null", "/dev/zero", "a" * 5000 + ".json", "\udcff.json", "\0.json", "", "."):
         assert run("calc", place).status == 2, place
-    assert "--json and --csv exclude each other" in refused("list", "--csv", "--json")
-
-
-def started(arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-m", "kvq_core", *arguments], stderr=subprocess.PIPE, text=True, **options)
-
-
-def test_a_reader_that_has_seen_enough_ends_it_silently() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    process = started(["list"], stdout=write)
-    os.close(write)
-    assert process.communicate(timeout=120)[1] == "" and process.returncode == 141
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
-def test_a_full_disk_is_told() -> None:
-    with open("/dev/full", "w") as full:
-        process = started(["list"], stdout=full)
-        said = process.communicate(timeout=120)[1]
-    assert process.returncode == 2 and "No space left" in said and "Traceback" not in said
-
-
-def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
-    path = tmp_path / "modèle.json"
-    path.write_text(json.dumps(LLAMA))
-    done = CliRunner(charset="ascii").invoke(app, ["calc", str(path)])
-    assert done.exit_code == 0 and "mod\\xe8le.json" in done.stdout and not done.stderr

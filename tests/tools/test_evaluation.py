@@ -1,8 +1,6 @@
-"""Evaluation through the cache: what is fed and counted, against a dense model and sums done otherwise."""
+"""Evaluation through the cache: figures against a dense model and sums done otherwise, its journal, and what ``MODE:name=value`` names."""
 
-import copy
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from kvq_core import ArgumentError, get_backend
-from kvq_core.evaluation import Document, Estimate, Evaluation, Passage, TinySubject, evaluate, read_documents
-from kvq_core.evaluation.subject import cut
+from kvq_core.evaluation import Document, Estimate, Journal, Passage, TinySubject, evaluate, parse_mode, read_documents
+from kvq_core.evaluation.options import split_modes
+from kvq_core.evaluation.results import Tally, by_document
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention
-from kvq_core.evaluation.tiny_subject import bundled
-from kvq_core.none import NoneBackend
 
 TEXTS = [b"x = 1\n" * 20, b"import os, sys\n" * 9, b"def f(x):\n    return x\n" * 3]
+FACTS = {"model": "a", "chunk": 32}
 
 
 @pytest.fixture(scope="module")
@@ -28,58 +26,39 @@ def passages(subject: TinySubject) -> list[Passage]:
     return subject.passages([Document(str(i), text) for i, text in enumerate(TEXTS)], 200)
 
 
-def run(subject: TinySubject, modes: Sequence[str] = ("none",), **options: int) -> Evaluation:
-    scored = passages(subject)
-    return evaluate(subject, [get_backend(mode) for mode in modes], scored, calibration=scored[0], **options)
-
-
 @pytest.mark.quick
-def test_documents_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("#### a\none\n#### b\ntwo\n#### not\nthree")
+def test_documents_of_a_file_are_cut_into_passages(subject: TinySubject, tmp_path: Path) -> None:
+    (path := tmp_path / "text.txt").write_text("#### a\none\n#### b\ntwo\n#### not\nthree")
     assert read_documents(path) == [Document("a", b"one\n"), Document("b", b"two\n"), Document("not", b"three\n")]
     path.write_text("plain, with a line\n#### inside\n")
     assert read_documents(path) == [Document("text.txt", b"plain, with a line\n#### inside\n")]
-
-
-@pytest.mark.quick
-def test_texts_are_cut_into_passages(subject: TinySubject) -> None:
-    assert [[len(piece) for piece in cut(range(count), 100)] for count in (250, 249, 3)] == [[100, 100, 50], [100, 100], [3]]
     assert subject.passages([Document("a", b"abcdef")], 3) == [Passage((SEPARATOR, *b"abc"), 3), Passage((SEPARATOR, *b"def"), 3)]
     assert len(subject.passages([Document("a", b"x" * 255)], 10_000)[0].tokens) == subject.model.config.max_len
 
 
 @pytest.mark.quick
-def test_estimates() -> None:
-    mean = Estimate.ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4)
-    assert (mean.mean, mean.error) == (2.5, pytest.approx(math.sqrt(5 / 3) / 2)), "for equal weights: of a plain mean"
+def test_estimates_have_the_standard_error_of_documents() -> None:
     weighted = Estimate.ratio([2.0, 9.0], [1.0, 3.0])
     residuals = (2 - 11 / 4) ** 2 + (9 - 3 * 11 / 4) ** 2
     assert (weighted.mean, weighted.error) == (11 / 4, pytest.approx(math.sqrt(2 * residuals) / 4))
-    assert math.isnan(Estimate.ratio([3.0], [2.0]).error)
-    assert f"{Estimate(1.5, math.nan):.4f}, {Estimate(1.5, 0.25):+.2f}" == "1.5000, +1.50 ± 0.25"
+    pooled = by_document([Tally(nats=n, predicted=1) for n in (1.0, 3.0, 5.0, 7.0)], ["a", "a", "b", "b"])
+    assert Estimate.ratio([t.nats for t in pooled], [t.predicted for t in pooled]) == Estimate(4.0, 2.0)
 
 
 def test_none_through_the_cache_is_the_dense_model(subject: TinySubject) -> None:
-    found = run(subject, chunk=16).results[0]
-    nats = []
-    for tokens in (torch.tensor(passage.tokens) for passage in passages(subject)):
+    scored, nats = passages(subject), []
+    (found,) = evaluate(subject, [get_backend("none")], scored, calibration=scored[0], chunk=16).results
+    for tokens in (torch.tensor(passage.tokens) for passage in scored):
         logits = subject.model(tokens[:-1], torch.arange(len(tokens) - 1), dense_attention)
         nats.append(float(F.cross_entropy(logits, tokens[1:], reduction="sum")))
-    expected = Estimate.ratio([n / math.log(2) for n in nats], [float(p.nbytes) for p in passages(subject)])
+    expected = Estimate.ratio([n / math.log(2) for n in nats], [float(p.nbytes) for p in scored])
     # Pages hold bf16: that is all the difference.
     assert found.bits_per_byte.mean == pytest.approx(expected.mean, rel=0.01)
-    assert found.bits_per_byte.error == pytest.approx(expected.error, rel=0.05)
     assert found.perplexity.mean == pytest.approx(2**found.bits_per_byte.mean), "a token is a byte here"
     assert (found.difference.mean, found.kl.mean, found.top1.mean, found.times_smaller) == (0, 0, 1, 1)
     assert (found.passages, found.predicted) == (3, sum(map(len, TEXTS))) and found.peak_bytes is None
-
-
-def test_neither_chunks_nor_groups_change_the_figures(subject: TinySubject) -> None:
-    whole, other = (run(subject, ("none", "int4"), chunk=chunk, batch=batch).results for chunk, batch in ((1000, 9), (7, 2)))
-    for one, two in zip(whole, other, strict=True):
-        assert two.bits_per_byte.mean == pytest.approx(one.bits_per_byte.mean, rel=0.01)
-        assert two.kl.mean == pytest.approx(one.kl.mean, rel=0.1, abs=1e-9) and two.predicted == one.predicted
+    with pytest.raises(ArgumentError, match="passages"):
+        evaluate(subject, [get_backend("none")], [], calibration=scored[0])
 
 
 def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> None:
@@ -98,48 +77,40 @@ def test_kl_and_agreement_against_whole_distributions(subject: TinySubject) -> N
     assert found.difference.mean == pytest.approx(nats / math.log(2), abs=1e-5)
 
 
-class Failing(NoneBackend):
-    mode = "failing_test"
-
-    def encode(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        raise ZeroDivisionError("on purpose")
-
-
-def test_a_mode_that_fails_costs_the_others_nothing(subject: TinySubject) -> None:
-    scored = passages(subject)
-    alone = run(subject, ("none", "int8")).results
-    found = evaluate(subject, [get_backend("none"), Failing(), get_backend("int8")], scored, calibration=scored[0])
-    assert [result.mode for result in found.results] == ["none", "int8_per_token_head"]
-    assert [result.kl for result in found.results] == [result.kl for result in alone]
-    assert isinstance(found.failures["failing_test"], ZeroDivisionError)
-    with pytest.raises(ZeroDivisionError):
-        evaluate(subject, [Failing(), get_backend("int8")], scored, calibration=scored[0])
+@pytest.mark.quick
+def test_a_line_that_was_cut_off_is_written_again_and_files_of_other_runs_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    Journal(path, FACTS).add("kl", "int4", "1", {"kl": 0.25})
+    again, whole = Journal(path, FACTS), path.read_bytes()
+    assert len(again) == 1 and again.get("kl", "int4", "1") == {"kl": 0.25} and again.get("kl", "int2", "1") is None
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        journal = Journal(path, FACTS)
+        assert len(journal) == 0
+        journal.add("kl", "int4", "1", {"kl": 0.25})
+        assert path.read_bytes() == whole
+    with pytest.raises(ArgumentError, match="of another run: chunk 32, now 64"):
+        Journal(path, {**FACTS, "chunk": 64})
+    for content in (b"a text\n", b"no newline", b'{"a": 1}\n', b"[1]\n", whole + b"[1]\n"):
+        path.write_bytes(content)
+        with pytest.raises(ArgumentError, match="need a file that --resume wrote"):
+            Journal(path, FACTS)
+        assert path.read_bytes() == content
 
 
 @pytest.mark.quick
-def test_nothing_to_score_is_refused(subject: TinySubject) -> None:
-    scored = passages(subject)
-    for given, options, name in (([], {}, "passages"), ([Passage((0,), 0)], {}, "passages"), (scored, {"chunk": 0}, "chunk")):
-        with pytest.raises(ArgumentError, match=name):
-            evaluate(subject, [get_backend("none")], given, calibration=scored[0], **options)
+def test_lists_of_modes_with_options() -> None:
+    text = "none,int2:residual_length=64,sink_tokens=4,k8v4:smoothing=mean, kvq-int4:int4/int8:sink_tokens=1,"
+    label = "int2_per_token_head:smoothing=first_prefill,residual_length=64,sink_tokens=4"
+    assert len(split_modes(text)) == 4 and all(parse_mode(parse_mode(mode).label) == parse_mode(mode) for mode in split_modes(text))
+    assert parse_mode("int2:sink_tokens=4, residual_length=64,smoothing=first_prefill").label == label, "in one order, however given"
 
 
-@pytest.mark.quick
-def test_the_bundled_model_is_found_from_a_checkout_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvq_core
-
-    root = Path(__file__).parents[2]
-    assert bundled("heldout.txt") == root / "examples" / "tiny_model" / "heldout.txt"
-    monkeypatch.setattr(kvq_core, "__file__", str(tmp_path / "site-packages" / "kvq_core" / "__init__.py"))
-    monkeypatch.chdir(root / "docs")
-    assert bundled("heldout.txt") == root / "examples" / "tiny_model" / "heldout.txt"
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match=r"need a checkout of kvq's repository .* or --model and --text"):
-        bundled("heldout.txt")
-
-
-@pytest.mark.gpu
-def test_a_gpu_tells_the_memory_of_each_mode(small_model: TinyModel) -> None:
-    on_gpu = TinySubject(copy.deepcopy(small_model).to("cuda", torch.bfloat16))
-    found = run(on_gpu, ("none", "int4")).results
-    assert all(result.peak_bytes and result.peak_bytes > 2 * on_gpu.model.num_parameters for result in found)
+def test_exact_rows_lose_less_and_are_counted(subject: TinySubject) -> None:
+    read = subject.passages([Document("a", bytes(range(32, 120)) * 2)], 120)
+    spelled = ["none", "int2", "int2:residual_length=64,sink_tokens=4", "int2:residual_length=500"]
+    spelled += ["int2:residual_length=500,residual_mode=int8"]
+    found = evaluate(subject, [parse_mode(text) for text in spelled], read, calibration=read[0], chunk=16).results
+    _, plain, windowed, all_exact, in_int8 = (result.kl.mean for result in found)
+    assert all_exact < 1e-4 < windowed < plain and all_exact < in_int8 < windowed
+    assert [found[1].bits, found[2].bits] == [2.5, pytest.approx(2.5 + 112 * 16 / found[2].context)], "as kvq calc counts"

@@ -1,21 +1,28 @@
-"""``kvq eval`` of a Hugging Face model: a tiny random Llama with a tokenizer of its own. Needs kvq-transformers."""
+"""``kvq eval`` of Hugging Face models: tiny random Llamas, in a folder and in a GGUF file, and packages that bring such files."""
 
 import copy
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import kvq_core.evaluation.pretrained as pretrained
 from command_line import kvq
 from kvq_core import ArgumentError, get_backend
 from kvq_core.evaluation import Document, evaluate, parse_mode
-from kvq_core.evaluation.huggingface import HuggingFaceSubject, load
+from kvq_core.evaluation.huggingface import HuggingFaceSubject, load, load_gguf
+from kvq_core.evaluation.pretrained import PRETRAINED, MissingPackageError
 
-pytest.importorskip("kvq_transformers")
+gguf = pytest.importorskip("gguf")
+for needed in ("accelerate", "kvq_transformers"):
+    pytest.importorskip(needed)
 transformers = pytest.importorskip("transformers")
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(12))
+DIM, KV = 64, 32
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +32,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def subject(llama_folder: Path) -> HuggingFaceSubject:
-    return load(str(llama_folder), torch.device("cpu"))
+    return load(str(llama_folder), CPU)
 
 
 def test_passages_count_bytes_and_open_as_the_tokenizer_says(subject: HuggingFaceSubject) -> None:
@@ -35,9 +42,8 @@ def test_passages_count_bytes_and_open_as_the_tokenizer_says(subject: HuggingFac
     assert first.tokens[0] == second.tokens[0] == subject.tokenizer.bos_token_id == subject.opening("ab")[0]
     bare = HuggingFaceSubject("bare", subject.model, copy.deepcopy(subject.tokenizer), subject.kvq)
     bare.tokenizer.backend_tokenizer.post_processor = None
-    assert bare.opening("ab") == subject.opening("ab")[1:] == bare.encode("ab")
     (passage,) = bare.passages([Document("a", b"abcd")], 5)
-    assert passage.tokens == tuple(bare.encode("abcd")) and passage.nbytes == 3 and bare.decode(passage.tokens) == "abcd"
+    assert passage.tokens == tuple(bare.encode("abcd")) and passage.nbytes == 3
 
 
 def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject, llama_folder: Path) -> None:
@@ -51,15 +57,13 @@ def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject,
     none, int8, int2 = evaluate(subject, backends, passages, calibration=passages[0], chunk=32, batch=1).results
     assert none.bits_per_byte.mean == pytest.approx(nats / math.log(2) / sum(p.nbytes for p in passages), rel=1e-4)
     assert none.perplexity.mean == pytest.approx(math.exp(nats / sum(p.num_predicted for p in passages)), rel=1e-4)
-    assert 0 < int8.kl.mean < int2.kl.mean
+    assert 0 < int8.kl.mean < int2.kl.mean and (none.times_smaller, int2.times_smaller) == (1, 128 / 20)
     assert (none.bytes_per_token, int2.bytes_per_token) == (2 * 2 * 64 * 2, 2 * 2 * (16 + 4)), "layers, K and V; bf16, whatever the rows"
-    assert (none.times_smaller, int2.times_smaller) == (1, 128 / 20) and (none.bits, int2.bits) == (16, 2.5)
 
 
-@pytest.mark.parametrize("mode", ["none", "int4", "int2:residual_length=16,sink_tokens=4"])
-def test_rows_of_a_batch_are_read_as_they_are_alone(mode: str, subject: HuggingFaceSubject) -> None:
+def test_rows_of_a_batch_are_read_as_they_are_alone(subject: HuggingFaceSubject) -> None:
     """Chunks of different lengths, some of them empty."""
-    config = parse_mode(mode)
+    config = parse_mode("int2:residual_length=16,sink_tokens=4")
     passages = [subject.passages([Document("a", TEXT[n : n + length].encode())], length)[0] for n, length in ((0, 90), (7, 41), (20, 64))]
     parts = [[passage.tokens[first : first + 32] for passage in passages] for first in range(0, 96, 32)]
     parts[1][0], parts[2][0] = parts[1][0][:5], (*parts[1][0][5:], *parts[2][0])
@@ -75,34 +79,68 @@ def test_rows_of_a_batch_are_read_as_they_are_alone(mode: str, subject: HuggingF
 
 
 def test_the_command_line_takes_a_folder_and_smooths_keys(llama_folder: Path, tmp_path: Path) -> None:
-    kind = "balanced"
     (tmp_path / "text.txt").write_text(TEXT)
     given = ["--model", str(llama_folder), "--text", str(tmp_path / "text.txt"), "--modes", "int2,fp8_per_tensor", "--length", "60"]
-    told = [kvq("eval", *given, "--device", "cpu", "--json", *more).json for more in ([], ["--smoothing", kind])]
-    assert told[1]["smoothing"] == kind and not told[1]["failures"]
+    told = [kvq("eval", *given, "--device", "cpu", "--json", *more).json for more in ([], ["--smoothing", "balanced"])]
+    assert told[1]["smoothing"] == "balanced" and not told[1]["failures"]
     plain, smoothed = ({line["mode"]: line["kl"] for line in one["results"]} for one in told)
-    assert smoothed[f"int2_per_token_head:smoothing={kind}"] != plain["int2_per_token_head"]
-    assert smoothed["none"] == plain["none"] == 0
+    assert smoothed["int2_per_token_head:smoothing=balanced"] != plain["int2_per_token_head"] and smoothed["none"] == plain["none"] == 0
 
 
-@pytest.mark.parametrize("kind", [None, "rotary"])
-def test_modes_that_take_scales_are_given_them(kind: str | None, subject: HuggingFaceSubject) -> None:
-    passage, *others = subject.passages([Document("a", TEXT.encode())], 60)
-    subject.smoothing = None if kind is None else subject.calibrate(passage, kind)
-    try:
-        sessions = [subject.open(get_backend("fp8_per_tensor"), [other], passage) for other in others[:2]]
-        found = subject.kvq.calibrate(subject.model, torch.tensor([passage.tokens]), smoothing=subject.smoothing)
-        for session, other in zip(sessions, others, strict=False):
-            session.feed([other.tokens])
-            for layer in session.cache.layers:
-                scales, of = layer.pages.caches, layer.index
-                assert (float(scales.k_scale_cache), float(scales.v_scale_cache)) == (found.k_scale[of], found.v_scale[of])
-    finally:
-        subject.smoothing = None
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of random weights with SmolLM's pre-tokenizer; the vocabulary is bytes, and the merge of two digits."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    tokens = ["<s>", *sorted(ByteLevel.alphabet()), "12"]
+    facts = {"context_length": 256, "embedding_length": DIM, "block_count": 1, "feed_forward_length": 96, "rope_dimension_count": KV}
+    facts |= {"head_count": 2, "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0, "vocab_size": len(tokens)}
+    kinds = [gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)]
+    facts |= {"tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": tokens, "token_types": kinds, "token_merges": ["1 2"]}
+    for name, value in (facts | dict.fromkeys(("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"), 0)).items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_string("general.license", "apache-2.0")
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (DIM,), "ffn_norm": (DIM,), "attn_q": (DIM, DIM), "attn_output": (DIM, DIM)}
+    shapes |= {"attn_k": (KV, DIM), "attn_v": (KV, DIM), "ffn_gate": (96, DIM), "ffn_up": (96, DIM), "ffn_down": (DIM, 96)}
+    shapes = {"token_embd": (len(tokens), DIM), "output_norm": (DIM,)} | {f"blk.0.{name}": shape for name, shape in shapes.items()}
+    torch.manual_seed(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", (torch.randn(shape) * 0.2).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    return path
 
 
-def test_folders_without_a_model_are_refused(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_a_model(file: Path, tmp_path: Path) -> None:
+    """Digits are tokens of their own, as SmolLM2 was trained; the reader's own pre-tokenizer lets the merge through."""
+    subject = load_gguf(file, CPU)
+    embedding = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "token_embd.weight")
+    assert torch.equal(subject.model.get_input_embeddings().weight, torch.tensor(embedding.data))
+    assert [subject.decode([token]) for token in subject.encode("a12 b")] == ["a", "1", "2", " ", "b"]
+    (tmp_path / "text.txt").write_text("x = 12\n" * 30)
+    given = ["--model", str(file), "--text", str(tmp_path / "text.txt"), "--mode", "int4", "--length", "60", "--device", "cpu"]
+    ran = kvq("eval", *given)
+    assert ran.status == 0 and "tiny.gguf on" in ran.out and "licence of the weights: apache-2.0" in ran.out
+    assert "differences are to none with float32 rows" in ran.out
+
+
+def test_what_is_no_model_or_missing_is_refused_with_what_is_needed(
+    llama_folder: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for config in ((llama_folder / "config.json").read_text(), "{}"):
         (tmp_path / "config.json").write_text(config)
         with pytest.raises(ArgumentError, match="need a folder with a model and its tokenizer"):
-            load(str(tmp_path), torch.device("cpu"))
+            load(str(tmp_path), CPU)
+    (tmp_path / "bad.gguf").write_bytes(b"nothing of the kind")
+    with pytest.raises(ArgumentError, match="need a GGUF file"):
+        load_gguf(tmp_path / "bad.gguf", CPU)
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    with pytest.raises(MissingPackageError, match=r'pip install "kvq-core\[models\]"'):
+        load_gguf(file, CPU)
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    for one in PRETRAINED.values():
+        with pytest.raises(MissingPackageError) as missing:
+            one.file()
+        assert f"pip install {one.install}" in str(missing.value) and one.licence in str(missing.value)

@@ -1,52 +1,70 @@
-"""The tables of speed: what they show is in the committed runs, and what is no whole run changes nothing."""
+"""Generated parts of the pages show the committed figures, and what is no whole run changes nothing."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+import accuracy_agreement as agreement
+import accuracy_compare as compare
+import accuracy_page
+import accuracy_report
 import generated
+import other_gpus
 import performance_tables as tables
+import plots
+from kvq_core.plan.lookup import SWITCH
 
 pytestmark = pytest.mark.quick
 
 
-def committed(file: Path) -> tables.Run:
-    return tables.Run(json.loads(file.read_text(encoding="utf-8")))
+def content(file: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
-def test_the_pages_show_the_committed_runs() -> None:
+def test_speed() -> None:
     """Otherwise: ``hatch run tables``."""
-    runs = committed(tables.DATA), committed(tables.H100)
+    runs = tables.Run(content(tables.DATA)), tables.Run(content(tables.H100))
     assert all(run.machine["flashinfer"] and not run.machine["commit"].endswith("dirty") for run in runs)
     for path, parts in tables.pages(*runs).items():
-        text = path.read_text(encoding="utf-8")
         for marks, expected in parts.items():
-            assert generated.part(text, marks) == expected, marks[0]
+            assert generated.part(path.read_text(encoding="utf-8"), marks) == expected, marks[0]
 
 
-@pytest.mark.parametrize("broken", ["no json", "cut off", "an error"])
-def test_what_is_no_whole_run_changes_nothing(broken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = json.loads(tables.DATA.read_text(encoding="utf-8"))
-    if broken == "cut off":
-        content["rows"] = content["rows"][:-1]
-    elif broken == "an error":
-        content["rows"][3] |= {"us": None, "error": "OutOfMemoryError", "hbm": None, "x_none": None, "x_peer": None}
-    file = tmp_path / "benchmarks.json"
-    file.write_text("[" if broken == "no json" else json.dumps(content))
-    paths = (tables.DATA, tables.PAGE, tables.FIGURES)
+def test_other_gpus_follow_from_golden_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise: ``hatch run tables``. Clocks give the datasheets' TFLOP/s of float32, two operations a clock and lane."""
+    monkeypatch.setenv(SWITCH, "")
+    assert generated.part(other_gpus.PAGE.read_text(encoding="utf-8"), other_gpus.MARKS) == other_gpus.part()
+    rates = {name: 2 * (64 if gpu.target == "sm_80" else 128) * gpu.sms * gpu.clock / 1e12 for name, gpu in other_gpus.GPUS.items()}
+    expected = {"A100 80GB SXM": 19.5, "A10": 31.2, "RTX 3090": 35.6, "L4": 30.3, "L40S": 91.6, "RTX 4090": 82.6}
+    assert rates == pytest.approx(expected | {"H100 SXM": 67, "H200": 67, "B200": 75, "RTX 5090": 104.8}, abs=0.15)
+
+
+def test_accuracy() -> None:
+    """Otherwise: ``hatch run accuracy --from-data``, ``hatch run compare --from-data``."""
+    found, others = content(accuracy_report.DATA), content(compare.DATA)
+    assert found["sizes"] == json.loads(json.dumps(asdict(accuracy_report.Sizes()))), "measured with the sizes that the script has now"
+    gpu = content(accuracy_report.GPU_DATA) if accuracy_report.GPU_DATA.exists() else None
+    assert gpu is None or agreement.agree(agreement.agreements(found, gpu))
+    text = accuracy_page.PAGE.read_text(encoding="utf-8")
+    for marks, expected in (accuracy_page.parts(found, gpu) | {compare.MARKS: compare.table(others)}).items():
+        assert generated.part(text, marks) == expected
+    for name in ("position", "layers", "needles"):
+        for theme in plots.THEMES:
+            kept = plots.kept_in(f"accuracy-{name}", theme)
+            assert kept == (accuracy_page.SCRIPT, accuracy_page.figure_key(found)), f"{name}, {theme}"
+
+
+def test_what_is_no_whole_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = json.loads(tables.DATA.read_text(encoding="utf-8"))
+    failed = run["rows"][3] | {"us": None, "error": "OutOfMemoryError", "hbm": None, "x_none": None, "x_peer": None}
+    cut_off, an_error = (json.dumps(run | {"rows": rows}) for rows in (run["rows"][:-1], [*run["rows"][:3], failed, *run["rows"][4:]]))
+    file, paths = tmp_path / "benchmarks.json", (tables.DATA, tables.PAGE, tables.FIGURES)
     before = [path.read_bytes() for path in paths]
-    with pytest.raises(SystemExit) as ended:
-        tables.main([str(file)])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert {"no json": str(file), "cut off": "int2_per_token_head in setting w8192-8", "an error": "in setting A:"}[broken] in said
-    assert [path.read_bytes() for path in paths] == before
-
-
-def test_a_page_without_its_marks_is_not_written() -> None:
-    begin, end = generated.marks("small", "tools/x.py")
-    assert generated.replaced(f"a\n{begin}old\n{end}\nb\n", {(begin, end): "new\n"}) == f"a\n{begin}new\n{end}\nb\n"
-    for text in ("a\n", f"{begin}{end}{begin}{end}"):
-        with pytest.raises(ValueError, match=r"small: generated by tools/x\.py"):
-            generated.replaced(text, {(begin, end): "new\n"})
+    for text, said in (("[", str(file)), (cut_off, "int2_per_token_head in setting w8192-8"), (an_error, "in setting A:")):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            tables.main([str(file)])
+        assert said in capsys.readouterr().err and [path.read_bytes() for path in paths] == before

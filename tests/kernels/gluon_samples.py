@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -73,11 +72,3 @@ def shift(source, target, C: gl.constexpr):
     offsets = gl.arange(0, C.size, ROW)
     x = gl.inline_asm_elementwise(C.asm, "=r,r", [gl.load(source + offsets)], dtype=gl.uint16, is_pure=True, pack=2)
     gl.store(target + offsets, x)
-
-
-@gluon.jit
-def combine(source, words, target, C: gl.constexpr):
-    """Pairs of 16-bit elements with a 32-bit word each."""
-    offsets = gl.arange(0, C.size, PAIRS)
-    x, word = gl.load(source + offsets), gl.load(words + offsets)
-    gl.store(target + offsets, gl.inline_asm_elementwise(C.asm, "=r,r,r,r", [x, word], dtype=gl.uint16, is_pure=True, pack=2))

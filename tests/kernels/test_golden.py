@@ -17,8 +17,7 @@ import torch
 from safetensors import safe_open
 
 from kvq_core import get_backend
-from kvq_core.backend import QuantKVBackend
-from kvq_core.testing import oracle, places
+from kvq_core.testing import places
 from kvq_core.testing.places import Place
 
 ROOT = Path(__file__).parents[2]
@@ -72,23 +71,14 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
     return places.enter(request.param, monkeypatch)
 
 
-@pytest.mark.quick
-def test_the_subset_has_every_mode() -> None:
-    assert {golden.mode for golden in goldens() if golden.file == SUBSET} == set(MODES)
-
-
 @pytest.mark.parametrize("golden", goldens(), ids=str)
 def test_reads_as_vllm_does(golden: Golden, place: Place) -> None:
-    """A float32 attention agrees with these outputs to 0.5 % of the norm; ours is rounded to bf16 once more, 2^-8 / sqrt(3) rms.
-
-    Each row is held to three times that (a row's error is common to its channels, so that rows spread like a Gaussian), relative to
-    what it summed, sum_j p_j |v_j|: a long row's values nearly cancel, its roundings do not.
-    """
-    backend, given = get_backend(golden.mode), golden.parameters
+    """A float32 attention agrees with these outputs to 0.5 % of the norm; ours is rounded to bf16 once more, 2^-8 / sqrt(3) rms."""
+    given = golden.parameters
     key_cache, value_cache, k_scales, v_scales = (golden.tensor(f"{golden.mode}/{name}", place.device) for name in CACHES)
     q = golden.tensor("q", place.device)
     out = torch.full_like(q, torch.nan)
-    backend.unified_attention(
+    get_backend(golden.mode).unified_attention(
         q,
         key_cache,
         value_cache,
@@ -109,28 +99,6 @@ def test_reads_as_vllm_does(golden: Golden, place: Place) -> None:
     wanted = golden.tensor(f"{golden.mode}/out", place.device).float()
     limit = math.hypot(0.005, place.unit_roundoff(torch.bfloat16) / math.sqrt(3))
     assert float((out.float() - wanted).norm() / wanted.norm()) <= limit
-    summed = absolute_sums(golden, backend, q, place.device)
-    assert float(((out.double() - wanted).norm(dim=-1) / summed.norm(dim=-1)).max()) <= 3 * limit
-
-
-def absolute_sums(golden: Golden, backend: QuantKVBackend, q: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """sum_j p_j |v_j| for each row, float64."""
-    given = golden.parameters
-    names = ("softmax_scale", "window_size", "softcap", "use_alibi_sqrt", "sinks", "qq_bias", "mm_prefix_range")
-    options = {name: given.get(name) for name in names}
-    options["alibi_slopes"] = golden.tensor("alibi_slopes", device) if golden.has("alibi_slopes") else None
-    table, result, first = golden.tensor("block_table", device).long(), [], 0
-    for seq, (rows, keys) in enumerate(zip(given["q_lens"], given["seq_lens"], strict=True)):
-        j = torch.arange(keys, device=device)
-        slots = table[seq, j // given["block_size"]] * given["block_size"] + j % given["block_size"]
-        k, v = (
-            backend.decode(*(golden.tensor(f"{golden.mode}/{name}", device).flatten(0, 1)[slots] for name in names)).double()
-            for names in (("key_cache", "k_scale_cache"), ("value_cache", "v_scale_cache"))
-        )
-        exact = oracle.attend(q[first : first + rows], k, v, torch.ones_like(j, dtype=torch.bool), seq, options)
-        result.append((exact.weights @ exact.v.abs()).transpose(0, 1))
-        first += rows
-    return torch.cat(result)
 
 
 @pytest.mark.parametrize("golden", [golden for golden in goldens() if golden.has("key")], ids=str)
@@ -156,21 +124,17 @@ def test_writes_as_vllm_does(golden: Golden, place: Place) -> None:
         if int4:
             lost = [(backend.decode(*stored) - x.float()).norm() for stored in ((mine, my_scale), (wanted, their_scale))]
             assert float(lost[0]) < 0.99 * float(lost[1]), f"{half}: {float(lost[0] / lost[1]):.4f} of the error of vLLM's bytes"
-            steps = [_steps(stored) for stored in ((mine, my_scale), (wanted, their_scale))]
+            steps = [
+                torch.stack((codes & 15, codes >> 4), -1).int() - (words.view(torch.int32) & 15)[..., None, None]
+                for codes, words in ((mine, my_scale), (wanted, their_scale))
+            ]
             assert int((steps[0] - steps[1]).abs().max()) <= 1
         else:
             torch.testing.assert_close(my_scale, their_scale, rtol=2.0**-22, atol=0)
             dtype = backend.cache_dtype(x.dtype)
             a, b = (stored.view(dtype).double() for stored in (mine, wanted))
             tie = ((a + b) / 2 - x.double() / their_scale.double()[..., None]).abs() <= 4 * 2.0**-24 * (a.abs() + b.abs())
-            assert bool(((a == b) | tie).all()), f"{half}: {int((~((a == b) | tie)).sum())} codes differ that are no ties"
-            assert float((a == b).double().mean()) >= 0.99
-
-
-def _steps(stored: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """int4's codes less their zero points."""
-    codes, words = stored
-    return torch.stack((codes & 15, codes >> 4), -1).int() - (words.view(torch.int32) & 15)[..., None, None]
+            assert bool(((a == b) | tie).all()) and float((a == b).double().mean()) >= 0.99, half
 
 
 # -- kvq's own bytes ---------------------------------------------------------------------------------------------------------
@@ -179,28 +143,16 @@ OWN = ROOT / "tests" / "data" / "own_bytes.safetensors"
 """Rows [16, 2, d] and what each mode stores for them: made once by ``encode``, so that a change of a format or of its choices shows."""
 
 
-def own_fields(mode: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``mode`` stores for ``rows`` as keys and as values."""
-    backend = get_backend(mode)
-    found = {}
-    for half, encode in (("key", backend.encode), ("value", backend.encode_value)):
-        codes, scales = encode(rows)
-        assert scales is not None
-        found |= {f"{half}_codes": codes.view(torch.uint8), f"{half}_scales": scales}
-    return found
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", [*MODES, "int2_per_token_head"])
 @pytest.mark.parametrize("rows", ["rows64", "rows80", "rows128"])
 def test_own_bytes_stay(mode: str, rows: str) -> None:
+    backend, int4 = get_backend(mode), mode.startswith("int4")
     with safe_open(OWN, "pt") as file:
-        for name, got in own_fields(mode, file.get_tensor(rows)).items():
-            wanted = file.get_tensor(f"{mode}/{rows}/{name}")
-            if name.endswith("codes"):
-                assert torch.equal(got, wanted), f"{int((got != wanted).sum())} bytes of the {name} differ"
-            else:
-                # Sums may run in another order elsewhere; int4's word may lose its last bits to that.
-                torch.testing.assert_close(got, wanted, rtol=2.0**-18 if mode.startswith("int4") else 2.0**-21, atol=0)
-                if mode.startswith("int4"):
-                    assert torch.equal(got.view(torch.int32) & 0xF, wanted.view(torch.int32) & 0xF), "zero points differ"
+        for half, encode in (("key", backend.encode), ("value", backend.encode_value)):
+            codes, scales = encode(file.get_tensor(rows))
+            assert torch.equal(codes.view(torch.uint8), file.get_tensor(f"{mode}/{rows}/{half}_codes"))
+            wanted = file.get_tensor(f"{mode}/{rows}/{half}_scales")
+            # Sums may run in another order elsewhere; int4's word may lose its last bits to that, but not its zero point.
+            torch.testing.assert_close(scales, wanted, rtol=2.0**-18 if int4 else 2.0**-21, atol=0)
+            assert scales is not None and (not int4 or torch.equal(scales.view(torch.int32) & 0xF, wanted.view(torch.int32) & 0xF))

@@ -14,8 +14,7 @@ from kvq_core.testing.subject import Subject
 from kvq_int2 import codec
 from kvq_int2.backend import Int2PerTokenHead
 
-SIZES = (64, 72, 80, 96, 112, 128, 160, 192, 200, 256)
-EVERY_SIZE = range(Int2PerTokenHead.head_size_multiple, Int2PerTokenHead.max_head_size + 1, Int2PerTokenHead.head_size_multiple)
+SIZES = (64, 80, 96, 128, 200, 256)
 RMS = 256
 """Of rotated rows of integers: every sum over one is exact, and cells are the same in float32 as in float64."""
 ABOVE, BELOW = 252, 250
@@ -38,24 +37,12 @@ def least_cosine(size: int, num_outer: int, at_boundary: int) -> float:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("size", EVERY_SIZE)
-def test_no_key_past_the_cut_off_needs_a_bound(size: int) -> None:
-    for num_outer in range(cut_off(size), size + 1):
-        least = min(least_cosine(size, num_outer, at_boundary) for at_boundary in range(size - num_outer + 1))
-        assert least * codec.LARGEST_FACTOR > 1.02, f"{num_outer} outer cells"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("size", SIZES)
-def test_the_least_cosine_is_one(size: int) -> None:
-    """Rows of any kind stay above it, and some come near."""
-    y, num_outer = rows_near(size, cut_off(size))
-    unit = y.double() / RMS
-    level = torch.where(unit.abs() >= codec.BOUNDARY, codec.OUTER, codec.INNER).double()
-    cosine = (unit.abs() * level).sum(-1) / unit.norm(dim=-1) / level.norm(dim=-1)
-    least = torch.tensor([least_cosine(size, int(count), 0) for count in num_outer], dtype=torch.float64)
-    assert bool((cosine > 0.999 * least).all())
-    assert float((cosine / least).min()) < 1.01
+def test_no_key_past_the_cut_off_needs_a_bound() -> None:
+    """The least cosine is concave in ``at_boundary``: least at an end."""
+    for size in range(Int2PerTokenHead.head_size_multiple, Int2PerTokenHead.max_head_size + 1, Int2PerTokenHead.head_size_multiple):
+        for num_outer in range(cut_off(size), size + 1):
+            least = min(least_cosine(size, num_outer, at_boundary) for at_boundary in (0, size - num_outer))
+            assert least * codec.LARGEST_FACTOR > 1.02, f"{num_outer} outer cells of {size}"
 
 
 def rows_near(size: int, cut: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,14 +96,3 @@ def test_rows_near_the_cut_off(place: Place, size: int) -> None:
         torch.testing.assert_close(built.stored(f"{half[0]}_scale_cache", built.slots)[:, 0].cpu(), scales, rtol=tolerance, atol=0)
         error = (built.decoded(half, built.slots)[:, 0].cpu() - x.double()).norm(dim=-1) / x.double().norm(dim=-1)
         assert float(error.max()) < 1, f"{half}s: worse than zero"
-    assert_alone_as_together(built, num_outer >= cut)
-
-
-def assert_alone_as_together(built: scene.Scene, kept: torch.Tensor) -> None:
-    """The rows ``kept`` have the same bytes, written without the others, which are the ones that take the kernel's other branch."""
-    kept = kept.to(built.device)
-    together = [built.stored(name, built.slots[kept]) for name in built.pages.fields]
-    built.pages.restore()
-    built.write(key=built.key[kept], value=built.value[kept], slot_mapping=built.slots[kept])
-    for name, rows in zip(built.pages.fields, together, strict=True):
-        assert torch.equal(built.stored(name, built.slots[kept]).view(torch.uint8), rows.view(torch.uint8)), name

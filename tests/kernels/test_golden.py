@@ -28,6 +28,12 @@ MODES = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 CACHES = ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache")
 
 
+@functools.cache
+def _contents(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    with safe_open(file, "pt") as opened:
+        return json.loads(opened.metadata()["meta"]), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
 @dataclass(frozen=True)
 class Golden:
     """One case of one mode."""
@@ -40,20 +46,17 @@ class Golden:
     def parameters(self) -> dict[str, Any]:
         return _contents(self.file)[0][self.case]
 
-    def tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        return _contents(self.file)[1][f"{self.case}/{name}"].to(device)
-
     def has(self, name: str) -> bool:
         return f"{self.case}/{name}" in _contents(self.file)[1]
 
+    def tensors(self, device: torch.device, *names: str) -> list[torch.Tensor]:
+        return [_contents(self.file)[1][f"{self.case}/{name}"].to(device) for name in names]
+
+    def caches(self, device: torch.device) -> dict[str, torch.Tensor]:
+        return dict(zip(CACHES, self.tensors(device, *(f"{self.mode}/{name}" for name in CACHES)), strict=True))
+
     def __str__(self) -> str:
         return f"{self.file.parent.name}-{self.case}-{self.mode}"
-
-
-@functools.cache
-def _contents(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    with safe_open(file, "pt") as opened:
-        return json.loads(opened.metadata()["meta"]), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def goldens() -> list[Golden]:
@@ -75,30 +78,26 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
 def test_reads_as_vllm_does(golden: Golden, place: Place) -> None:
     """A float32 attention agrees with these outputs to 0.5 % of the norm; ours is rounded to bf16 once more, 2^-8 / sqrt(3) rms."""
     given = golden.parameters
-    key_cache, value_cache, k_scales, v_scales = (golden.tensor(f"{golden.mode}/{name}", place.device) for name in CACHES)
-    q = golden.tensor("q", place.device)
+    q, starts, used, table, wanted = golden.tensors(place.device, "q", "cu_seqlens_q", "seqused_k", "block_table", f"{golden.mode}/out")
     out = torch.full_like(q, torch.nan)
+    caches = golden.caches(place.device)
     get_backend(golden.mode).unified_attention(
         q,
-        key_cache,
-        value_cache,
+        caches.pop("key_cache"),
+        caches.pop("value_cache"),
         out,
-        cu_seqlens_q=golden.tensor("cu_seqlens_q", place.device),
+        cu_seqlens_q=starts,
         max_seqlen_q=max(given["q_lens"]),
-        seqused_k=golden.tensor("seqused_k", place.device),
+        seqused_k=used,
         max_seqlen_k=max(given["seq_lens"]),
-        softmax_scale=given["softmax_scale"],
         window_size=tuple(given["window_size"]),
-        block_table=golden.tensor("block_table", place.device),
-        softcap=given["softcap"],
-        alibi_slopes=golden.tensor("alibi_slopes", place.device) if golden.has("alibi_slopes") else None,
-        use_alibi_sqrt=given["use_alibi_sqrt"],
-        k_scale_cache=k_scales,
-        v_scale_cache=v_scales,
+        block_table=table,
+        alibi_slopes=golden.tensors(place.device, "alibi_slopes")[0] if golden.has("alibi_slopes") else None,
+        **{name: given[name] for name in ("softmax_scale", "softcap", "use_alibi_sqrt")},
+        **caches,
     )
-    wanted = golden.tensor(f"{golden.mode}/out", place.device).float()
     limit = math.hypot(0.005, place.unit_roundoff(torch.bfloat16) / math.sqrt(3))
-    assert float((out.float() - wanted).norm() / wanted.norm()) <= limit
+    assert float((out.float() - wanted.float()).norm() / wanted.float().norm()) <= limit
 
 
 @pytest.mark.parametrize("golden", [golden for golden in goldens() if golden.has("key")], ids=str)
@@ -106,19 +105,11 @@ def test_writes_as_vllm_does(golden: Golden, place: Place) -> None:
     """int8 and fp8 differ in rounding ties only. Of int4 the format is the same: our bytes, read by the rules by which theirs are read,
     give the rows back, each code within a step of theirs, counted from the zero point, and with less error."""
     backend, int4 = get_backend(golden.mode), golden.mode.startswith("int4")
-    theirs = dict(zip(CACHES, (golden.tensor(f"{golden.mode}/{name}", place.device) for name in CACHES), strict=True))
+    theirs = golden.caches(place.device)
     ours = {name: torch.zeros_like(cache) for name, cache in theirs.items()}
-    slots = golden.tensor("slot_mapping", place.device)
-    rows = {half: golden.tensor(half, place.device) for half in ("key", "value")}
-    backend.reshape_and_cache(
-        *rows.values(),
-        ours["key_cache"],
-        ours["value_cache"],
-        slots,
-        k_scale_cache=ours["k_scale_cache"],
-        v_scale_cache=ours["v_scale_cache"],
-    )
-    for half, x in rows.items():
+    key, value, slots = golden.tensors(place.device, "key", "value", "slot_mapping")
+    backend.reshape_and_cache(key, value, *(ours[name] for name in CACHES[:2]), slots, **{name: ours[name] for name in CACHES[2:]})
+    for half, x in (("key", key), ("value", value)):
         names = (f"{half}_cache", f"{half[0]}_scale_cache")
         mine, my_scale, wanted, their_scale = (caches[name].flatten(0, 1)[slots] for caches in (ours, theirs) for name in names)
         if int4:

@@ -9,12 +9,9 @@ import torch
 
 from exact_reads import EMPTY_TABLE, SUITES, read_exactly
 from kvq_core.plan import Combine, Decode, Entry, Table
-from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing.cases import Case
 
 ALL = sorted(SUITES)
-FIRST = sorted(SUITES.keys() & FIRST_PARTY.keys())
-"""kvq's own, but for int3, whose suite is its package's."""
 INT8, INT4, INT2 = "int8_per_token_head", "int4_per_token_head", "int2_per_token_head"
 DISTINCT = ("none", INT8, INT4, INT2)
 """Modes whose launches differ in what these properties are of: in the interpreter the others would run the same lines."""
@@ -27,7 +24,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def reads(modes: Collection[str], cases: Collection[Case], on: str = "interpret gpu", table: Any = None, **wanted: Any) -> list[Any]:
     """Parameters of :func:`test_plan`. ``wanted``: the value that each property has in every launch; ``table``: a kind and its choice.
 
-    Of all modes, or all first-party ones, the interpreter runs those of :data:`DISTINCT`.
+    Of all modes the interpreter runs those of :data:`DISTINCT`.
     """
     properties = ",".join(f"{name}={value}" for name, value in wanted.items())
     return [
@@ -35,7 +32,7 @@ def reads(modes: Collection[str], cases: Collection[Case], on: str = "interpret 
             place, mode, case, table, wanted, id=f"{properties}-{place}-{mode}-{case}", marks=pytest.mark.gpu if place == "gpu" else ()
         )
         for place in on.split()
-        for mode in (DISTINCT if place == "interpret" and modes in (ALL, FIRST) else modes)
+        for mode in (DISTINCT if place == "interpret" and modes is ALL else modes)
         for case in cases
     ]
 
@@ -86,21 +83,12 @@ NARROW = (
 # Heads of 64 in int2 have 8 lanes, half of what a product takes. Those of 192 have 24, padded to 32, where two have 48: 32 and 16.
 FOLDING = ((INT2, 64), (INT4, 96), (INT8, 112), (INT4, 32), (INT2, 192), ("fp8_per_token_head", 80), ("fp8_per_tensor", 48))
 FOUR = Case(query_lens=(1,) * 4, seq_lens=(301, 64, 1, 30), queries_per_kv=4)
-TWOS = replace(FOUR, query_lens=(2,) * 4, seq_lens=(300, 65, 2, 31), queries_per_kv=2)
-FOLDED_EDGES = (
+FOLDED = (
     # A window's edge between two keys of one row.
     replace(FOUR, window=22, sinks=True, dtype=BF16, rows="fused"),
-    replace(FOUR, window=23, queries_per_kv=3, dtype=FP32, rows="transposed", block_size=32),
-    replace(TWOS, query_lens=(2, 1), seq_lens=(40, 70), mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35))), window=5),
-)
-FOLDED = (
+    replace(FOUR, query_lens=(2, 1), seq_lens=(40, 70), mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35))), window=5),
     # Many splits.
-    replace(FOUR, query_lens=(1,), seq_lens=(2300,), num_kv_heads=1),
-    replace(FOUR, smoothing="balanced", softcap=9.0),
-    replace(FOUR, alibi=True, alibi_sqrt=True, score_gain=400.0, output=FP8_OUT),
-    replace(TWOS, qq_bias=4),
-    # Many sequences that are not split.
-    replace(FOUR, query_lens=(1,) * 9, seq_lens=tuple(range(3, 12)), num_kv_heads=1),
+    replace(FOUR, query_lens=(1,), seq_lens=(2300,), num_kv_heads=1, alibi=True, alibi_sqrt=True, output=FP8_OUT),
 )
 
 # -- rematerialized: recomputed per work tile, to save registers -------------------------------------------------------------------
@@ -115,29 +103,15 @@ REMATERIALIZED_INT4 = (
 )
 REMATERIALIZED_INT2 = (replace(SEVEN, head_size=256, block_size=32), replace(SEVEN, head_size=192, smoothing="mean"))
 
-# -- keys_first: keys are on a product's long side (M), unless the query rows fill it ----------------------------------------------
-
-SIXTEEN = Case(query_lens=(4,) * 4, seq_lens=(301, 64, 4, 30), head_size=64, queries_per_kv=4)
-ROWS_FIRST = (
-    replace(SIXTEEN, query_lens=(3, 1, 4, 2), head_size=256, dtype=BF16, block_size=32),
-    replace(SIXTEEN, queries_per_kv=3, head_size=80, sinks=True, window=23),
-    replace(SIXTEEN, head_size=112, smoothing="balanced", softcap=9.0, alibi=True, output=FP8_OUT),
-    replace(SIXTEEN, qq_bias=4, mm_prefix=(((12, 17), (3, 3)), ((2, 9),), (), ((1, 5),)), window=5),
-    # Many splits.
-    replace(SIXTEEN, query_lens=(4,), seq_lens=(2300,), num_kv_heads=1),
-)
-
 # -- keys_an_id: neighbouring keys of a thread whose block is looked up once -------------------------------------------------------
 
 RAGGED = Case(query_lens=(1, 1, 1), seq_lens=(700, 3, 301), head_size=128, num_kv_heads=2, queries_per_kv=2)
 WIDE = Decode(keys=128, warps=1, stages=2, programs_per_sm=2, registers=None, min_keys=64, loops=2)
 LOOKUPS: tuple[tuple[int, Decode, Case], ...] = (
-    (4, WIDE, replace(RAGGED, block_size=256, layout="paired", dtype=BF16)),
     # Blocks that no tile is a multiple of, and of as many keys as a thread has.
     (4, WIDE, replace(RAGGED, block_size=24, layout="interleaved")),
     (8, replace(WIDE, keys=256), replace(RAGGED, block_size=8)),
-    (2, replace(WIDE, warps=2), replace(RAGGED, window=333, sinks=True)),
-    (1, replace(WIDE, keys=32), RAGGED),
+    (1, replace(WIDE, keys=32), replace(RAGGED, block_size=256, layout="paired", dtype=BF16)),
 )
 
 TABLE = [
@@ -149,16 +123,10 @@ TABLE = [
     # Rows of up to 64 splits are combined eight at a time, without slices.
     *reads(DISTINCT, [replace(ONE, query_lens=(1, 1), seq_lens=(2300, 500))], table=sliced(2, few=64), slices=2),
     *reads([INT2], NARROW, narrow_n=True),
-    *(one for mode, size in FOLDING for one in reads([mode], [replace(case, head_size=size) for case in FOLDED_EDGES], fold=2)),
-    *reads([INT2], [replace(case, head_size=64) for case in FOLDED], fold=2),
-    *reads([INT8], [replace(case, head_size=112) for case in FOLDED], "gpu", fold=2),
+    *(one for mode, size in FOLDING for one in reads([mode], [replace(case, head_size=size) for case in FOLDED], fold=2)),
     *reads([INT4], REMATERIALIZED_INT4, rematerialized=True),
     *reads([INT2], REMATERIALIZED_INT2, rematerialized=True),
-    *reads(FIRST, ROWS_FIRST, keys_first=False, decode=True),
-    # Two keys share a row of lanes, or lanes come in chunks.
-    *reads(FIRST, [replace(SIXTEEN, query_lens=(2,) * 4)], keys_first=True, decode=True),
-    *reads([INT4, INT8], [replace(SIXTEEN, head_size=192)], keys_first=True, decode=True),
-    # On a GPU, the modes whose tiles have several keys a thread in kvq's own tables.
+    # Modes whose tiles have several keys a thread in kvq's own tables.
     *(
         one
         for together, choice, case in LOOKUPS

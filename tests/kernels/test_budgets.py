@@ -8,7 +8,6 @@ from kvq_core.hadamard import block_of, single_rht
 from kvq_core.testing import budgets, oracle, scene
 from kvq_core.testing.cases import OPTIONS, Case
 from kvq_core.testing.oracle import Exact
-from kvq_int2 import Int2PerTokenHead, codec
 
 CPU = torch.device("cpu")
 PLAIN = Case(query_lens=(7, 1), seq_lens=(60, 200))
@@ -80,17 +79,3 @@ def test_a_missing_key_shows(operand: torch.dtype, fraction: float) -> None:
             shown += int((outside & heavy).sum())
             hidden += int((~outside & heavy).sum())
     assert shown > 500 and hidden == 0
-
-
-@pytest.mark.quick
-def test_a_level_error_is_what_it_does_to_rows_of_levels() -> None:
-    """Of any mixture of int2's two levels, one level alone included."""
-    errors = torch.tensor(Int2PerTokenHead.read_level_errors, dtype=torch.float64)
-    allowed = budgets.level_error(get_backend("int2"))
-    for outer in range(129):
-        chosen = (torch.arange(128) < outer).long()
-        y = torch.tensor((codec.INNER, codec.OUTER), dtype=torch.float64)[chosen]
-        moved = y * errors[chosen]
-        gain = float(moved @ y / (y @ y))
-        assert abs(gain) <= allowed.shared * (1 + 1e-12)
-        assert float((moved - gain * y).norm() / y.norm()) <= allowed.spread * (1 + 1e-12)

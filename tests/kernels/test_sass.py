@@ -46,12 +46,3 @@ def test_the_loop_is_the_innermost_with_products_and_copies() -> None:
     assert Counts.of(loop) == Counts(instructions=13, conversions=1, roundings=1, byte_loads=1, barriers=1, local=0)
     assert Counts.of(code) == Counts(instructions=22, conversions=2, roundings=1, byte_loads=1, barriers=1, local=1)
     assert pipelined_loop(parse(LISTING.replace("HMMA", "MOV"))) is pipelined_loop(parse(LISTING.replace("LDGSTS", "MOV"))) is None
-
-
-def test_a_wait_that_branches_back_into_the_loop_closes_none() -> None:
-    # From where the wait goes back to, to the wait's own branch, is a shorter stretch than the loop, and has all that a loop must have.
-    text = ["LDC R1, c[0x0][0x28]", *["LDS R2, [R1]"] * 5, "@!P0 BRA 0xb0", "HMMA.16816.F32 R8, R4, R12, R8"]
-    text += ["LDGSTS.E [R5], desc[UR6][R2.64]", "@P1 BRA 0x10", "EXIT", "BRA 0x70"]
-    lines = (f"        /*{16 * number:04x}*/   {one} ;   /* 0x0000000000000000 */\n" for number, one in enumerate(text))
-    loop = pipelined_loop(parse("".join(lines)))
-    assert loop is not None and [one.address for one in loop] == [*range(0x10, 0xA0, 0x10), 0xB0]

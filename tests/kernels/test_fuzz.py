@@ -44,14 +44,6 @@ def test_scenarios_are_of_every_kind() -> None:
     assert any(not s.padded and min(s.case.query_lens) == s.longest > 16 for s in many), "uniform prefill"
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("argv", ["--count 0", "--only int8", "--only int8:x", "--workers 0"])
-def test_bad_arguments(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(argv.split())
-    assert argv.split()[0] in capsys.readouterr().err
-
-
 BROKEN = """
 import os
 import time

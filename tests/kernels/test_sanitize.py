@@ -14,18 +14,13 @@ CLEAN = START + "========= ERROR SUMMARY: 0 errors\n"
 MEMCHECK = f"""{START}
 ========= Invalid __global__ read of size 2 bytes
 =========     at attend+0x1a40 in read.py:60
-=========     by thread (3,0,0) in block (1,0,0)
-=========         Host Frame: launch in launcher.so
-=========
 ========= Invalid __global__ write of size 4 bytes
 =========     at 0x90 in write
-=========
 ========= ERROR SUMMARY: 3 errors
 """
 RACECHECK = f"""{START}
 ========= Error: Race reported between Write access at combine_kernel+0x2f0 in splits.py:60
 =========     and Read access at combine_kernel+0x310 in splits.py:61 [64 hazards]
-=========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 

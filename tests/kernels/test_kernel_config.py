@@ -20,8 +20,7 @@ def with_ones(kind: Any, **others: Any) -> Any:
     return kind(**{field.name: 1 for field in fields(kind)} | others)
 
 
-def kernel(C):  # type: ignore[no-untyped-def]  # noqa: N803
-    pass
+def kernel(C): ...  # type: ignore[no-untyped-def]  # noqa: N803
 
 
 def on_disk(constant: Any) -> str:

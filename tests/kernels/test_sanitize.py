@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from kvq_core.testing import sanitize
-from kvq_core.testing.sanitize import ELSEWHERE, FOUND, judge, table
+from kvq_core.testing.sanitize import ELSEWHERE, FOUND, judge
 from kvq_core.testing.sanitizer_slice import REPORT
 
 START = "========= COMPUTE-SANITIZER\n" + REPORT + '{"attend": 19, "write": 14}\n'
@@ -14,13 +13,13 @@ CLEAN = START + "========= ERROR SUMMARY: 0 errors\n"
 MEMCHECK = f"""{START}
 ========= Invalid __global__ read of size 2 bytes
 =========     at attend+0x1a40 in read.py:60
+=========     by thread (3,0,0) in block (1,0,0)
 ========= Invalid __global__ write of size 4 bytes
 =========     at 0x90 in write
 ========= ERROR SUMMARY: 3 errors
 """
 RACECHECK = f"""{START}
 ========= Error: Race reported between Write access at combine_kernel+0x2f0 in splits.py:60
-=========     and Read access at combine_kernel+0x310 in splits.py:61 [64 hazards]
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 
@@ -40,13 +39,6 @@ def test_outcomes(status: int, said: str, errors: dict[str, int], trouble: str) 
     found = judge("memcheck", "int4", status, said)
     assert found.errors == errors and trouble in found.trouble and bool(found.trouble) == bool(trouble)
     assert found.clean == (said == CLEAN and status == 0)
-    assert "memcheck" in table([found]) and ("19" in table([found])) == (status != 1)
-
-
-def test_without_the_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sanitize, "cuda_tool", lambda name: None)
-    assert sanitize.main(["none"]) == 2
-    assert "need compute-sanitizer" in capsys.readouterr().err
 
 
 def test_the_slice_gives_the_right_results() -> None:

@@ -1,4 +1,4 @@
-"""The tile scheduler: every key of every row is in one work tile, in order; sequences of about one length are split at their ends."""
+"""The tile scheduler: every key of every row is in one work tile, and no program has much more to do than another."""
 
 import random
 from dataclasses import dataclass
@@ -93,22 +93,3 @@ def test_random_lengths(seed: int, device: torch.device) -> None:
     total = sum(max(-(-length // KEYS), 1) for length in lengths)
     assert max(sizes) * 16 <= max(-(-total // len(programs)), 3) * 17  # no more than a sixteenth above an equal split
     assert schedule([longest], device, alone=True) == schedule([longest], device), "one row block is split as among others"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "splits"),
-    [
-        ([64 * KEYS] * 15 + [62 * KEYS + 1], 1),
-        ([64 * KEYS] * 7 + [63 * KEYS - 5], 2),
-        ([60 * KEYS] * 4, 4),
-        # Splits at their ends would be more than a sixteenth longer than equal ones.
-        ([64 * KEYS] * 12, None),
-        ([640 * KEYS] + [5 * KEYS] * 15, None),
-        ([64 * KEYS] * 15 + [60 * KEYS], None),
-    ],
-)
-def test_sequences_of_a_length_are_split_at_their_ends(lengths: list[int], splits: int | None, device: torch.device) -> None:
-    """Others equally: some program has keys of two sequences."""
-    programs = schedule(lengths, device)
-    assert any(len(program) > 1 for program in programs) == (splits is None)
-    assert splits is None or {num_splits for program in programs for _, start, _, num_splits in program if not start} == {splits}

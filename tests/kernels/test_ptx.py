@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kvq_core import get_backend
+from kvq_core.call import ops
 from kvq_core.launch.device import DeviceFacts
+from kvq_core.plan import Table
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -34,3 +36,15 @@ def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.devi
     assert len(set(log)) >= 2, "codes are made and unpacked"
     for name, one, other in zip(("key_cache", "value_cache", "out"), got, wanted, strict=True):
         assert torch.equal(one, other), name
+
+
+def test_short_sequences_are_prefetched(interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On five multiprocessors, 100 keys are four splits of one tile each: all rows of keys go into L2, and none of unpacked pages."""
+    monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda device: DeviceFacts(5, True, "sm_90"))
+    for mode in ("int4", "none"):
+        built = scene.build(replace(DECODE, query_lens=(1,), seq_lens=(100,)), get_backend(mode), interpreted).fill()
+        with interpreted_ptx() as log, ops.planning_with(Table("", {})):
+            built.read()
+        codes = built.pages.integers("key_cache")
+        rows = {codes[slot // 16, slot % 16, 0].data_ptr() for slot in built.slots.tolist()}
+        assert rows & log.prefetched == (rows if mode == "int4" else set())

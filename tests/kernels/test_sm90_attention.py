@@ -26,7 +26,7 @@ from kvq_core.testing.cases import LARGE, Case
 from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
-from sm90_device import H200, HOPPER, use_shipped_tables_and_a_known_triton
+from sm90_device import H200, HOPPER, shipped_tables_and_a_known_triton  # noqa: F401 - an autouse fixture
 
 INT8, INT4, INT3, INT2 = (f"int{bits}_per_token_head" for bits in (8, 4, 3, 2))
 PACKED = tuple(sorted(set(FIRST_PARTY) - {"none"}))
@@ -105,11 +105,6 @@ MULTIROW = Family(
     Groups(1, 4, 248),
     SHIPPED,
 )
-
-
-@pytest.fixture(autouse=True)
-def shipped_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_shipped_tables_and_a_known_triton(request, monkeypatch)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.places import Place
-from sm90_device import H200, HOPPER, use_shipped_tables_and_a_known_triton
+from sm90_device import H200, HOPPER, shipped_tables_and_a_known_triton  # noqa: F401 - an autouse fixture
 
 MODES = ("int4_per_token_head", "int2_per_token_head")
 KERNELS = ("kvq_core.kernels.sm90.store_mma", "kvq_int4.store_mma", "kvq_int2.store_mma")
@@ -36,11 +36,6 @@ SUPPORTED: tuple[Case, ...] = (
     replace(ROWS, num_kv_heads=8, head_size=64, smoothing="mean", layout="interleaved"),
     replace(ROWS, dtype=torch.float16, smoothing="balanced", block_size=64),
 )
-
-
-@pytest.fixture(autouse=True)
-def shipped_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_shipped_tables_and_a_known_triton(request, monkeypatch)
 
 
 @pytest.fixture(params=places.params("interpret", "gpu"))

@@ -33,3 +33,17 @@ def test_a_missing_key_shows(operand: torch.dtype, fraction: float) -> None:
             shown += int((outside & heavy).sum())
             hidden += int((~outside & heavy).sum())
     assert shown > 500 and hidden == 0
+
+
+@pytest.mark.quick
+def test_round_trip_bounds_by_hand() -> None:
+    """Half a step: of 15 levels from -5 to 10, of e4m3 (and what is clamped), and what lies in the cells of levels of a Gaussian."""
+    x = torch.tensor([[1.0, 16.0, 448.0, 1e-9, 500.0]], dtype=torch.float64)
+    e4m3 = budgets.minifloat(x, torch.ones(1, 1, dtype=torch.float64), torch.float8_e4m3fn)
+    torch.testing.assert_close(e4m3, torch.tensor([[1 / 16, 1.0, 28.0, 2.0**-10, 31.25 + 52]], dtype=torch.float64), rtol=1e-4, atol=0)
+    affine = budgets.affine_levels(torch.linspace(-5, 10, 16, dtype=torch.float64)[None], 16, 1e-6, 4)
+    torch.testing.assert_close(affine, torch.full((1, 16), 0.5, dtype=torch.float64), rtol=1e-4, atol=0)
+    z = torch.tensor([[-0.1, 0.9, -1.1, 2.9, -3.1, 9.0]], dtype=torch.float64)
+    rms = float(z.square().mean().sqrt())
+    gaussian = budgets.gaussian_levels(z, (1.0 / rms, 3.0 / rms), (0.4 / rms, 1.6 / rms, 4.4 / rms))
+    torch.testing.assert_close(gaussian, torch.tensor([[0.6, 0.6, 1.4, 1.4, 1.4, 4.6]], dtype=torch.float64), rtol=1e-4, atol=0)

@@ -29,6 +29,7 @@ from kvq_core.testing.scene import Scene
 from sm90_device import H200, HOPPER, shipped_tables_and_a_known_triton  # noqa: F401 - an autouse fixture
 
 INT8, INT4, INT3, INT2 = (f"int{bits}_per_token_head" for bits in (8, 4, 3, 2))
+FP8 = ("fp8_per_token_head", "fp8_per_tensor")
 PACKED = tuple(sorted(set(FIRST_PARTY) - {"none"}))
 SHIPPED = Table("sm_90", {})
 
@@ -301,6 +302,22 @@ def test_missing_blocks_and_lengths_beyond_the_table(mode: str, case: Case, wher
     # No key at all: zeros.
     table[0] = -1
     assert not where.read(built, block_table=table)[: built.case.query_lens[0]].any()
+
+
+@parametrize(
+    *each(PREFILL, replace(ONE_HEAD, seq_lens=(1101, 403)), interpret=FP8[:1], gpu=FP8),
+    *each(MULTIROW, replace(ROWS, seq_lens=(1101, 403, 79)), interpret=FP8[:1], gpu=FP8),
+)
+def test_nan_codes_after_the_last_key(mode: str, case: Case, where: Where) -> None:
+    """In the last key's block: a weight of 0 removes all codes but NaN."""
+    built = where.build(mode, case)
+    before, block_size = where.read(built), built.case.block_size
+    for name in ("key_cache", "value_cache"):
+        codes = built.pages.integers(name)
+        for row, length in zip(built.block_table.tolist(), built.case.seq_lens, strict=False):  # padding sequences have rows, too
+            assert length % block_size
+            codes[row[length // block_size], length % block_size :] = 0x7F
+    assert torch.isfinite(before).all() and torch.equal(where.read(built), before)
 
 
 @parametrize(

@@ -1,10 +1,12 @@
 """The interpreted Gluon and PTX of these tests notice what a GPU would do wrong. That they compute the right things, the kernels show."""
 
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from kvq_core.testing.interpret.gluon import interpreted_gluon
@@ -45,3 +47,11 @@ def test_elements_of_a_register_mind_themselves(samples: ModuleType) -> None:
     assert torch.equal(target.int(), source.int() << 4)
     with pytest.raises(InterpreterError, match="an element depends on its neighbour"):
         samples.apply[(1,)](source, target, samples.Sample(asm="shl.b32 $0, $1, 4;"))
+
+
+def test_nothing_is_left_of_it(interpreted: torch.device) -> None:
+    before = {name: module for name, module in sys.modules.items() if name.startswith(("triton.", "kvq"))}
+    with interpreted_gluon("gluon_samples", "kvq_int4.prefill"):
+        pass
+    assert not hasattr(tl.block_type, "layout") and "gluon_samples" not in sys.modules
+    assert all(sys.modules.get(name) is module for name, module in before.items())

@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -16,7 +15,6 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 class Sample:
     """``left``: copies that are not waited for. ``waits``: for what is read. ``frees``: what was read may be written again."""
 
-    size: int
     left: int = 0
     rounds: int = 0
     waits: bool = True
@@ -27,22 +25,21 @@ class Sample:
 @gluon.jit
 def double(source, target, C: gl.constexpr):
     """By way of shared memory, in two copies."""
-    SIZE: gl.constexpr = C.size
-    offsets = gl.arange(0, SIZE, ROW)
-    shared = gl.allocate_shared_memory(gl.float32, [2, SIZE], PLAIN)
+    offsets = gl.arange(0, 32, ROW)
+    shared = gl.allocate_shared_memory(gl.float32, [2, 32], PLAIN)
     for half in gl.static_range(2):
-        async_copy.async_copy_global_to_shared(shared.index(half), source + half * SIZE + offsets, mask=offsets < SIZE - 1)
+        async_copy.async_copy_global_to_shared(shared.index(half), source + half * 32 + offsets, mask=offsets < 31)
         async_copy.commit_group()
     async_copy.wait_group(C.left)
     for half in gl.static_range(2):
-        gl.store(target + half * SIZE + offsets, shared.index(half).load(ROW) * 2.0)
+        gl.store(target + half * 32 + offsets, shared.index(half).load(ROW) * 2.0)
 
 
 @gluon.jit
 def fill(shared, full, free, C: gl.constexpr):
     for n in range(0, C.rounds):
         mbarrier.wait(free, n & 1 ^ 1)
-        shared.store((gl.arange(0, C.size, ROW) + n).to(gl.float32))
+        shared.store((gl.arange(0, 32, ROW) + n).to(gl.float32))
         mbarrier.arrive(full, count=1)
 
 
@@ -51,7 +48,7 @@ def drain(target, shared, full, free, C: gl.constexpr):
     for n in range(0, C.rounds):
         if C.waits:
             mbarrier.wait(full, n & 1)
-        gl.store(target + n * C.size + gl.arange(0, C.size, ROW), shared.load(ROW))
+        gl.store(target + n * 32 + gl.arange(0, 32, ROW), shared.load(ROW))
         if C.frees:
             mbarrier.arrive(free, count=1)
 
@@ -59,7 +56,7 @@ def drain(target, shared, full, free, C: gl.constexpr):
 @gluon.jit
 def hand_over(target, C: gl.constexpr):
     """Rounds of numbers from one group to another, through one buffer that is filled again once it is free."""
-    shared = gl.allocate_shared_memory(gl.float32, [C.size], PLAIN)
+    shared = gl.allocate_shared_memory(gl.float32, [32], PLAIN)
     barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(2):
         mbarrier.init(barriers.index(at), count=1)
@@ -68,16 +65,8 @@ def hand_over(target, C: gl.constexpr):
 
 
 @gluon.jit
-def shift(source, target, C: gl.constexpr):
-    """Pairs of 16-bit elements, four bits up."""
-    offsets = gl.arange(0, C.size, ROW)
+def apply(source, target, C: gl.constexpr):
+    """Inline PTX on pairs of 16-bit elements."""
+    offsets = gl.arange(0, 32, ROW)
     x = gl.inline_asm_elementwise(C.asm, "=r,r", [gl.load(source + offsets)], dtype=gl.uint16, is_pure=True, pack=2)
     gl.store(target + offsets, x)
-
-
-@gluon.jit
-def combine(source, words, target, C: gl.constexpr):
-    """Pairs of 16-bit elements with a 32-bit word each."""
-    offsets = gl.arange(0, C.size, PAIRS)
-    x, word = gl.load(source + offsets), gl.load(words + offsets)
-    gl.store(target + offsets, gl.inline_asm_elementwise(C.asm, "=r,r,r,r", [x, word], dtype=gl.uint16, is_pure=True, pack=2))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-import test_backends
+from exact_reads import SUITES
 from kvq_core.backend import QuantKVBackend
 from kvq_core.call import reference, torch_path
 from kvq_core.call.spec import Attention, NewRows
@@ -28,13 +28,6 @@ from kvq_int8fp8 import codec as int8fp8
 Encoded = tuple[torch.Tensor, torch.Tensor | None]
 Read, Write = Callable[[Any, Attention], None], Callable[[Any, NewRows], None]
 BACKENDS: dict[str, type[QuantKVBackend]] = {}
-SUITES = {
-    NoneBackend: test_backends.TestNone,
-    Int8PerTokenHead: test_backends.TestInt8PerTokenHead,
-    FP8PerTokenHead: test_backends.TestFP8PerTokenHead,
-    Int4PerTokenHead: test_backends.TestInt4PerTokenHead,
-    Int2PerTokenHead: test_backends.TestInt2PerTokenHead,
-}
 
 
 class TorchKernels:
@@ -76,6 +69,9 @@ def scoring(**changes: Callable[[Any], Any]) -> Read:
     return call(bent)
 
 
+ENDS = torch.tensor([0, 1], dtype=torch.int32)
+
+
 def unless_none(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
     return lambda x: None if x is None else change(x)
 
@@ -91,7 +87,12 @@ def rows_of_sequences(attention: Attention) -> slice:
 
 def lengths(change: Callable[[torch.Tensor, Attention], torch.Tensor]) -> Read:
     """Reads other numbers of keys."""
-    return call(lambda attention: batch(attention, seqused_k=change(attention.batch.seqused_k, attention)))
+    return call(lambda of: batch(of, seqused_k=change(of.batch.seqused_k, of)))
+
+
+def table(change: Callable[[torch.Tensor, Attention], torch.Tensor]) -> Read:
+    """Reads other blocks."""
+    return call(lambda of: batch(of, block_table=change(of.batch.block_table.clone(), of)))
 
 
 def and_then(effect: Callable[[Attention], Any]) -> Read:
@@ -127,24 +128,14 @@ mutant("NoSoftcap", "test_attention softcap=", read=scoring(softcap=lambda softc
 mutant("SinksTwice", "test_attention sinks=", read=scoring(sinks=unless_none(lambda sinks: sinks.float() + torch.tensor(2.0).log())))
 mutant("AlibiWithoutSqrt", "test_attention alibi_sqrt=", read=scoring(use_alibi_sqrt=lambda use: False))
 mutant("BiasTransposed", "test_attention qq_bias=", read=scoring(qq_bias=unless_none(lambda bias: bias.T)))
-mutant(
-    "RangesExclusive",
-    "test_attention mm_prefix=",
-    read=scoring(mm_prefix_range=unless_none(lambda ranges: ranges - torch.tensor([0, 1], dtype=torch.int32))),
-)
+mutant("RangesExclusive", "test_attention mm_prefix=", read=scoring(mm_prefix_range=unless_none(lambda ranges: ranges - ENDS)))
 mutant("ForgetsNewestKey", "test_attention query_lens=1x1x1,seq_lens=1x16x17", read=lengths(lambda used, _: (used - 1).clamp(min=1)))
 mutant("ReadsPastTheEnd", "test_attention query_lens=2x8x5", read=lengths(lambda used, _: used + 1))
 mutant("TrustsTheHint", "test_longest_sequence_is_a_hint", read=lengths(lambda used, of: used.clamp(max=of.batch.max_seqlen_k)))
 mutant("SortsLengths", "test_order_of_sequences_does_not_matter", read=lengths(lambda used, _: used.sort(descending=True).values))
+mutant("ClampsBlockIds", "test_blocks_outside_the_cache", read=table(lambda ids, of: ids.clamp(0, of.keys.num_blocks - 1)))
 mutant(
-    "ClampsBlockIds",
-    "test_blocks_outside_the_cache",
-    read=call(lambda of: batch(of, block_table=of.batch.block_table.clamp(0, of.keys.num_blocks - 1))),
-)
-mutant(
-    "NoOutputScale",
-    "test_attention output=",
-    read=call(lambda of: replace(of, output_scale=None if of.output_scale is None else torch.ones_like(of.output_scale))),
+    "NoOutputScale", "test_attention output=", read=call(lambda of: replace(of, output_scale=unless_none(torch.ones_like)(of.output_scale)))
 )
 mutant("KeyScalesForValues", "test_attention layout=", read=call(lambda of: replace(of, values=replace(of.values, scales=of.keys.scales))))
 mutant("RoundsResultToBfloat16", "test_attention rows=", read=result(lambda out, _: out.to(torch.bfloat16).float()))
@@ -163,27 +154,19 @@ mutant(
     "test_results_in_random_batches",
     read=result(lambda out, of: torch.cat([out[: (cut := int(of.batch.cu_seqlens_q[:5][-1]))], out[cut:] * (1 + 2.0**-9)])),
 )
-mutant(
-    "SpreadsBadRows",
-    "test_bad_query_row_stays_alone",
-    read=result(lambda out, _: torch.where(out.isnan().flatten(1).any(-1)[:, None, None], torch.nan, out)),
-)
+mutant("SpreadsBadRows", "test_bad_query_row_stays_alone", read=result(lambda out, _: out.where(~out.isnan().any((1, 2), True), torch.nan)))
 # What an earlier call left there is taken for its own.
 mutant("TrustsItsWorkspace", "test_attention", read=result(lambda out, _: out + kept_buffer(out.device, 100)[0]))
 mutant("WritesRowsOfNoSequence", "test_attention", read=and_then(lambda of: of.out[int(of.batch.cu_seqlens_q[-1]) :].zero_()))
 
 
-def beyond(x: torch.Tensor, index: int) -> torch.Tensor:
-    """The element [1] at ``index`` of the memory that ``x`` begins in."""
-    return x.as_strided((1,), (1,), x.storage_offset() + index)
+def after(x: torch.Tensor) -> torch.Tensor:
+    """The element [1] of the memory after ``x``."""
+    return x.as_strided((1,), (1,), x.storage_offset() + x.numel())
 
 
-mutant("LeavesItsWorkspace", "test_attention", read=and_then(lambda of: beyond(kept_buffer(of.q.device, 100), 100).zero_()))
-mutant(
-    "LeavesItsScratch",
-    "test_engine_splits",
-    read=and_then(lambda of: of.scratch and beyond(of.scratch.max, of.scratch.max.numel()).zero_()),
-)
+mutant("LeavesItsWorkspace", "test_attention", read=and_then(lambda of: after(kept_buffer(of.q.device, 100)).zero_()))
+mutant("LeavesItsScratch", "test_engine_splits", read=and_then(lambda of: of.scratch and after(of.scratch.max).zero_()))
 
 
 def overflow_everywhere(attention: Attention) -> None:
@@ -199,15 +182,14 @@ def interleaved_heads(self: QuantKVBackend, attention: Attention) -> None:
     attention.out[owned, heads] = out[owned]
 
 
-def blocks_once(attention: Attention) -> Attention:
+def blocks_once(ids: torch.Tensor, attention: Attention) -> torch.Tensor:
     """Each block is taken for one sequence's alone: the second one that names it does not see it."""
-    table, seen = attention.batch.block_table.clone(), set()
-    for seq, used in enumerate(attention.batch.seqused_k.tolist()):
-        for column in range(-(-used // attention.keys.block_size)):
-            block = int(table[seq, column])
-            table[seq, column] = -1 if block in seen else block
+    seen: set[int] = set()
+    for row, used in zip(ids, attention.batch.seqused_k.tolist(), strict=False):
+        for column, block in enumerate(row[: -(-used // attention.keys.block_size)].tolist()):
+            row[column] = -1 if block in seen else block
             seen.add(block)
-    return batch(attention, block_table=table)
+    return ids
 
 
 def divided_by_peak(attention: Attention) -> Attention:
@@ -228,7 +210,7 @@ def mean_of_halves(self: QuantKVBackend, attention: Attention) -> None:
 
 mutant("HeadsInterleaved", "test_attention layout=token_major", read=interleaved_heads)
 mutant("SpreadsOverflow", "test_fuzz", read=and_then(overflow_everywhere))
-mutant("ForgetsSharedBlocks", "test_attention shared=True", read=call(blocks_once))
+mutant("ForgetsSharedBlocks", "test_attention shared=True", read=table(blocks_once))
 mutant("SubnormalQueriesOverflow", "test_tiny_queries", read=call(divided_by_peak))
 mutant("IgnoresScratchSegments", "test_engine_splits", read=mean_of_halves)
 
@@ -238,6 +220,11 @@ mutant("IgnoresScratchSegments", "test_engine_splits", read=mean_of_halves)
 def rows_of(change: Callable[[NewRows], NewRows]) -> Write:
     """Writes changed rows."""
     return lambda self, rows: torch_path.write(self, change(rows))
+
+
+def keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Write:
+    """Writes changed keys."""
+    return rows_of(lambda rows: replace(rows, key=change(rows.key)))
 
 
 def and_after(effect: Callable[[NewRows, torch.Tensor | None, torch.Tensor], Any]) -> Write:
@@ -252,14 +239,18 @@ def and_after(effect: Callable[[NewRows, torch.Tensor | None, torch.Tensor], Any
     return write
 
 
+def as_another(mode: Callable[[Any, NewRows], Any]) -> Write:
+    return lambda self, rows: torch_path.write(mode(self, rows), rows)
+
+
 CALLS = itertools.count(1)
 
 
 def bump_the_gap(rows: NewRows, *before: Any) -> None:
     """A byte between two blocks."""
-    codes, used = rows.keys.codes, rows.keys.codes[0].numel()
-    if len(rows.slot_mapping) and codes.stride()[0] > used:
-        beyond(codes, used).add_(1)
+    block = rows.keys.codes[0]
+    if len(rows.slot_mapping) and rows.keys.codes.stride()[0] > block.numel():
+        after(block).add_(1)
 
 
 def write_the_time(rows: NewRows, *before: Any) -> None:
@@ -283,24 +274,9 @@ mutant(
     "test_written_rows",
     write=rows_of(lambda rows: replace(rows, slot_mapping=rows.slot_mapping % (rows.keys.num_blocks * rows.keys.block_size))),
 )
-mutant(
-    "IgnoresStrides",
-    "test_written_rows rows=",
-    write=rows_of(
-        lambda rows: replace(rows, key=rows.key.as_strided(rows.key.shape, (rows.key.shape[1] * rows.key.shape[2], rows.key.shape[2], 1)))
-    ),
-)
-mutant(
-    "OneBadRowSpoilsAll",
-    "test_bad_values_stay_in_their_row",
-    write=rows_of(lambda rows: rows if rows.key.isfinite().all() else replace(rows, key=torch.zeros_like(rows.key))),
-)
-mutant(
-    "AddsOneUlp",
-    "test_written_rows",
-    NoneBackend,
-    write=rows_of(lambda rows: replace(rows, key=(rows.key.float() * (1 + 2.0**-10)).to(rows.key.dtype))),
-)
+mutant("IgnoresStrides", "test_written_rows rows=", write=keys(lambda key: key.as_strided(key.shape, torch.empty(key.shape).stride())))
+mutant("OneBadRowSpoilsAll", "test_bad_values_stay_in_their_row", write=keys(lambda key: key.where(key.isfinite().all(), 0)))
+mutant("AddsOneUlp", "test_written_rows", NoneBackend, write=keys(lambda key: (key.float() * (1 + 2.0**-10)).to(key.dtype)))
 mutant("Unsteady", "test_leftovers_do_not_matter", write=and_after(write_the_time))
 mutant("TouchesTheNextSlot", "test_written_rows", write=and_after(lambda rows, *_: rows.keys.codes[-1, -1, -1, -1].add_(1)))
 mutant("WritesBetweenBlocks", "test_written_rows", write=and_after(bump_the_gap))
@@ -312,13 +288,9 @@ mutant(
     write=and_after(lambda rows, _, old: rows.keys.codes.bitwise_xor_((old ^ rows.keys.codes) & 1 & (old != -1))),
 )
 # Rounds otherwise where there are many rows.
-mutant(
-    "WritesByTheBatch",
-    "test_bytes_in_random_writes",
-    write=lambda self, rows: torch_path.write(self if rows.key.shape[0] < 50 else Truncating(), rows),
-)
-mutant("TruncatesInTheKernel", "test_written_rows", write=lambda self, rows: torch_path.write(Truncating(), rows))
-mutant("RotatesInBfloat16", "test_written_rows", Int4, write=lambda self, rows: torch_path.write(Bfloat16Rotation(), rows))
+mutant("WritesByTheBatch", "test_bytes_in_random_writes", write=as_another(lambda self, rows: self if len(rows.key) < 50 else Truncating()))
+mutant("TruncatesInTheKernel", "test_written_rows", write=as_another(lambda self, rows: Truncating()))
+mutant("RotatesInBfloat16", "test_written_rows", Int4, write=as_another(lambda self, rows: Bfloat16Rotation()))
 
 # -- codecs --------------------------------------------------------------------------------------------------------------
 
@@ -373,9 +345,8 @@ mutant("ReferenceItself", "", read=dense_reference)
 
 def suite_of(cls: type[QuantKVBackend]) -> type[BackendTests]:
     """The suite of the mode that a mutant spoils."""
-    (suite,) = (suite for mode, suite in SUITES.items() if issubclass(cls, mode))
 
-    class Suite(suite):  # type: ignore[misc, valid-type]
+    class Suite(SUITES[cls.mode]):  # type: ignore[misc]
         mode = f"{cls.__name__.lower()}_test"
 
         def make_backend(self) -> QuantKVBackend:

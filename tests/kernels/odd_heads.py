@@ -1,9 +1,15 @@
 """Builds the reads of heads whose lanes are no power of two: ``python tests/kernels/odd_heads.py MODE ...``.
 
+``--loads`` instead: reads of rows that do not start at multiples of 32 bytes -> JSON, counts by kind of load for each.
+
 For sm_90, in a process of its own: that of the tests interprets.
 """
 
+import json
+import re
 import sys
+from collections import Counter
+from typing import Any
 
 import torch
 
@@ -18,16 +24,26 @@ CASES = (
     Case(query_lens=(70,), seq_lens=(300,), head_size=80, queries_per_kv=4, window=23),
     Case(query_lens=(70,), seq_lens=(300,), head_size=96, head_size_v=48, queries_per_kv=4, dtype=torch.bfloat16),
 )
+ROWS = (("int4", "head_major", 96), ("int2", "head_major", 64), ("int4", "interleaved", 128), ("int8", "interleaved", 128))
 
 
-def main() -> None:
-    for mode in sys.argv[1:]:
-        for case in CASES:
-            built = scene.build(case, get_backend(mode), torch.device("cpu"))
-            with compiling_for(TARGETS["sm_90"].device("sm_90")) as kernels:
-                built.read()
-            print(mode, case, *(kernel.metadata.name for kernel in kernels), sep="\t")
+def build(mode: str, case: Case) -> dict[str, Any]:
+    """The kernels of a read, by name."""
+    built = scene.build(case, get_backend(mode), torch.device("cpu"))
+    with compiling_for(TARGETS["sm_90"].device("sm_90")) as kernels:
+        built.read()
+    return {kernel.metadata.name: kernel for kernel in kernels}
+
+
+def loads(mode: str, layout: str, head_size: int) -> Counter[str]:
+    case = Case(query_lens=(1,), seq_lens=(300,), head_size=head_size, layout=layout, padding=0, queries_per_kv=4, dtype=torch.bfloat16)
+    return Counter(re.findall(r"cp\.async\.c[ag]|ld\.global\.(?:v\d\.)?b\d+", build(mode, case)["attend"].asm["ptx"]))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--loads"]:
+        print(json.dumps({" ".join(map(str, rows)): loads(*rows) for rows in ROWS}))
+    else:
+        for mode in sys.argv[1:]:
+            for case in CASES:
+                print(mode, case, *build(mode, case), sep="\t")

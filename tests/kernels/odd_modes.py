@@ -42,16 +42,6 @@ class Quinary(Digits):
     mode, levels, packing_factor, head_size_multiple = "quinary", 5, 3, 3
 
 
-class TwentyFours(Digits):
-    """Two digits a byte, heads of multiples of 24."""
-
-    mode, levels, packing_factor, head_size_multiple, max_head_size = "twenty_fours", 15, 2, 24, 240
-
-
-class OnlyForty(Digits):
-    mode, levels, packing_factor, head_size_multiple, max_head_size = "only_forty", 255, 1, 40, 40
-
-
 class NamedSizes(Digits):
     """Head sizes that are no rule's."""
 
@@ -62,7 +52,7 @@ class NamedSizes(Digits):
             raise ArgumentError(argument, f"head size {head_size}", "a multiple of 2 up to 1024 for this mode, which are 36 and 100")
 
 
-MODES = (Ternary, Quinary, TwentyFours, OnlyForty, NamedSizes)
+MODES = (Ternary, Quinary, NamedSizes)
 
 
 def _suite(made: type[Digits]) -> type[BackendTests]:

@@ -12,7 +12,8 @@ HOPPER = Machine("sm_90", use_asm=True, interpreting=False, triton_is_known=True
 """What dispatch is told where Gluon kernels are interpreted."""
 
 
-def use_shipped_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def shipped_tables_and_a_known_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(lookup.SWITCH, "")
     monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
     if request.node.get_closest_marker("gpu") is None:

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from kvq_core.backend import QuantKVBackend
 from kvq_core.testing import BackendTests, ComposedTests, TwoScaleTests, budgets
-from kvq_core.testing.cases import Case
-from kvq_core.testing.places import Place
 from kvq_int2 import codec as int2
 from kvq_int4 import codec as int4
 from mode_bounds import Int2Bounds, Int4Bounds
@@ -27,23 +24,6 @@ class QuantizedTests(BackendTests):
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float16
-
-    @pytest.mark.quick
-    @pytest.mark.parametrize("size", [64, 80])
-    def test_rows_up_to_the_largest(self, backend: QuantKVBackend, place: Place, size: int) -> None:
-        """Scales are held at what attention can sum: bounds and fitted scales know of it."""
-        if not backend.needs_scale_caches:
-            pytest.skip("the caller gives the scale")
-        case = Case(query_lens=(1,), seq_lens=(12,), head_size=size, num_kv_heads=2, dtype=torch.float32)
-        built = self.build(backend, case, place)
-        peaks = torch.logspace(29, 38.5, 12, dtype=torch.float64)[:, None, None]
-        for x in (built.key, built.value):
-            x[:, 1] = x[:, 1].abs()
-            x.copy_(x.double() / x.double().abs().amax(-1, keepdim=True) * peaks.to(x.device))
-        built.write()
-        for half, x in (("key", built.key), ("value", built.value)):
-            self.assert_encoded(built, half, x, built.slots, f"rows up to the largest, {case}")
-        self.assert_round_trip(built.key, built.decoded("key", built.slots), None, str(case))
 
 
 class TestInt8PerTokenHead(QuantizedTests):

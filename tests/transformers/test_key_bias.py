@@ -97,7 +97,7 @@ def of_a_table() -> PreTrainedModel:
     return model
 
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 LEFT_ALONE: dict[str, Callable[[], PreTrainedModel]] = {
     "dynamic": lambda: biased("llama3", rope_parameters=SCALED | {"rope_type": "dynamic"}),
     "longrope": lambda: biased("llama3", rope_parameters=SCALED | LONG),

@@ -79,11 +79,13 @@ _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
 def make_config(family: str, **changes: Any) -> Any:
-    return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**(COMMON | FAMILIES[family] | changes))
+    return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**(COMMON | FAMILIES.get(family, {}) | changes))
 
 
-def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A model of ``family`` with fixed random weights; ``changes`` to its config."""
+def make_model(
+    family: str, dtype: torch.dtype = torch.float32, biases: tuple[float, float] = (0.3, 0.3), **changes: Any
+) -> PreTrainedModel:
+    """A model of ``family`` with fixed random weights; ``biases``: the deviation of keys' and of all others; ``changes`` to its config."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(make_config(family, **changes))
     model.set_experts_implementation("eager")  # the others know no float64
@@ -91,7 +93,8 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
         elif name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
+            of_keys = any(part in name for part in ("k_proj", "query_key_value"))
+            torch.nn.init.normal_(parameter, std=biases[0 if of_keys else 1])
     return model.to(dtype).eval()
 
 
@@ -106,26 +109,17 @@ BIASED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3": ("Llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
     "linear": ("Llama", {"attention_bias": True, "rope_parameters": SCALED | {"rope_type": "linear"}}),
-    "yarn, sinks, windows": ("GptOss", {"head_dim": 64, "sliding_window": 11, "rope_parameters": SCALED | {"rope_type": "yarn"}}),
-    "two embeddings, windows, norms": ("Gemma3", {"head_dim": 64, "sliding_window": 11, "attention_bias": True}),
-    "softcap, windows": ("Gemma2", {"head_dim": 64, "sliding_window": 11, "attention_bias": True, "attn_logit_softcapping": 20.0}),
+    "yarn, sinks, windows": ("GptOss", {"rope_parameters": SCALED | {"rope_type": "yarn"}}),
+    "two embeddings, windows, norms": ("Gemma3", {"attention_bias": True}),
+    "softcap, windows": ("Gemma2", {"head_dim": 64, "attention_bias": True, "attn_logit_softcapping": 20.0}),
 }
 """Families by what is particular about their keys."""
-_MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
-_FURTHER = {"GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1} | _MIXED, "Gemma3": _MIXED, "Gemma2": _MIXED}
 
 
 def biased(name: str, size: float = 10.0, **changes: Any) -> PreTrainedModel:
     """A tiny model whose key biases are ``size`` times a standard normal, other biases small."""
     family, options = BIASED[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(config(**(COMMON | _FURTHER.get(family, {}) | options | changes)))
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
-            large = any(part in parameter_name for part in ("k_proj", "query_key_value"))
-            torch.nn.init.normal_(parameter, std=size if large else 0.1)
-    return model.eval()
+    return make_model(family, biases=(size, 0.1), **(options | changes))
 
 
 def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:

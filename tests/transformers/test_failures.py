@@ -312,16 +312,11 @@ def test_training_any_part_is_refused(trained: str, capacity: dict[str, Any]) ->
 ASKED: list[Callable[[KVQCache], object]] = [
     lambda cache: cache.get_seq_length(),
     lambda cache: cache.get_mask_sizes(1, 0),
-    lambda cache: cache.nbytes,
-    lambda cache: cache.bytes_per_token,
-    lambda cache: cache.smoothing,
-    lambda cache: cache.batch_size,
+    lambda cache: (cache.nbytes, cache.bytes_per_token, cache.smoothing, cache.batch_size),
     lambda cache: cache.crop(-1),
     lambda cache: cache.reset(),
     copy.copy,
-    pickle.dumps,
     lambda cache: cache.reorder_cache(torch.tensor([0, 1])),
-    lambda cache: cache.batch_repeat_interleave(2),
     lambda cache: cache.batch_select_indices(torch.tensor([0])),
 ]
 

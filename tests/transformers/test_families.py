@@ -4,16 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 
-import transformers_watch
-from kvq_core import QuantKVBackend
+import transformers_families
 from kvq_core.smoothing.calibration import FIRST_PREFILL
 from kvq_transformers import KVQCache, calibrate
-from kvq_transformers.attention import register
 from kvq_transformers.naming import GENERATE
-from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
-from transformers_watch import Encode, Watch, through_mode
+from transformers_families import (
+    FAMILIES,
+    eager_twin,
+    exact_twin,
+    fake_quantized_cache,
+    logits_in_steps,
+    make_model,
+    prompts,
+    through_mode,
+    worst,
+)
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 # A prompt, a chunk of one, drafts: as generate, chunked prefill and speculative decoding feed a model. Row 1 has 5 columns of padding.
@@ -37,52 +44,61 @@ def test_unquantized_logits_are_as_good_as_eager_ones(family: str, dtype: torch.
 
 
 QUANTIZED = ["int8", "fp8", "fp8_per_tensor", "int4", "int2"]
-WATCHED = [(family, "plain") for family in ("Phi3", "Gemma2", "GptOss", "Qwen3Next")]
-WATCHED += [("Qwen2", None), ("Gemma2", "mean"), ("GptOss", "balanced"), ("Lfm2", "balanced")]
+ONE_LAYER: list[tuple[str, str, str | None]] = [
+    ("Phi3", "full_attention", "plain"),
+    ("Gemma2", "sliding_attention", "plain"),
+    ("GptOss", "full_attention", "plain"),
+    ("Qwen3Next", "full_attention", "plain"),
+    ("Qwen2", "full_attention", None),
+    ("Gemma2", "full_attention", "mean"),
+    ("GptOss", "sliding_attention", "balanced"),
+]
 
 
-@pytest.mark.parametrize(("family", "kind"), WATCHED)
-def test_every_mode_attends_over_what_it_stored(family: str, kind: str | None, capacity: dict[str, Any], watch: Watch) -> None:
-    """Plain, scaled and smoothed: attention sees the keys and values that were written, to rounding, under a softcap and sinks as well."""
-    model = make_model(family)
+@pytest.mark.parametrize(("family", "kind", "calibrated"), ONE_LAYER)
+def test_every_mode_attends_over_what_it_stored(family: str, kind: str, calibrated: str | None, capacity: dict[str, Any]) -> None:
+    """Plain, scaled and smoothed, under a softcap and sinks as well.
+
+    The models have one layer, where nothing before it may round otherwise: both caches get the same rows, so that they hold the same codes.
+    """
+    model, mask = make_model(family, num_hidden_layers=1, layer_types=[kind]), INPUTS["attention_mask"]
     found: dict[str, Any] = {"smoothing": None}
-    if kind != "plain":
-        register()  # calibrate attends over pages of its own
-        found = vars(calibrate(model, **INPUTS, smoothing=kind))
-        AttentionInterface.register("kvq", watch.attention)
-    for mode in QUANTIZED if kind == "plain" else ["fp8_per_tensor", "int4"]:
-        watch.past, watch.calls, watch.worst = {}, 0, 0.0
+    if calibrated != "plain":
+        found = vars(calibrate(model, **INPUTS, smoothing=calibrated))
+    twin = eager_twin(model)
+    exact = logits_in_steps(exact_twin(model), INPUTS, DynamicCache(config=model.config), STEPS)
+    rounding = worst(logits_in_steps(twin, INPUTS, DynamicCache(config=model.config), STEPS), exact, mask)
+    for mode in QUANTIZED if calibrated == "plain" else ["fp8_per_tensor", "int4"]:
         options = found if mode == "fp8_per_tensor" else {"smoothing": found["smoothing"]}
         cache = KVQCache(model.config, mode, **capacity, **options)
-        logits_in_steps(model, INPUTS, cache, STEPS)
-        assert watch.calls == len(STEPS) * len(cache.modes)
-        assert 0 < watch.worst <= 1, mode
+        logits = logits_in_steps(model, INPUTS, cache, STEPS)
+        expected = logits_in_steps(twin, INPUTS, fake_quantized_cache(twin.config, cache.modes, **options), STEPS)
+        assert worst(logits, expected, mask) <= 4 * rounding, mode
 
 
-@pytest.mark.parametrize("half", ["key", "value"])
-def test_one_scale_that_is_a_64th_off_would_be_seen(half: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered of the prompt has one row of one head stretched, as if kvq had stored another scale for it."""
+@pytest.mark.parametrize("is_value", [False, True], ids=["key", "value"])
+def test_one_scale_that_is_a_64th_off_is_seen(is_value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the test above, of one row of one head."""
 
-    def stretched(backend: QuantKVBackend, encode: Encode, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
-        stored = through_mode(backend, encode, rows, scale)
-        if rows.shape[2] == STEPS[0] and encode == {"key": backend.encode, "value": backend.encode_value}[half]:
+    def stretched(mode: str, rows: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        stored = through_mode(mode, rows, *given, **more).clone()
+        if rows.shape[2] == STEPS[0] and more.get("is_value", False) == is_value:
             stored[0, 1, 12] *= 1 + 2.0**-6
         return stored
 
-    model = make_model("Gemma2")
-    monkeypatch.setattr(transformers_watch, "through_mode", stretched)
-    for mode in ("int8", "fp8_per_tensor", "int2"):
-        watch.past, watch.worst = {}, 0.0
-        logits_in_steps(model, INPUTS, KVQCache(model.config, mode), STEPS)
-        assert watch.worst > 1, mode
+    monkeypatch.setattr(transformers_families, "through_mode", stretched)
+    with pytest.raises(AssertionError, match="int8"):
+        test_every_mode_attends_over_what_it_stored("Gemma2", "full_attention", "plain", {})
 
 
-def test_layers_in_modes_of_their_own(watch: Watch) -> None:
+def test_layers_in_modes_of_their_own() -> None:
     model = make_model("Llama", num_hidden_layers=4)
     cache = KVQCache(model.config, {"default": "int4", 0: "none", -1: "none", 2: "int2"})
-    logits_in_steps(model, INPUTS, cache, STEPS)
+    generated = model.generate(**INPUTS, max_new_tokens=8, do_sample=False, **{GENERATE: cache})
     assert cache.modes == {0: "none", 1: "int4_per_token_head", 2: "int2_per_token_head", 3: "none"}
-    assert 0 < watch.worst <= 1
+    twin = eager_twin(model)
+    expected = fake_quantized_cache(twin.config, cache.modes)
+    assert torch.equal(generated, twin.generate(**INPUTS, max_new_tokens=8, do_sample=False, **{GENERATE: expected}))
     heads, size = 2, 64
     assert cache.bytes_per_token == heads * 2 * (4 * size * 2 + (size // 2 + 4) + (size // 4 + 4))
 

@@ -30,7 +30,6 @@ WAYS: list[tuple[str, str, dict[str, Any]]] = [
     ("Gemma2", "int4", {"prefill_chunk_size": 7}),
     ("Gemma2", "int4", {"num_beams": 4, "num_return_sequences": 3, "early_stopping": True}),
     ("Llama", "int2", {"num_beams": 3}),
-    ("Llama", "int8", {"do_sample": True, "num_return_sequences": 3}),
     ("GptOss", "none", {}),
     ("Lfm2", "none", {}),
     ("Qwen3Next", "none", {}),

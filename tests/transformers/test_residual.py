@@ -6,50 +6,46 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from kvq_core.testing import places
 from kvq_transformers import KVQCache
 from kvq_transformers.fixed_window import FixedWindow
 from kvq_transformers.naming import GENERATE
-from transformers_families import logits_in_steps, make_model, prompts
-from transformers_watch import Watch
+from transformers_families import eager_twin, logits_in_steps, make_model, prompts, through_mode
 
+pytestmark = pytest.mark.usefixtures("torch_path")
 STEPS = [19, 40, 1, 1, 3, 1]
 """A prompt, a chunk that is longer than the windows below, single tokens and drafts."""
 SINKS: dict[str, Any] = {"residual_length": 16, "sink_tokens": 20}
-INT8_ROWS: dict[str, Any] = {"residual_length": 8, "residual_mode": "int8"}
 
 
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fixed windows note their last plan."""
-    places.enter("eager", monkeypatch)
-    plan = FixedWindow.plan
-
-    def remembered(window: Any, *arguments: Any, **options: Any) -> Any:
-        window.last = plan(window, *arguments, **options)
-        return window.last
-
-    monkeypatch.setattr(FixedWindow, "plan", remembered)
-
-
-WINDOWS: list[tuple[str, str, dict[str, Any]]] = [
-    ("Llama", "int2", {"residual_length": 8}),
-    ("Llama", "int8", {"sink_tokens": 4}),
-    ("Llama", "int2", SINKS | {"residual_mode": "int8"}),
-    ("Qwen3Next", "int2", SINKS),
-    ("Gemma2", "int2", INT8_ROWS),
-]
-
-
-@pytest.mark.parametrize(("family", "mode", "window"), WINDOWS, ids=str)
-def test_attends_over_exact_and_packed_rows(family: str, mode: str, window: dict[str, Any], capacity: dict[str, Any], watch: Watch) -> None:
-    """Against float64 attention over just those rows, with padding in front of one row and within another."""
-    model, inputs = make_model(family), prompts(2, sum(STEPS), (0, 5))
-    cache = KVQCache(model.config, mode, **window, **capacity)
-    logits_in_steps(model, inputs, cache, STEPS)
-    assert watch.calls == len(STEPS) * len(cache.modes)
-    assert 0 < watch.worst <= 1
+@pytest.mark.parametrize("window", [{"residual_length": 8}, {"sink_tokens": 4}, SINKS, SINKS | {"residual_mode": "int8"}], ids=str)
+@torch.no_grad()
+def test_the_newest_and_the_first_rows_are_exact_and_all_others_packed(window: dict[str, Any], capacity: dict[str, Any]) -> None:
+    """What a token reads is what eager attention gives over some such rows: as many as were asked for, and up to two blocks more."""
+    model = make_model("Llama", num_hidden_layers=1)
+    inputs, twin, given = prompts(2, sum(STEPS), (0, 5)), eager_twin(model), DynamicCache(config=model.config)
+    found = logits_in_steps(model, inputs, KVQCache(model.config, "int2", **window, **capacity), STEPS)[:, -1]
+    logits_in_steps(twin, inputs, given, STEPS)
+    rows = given.layers[0].keys, given.layers[0].values
+    packed, exact = (
+        [through_mode(mode, x, is_value=bool(i)) for i, x in enumerate(rows)] for mode in ("int2", window.get("residual_mode", "none"))
+    )
+    real = inputs["attention_mask"].bool()
+    position = real.cumsum(1) - 1
+    newest, sinks = window.get("residual_length", 0), window.get("sink_tokens", 0)
+    given.crop(-1)
+    apart = []
+    for more in range(32):
+        for first in {sinks, -(-sinks // 16) * 16}:
+            is_exact = (position < first) | (position > position[:, -1:] - newest - more)
+            mixed = [torch.where(is_exact[:, None, :, None], one, other) for one, other in zip(exact, packed, strict=True)]
+            given.layers[0].update = lambda *arguments, mixed=mixed, **options: mixed
+            logits = twin(
+                inputs["input_ids"][:, -1:], attention_mask=real.long(), position_ids=position[:, -1:], **{GENERATE: given}
+            ).logits
+            apart.append((logits[:, -1] - found).abs().amax(-1))
+    assert bool((torch.stack(apart).amin(0) < 1e-4).all()), torch.stack(apart)
 
 
 @pytest.mark.parametrize("window", [{"residual_length": 8}, SINKS | {"residual_mode": "int8"}], ids=str)
@@ -74,14 +70,21 @@ def test_rows_that_moved_are_read_as_before(window: dict[str, Any], capacity: di
 
 
 @torch.no_grad()
-def test_a_fixed_window_fills_again_after_a_long_roll_back() -> None:
+def test_a_fixed_window_fills_again_after_a_long_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a later token has overwritten is read packed, the new tokens but those of the first block exact, and then all of the window."""
     model, ids = make_model("Llama", num_hidden_layers=1), prompts(1, 80)["input_ids"]
     cache = KVQCache(model.config, "int2", residual_length=16, max_cache_len=80)
     model(ids[:, :70], **{GENERATE: cache})
     cache.crop(-60)
-    firsts = []
+    firsts: list[int] = []
+    plan = FixedWindow.plan
+
+    def noting(window: Any, *arguments: Any, **options: Any) -> Any:
+        planned = plan(window, *arguments, **options)
+        firsts.append(int(planned.key_stops[0]))
+        return planned
+
+    monkeypatch.setattr(FixedWindow, "plan", noting)
     for column in range(10, 50):
         model(ids[:, column : column + 1], **{GENERATE: cache})
-        firsts.append(int(cache.layers[0].exact.last.key_stops[0]))
     assert firsts == [*range(11, 17), *[16] * 32, 32, 32]

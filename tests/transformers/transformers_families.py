@@ -17,7 +17,6 @@ from transformers.masking_utils import eager_mask
 from kvq_core import get_backend
 from kvq_transformers import KVQCache
 from kvq_transformers.naming import GENERATE
-from transformers_watch import through_mode
 
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 """Both kinds of pages, as KVQCache is asked for them."""
@@ -150,21 +149,33 @@ def compiled(fullgraph: bool = True) -> CompileConfig:
     return config
 
 
-def fake_quantized_cache(config: Any, modes: dict[int, str]) -> DynamicCache:
+def fake_quantized_cache(
+    config: Any, modes: dict[int, str], smoothing: Any = None, k_scale: Any = None, v_scale: Any = None
+) -> DynamicCache:
     """transformers' cache, in which layer i holds what ``modes[i]`` makes of each row: its ``decode`` of its ``encode``."""
     cache = DynamicCache(config=config)
     for index, mode in modes.items():
-        layer = cache.layers[index]
+        layer, scales = cache.layers[index], [None if scale is None else scale[index] for scale in (k_scale, v_scale)]
         assert type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        layer.update = _quantizing(get_backend(mode), layer.update)
+        layer.update = _quantizing(mode, layer.update, None if smoothing is None else smoothing[index], *scales)
     return cache
 
 
-def _quantizing(backend: Any, update: Any) -> Any:
+def _quantizing(mode: str, update: Any, smoothing: Any, k_scale: float | None, v_scale: float | None) -> Any:
     def quantizing(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return update(through_mode(backend, backend.encode, key), through_mode(backend, backend.encode_value, value), *args, **kwargs)
+        return update(through_mode(mode, key, k_scale, smoothing), through_mode(mode, value, v_scale, is_value=True), *args, **kwargs)
 
     return quantizing
+
+
+def through_mode(mode: str, rows: torch.Tensor, scale: float | None = None, smoothing: Any = None, is_value: bool = False) -> torch.Tensor:
+    """Float32 rows [batch, heads, columns, size] as ``mode`` gives them back; ``scale``: of modes that take one."""
+    backend = get_backend(mode)
+    mean, balance = (0.0, 1.0) if smoothing is None else (smoothing.mean[:, None], smoothing.balance)
+    balance = 1.0 if balance is None else balance if isinstance(balance, float) else balance[:, None]
+    given = torch.tensor([scale or 1.0]) if backend.takes_scales else None
+    codes, scales = (backend.encode_value if is_value else backend.encode)((rows - mean) * (1 / balance), scale=given)
+    return backend.decode(codes, scales if given is None else given) * balance + mean
 
 
 def eager_twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -31,9 +31,9 @@ ERRORS: list[Any] = [RuntimeError("injected"), torch.OutOfMemoryError("injected"
 
 
 STORIES: dict[str, dict[str, Any]] = {
-    "growing": {},
+    "growing": {"block_size": 8},
     "fixed": {"max_cache_len": CAPACITY},
-    "growing, in a window": {"mode": "int2", "residual_length": CAPACITY},
+    "growing, in a window": {"mode": "int2", "residual_length": CAPACITY, "block_size": 8},
     "fixed, in a window": {"mode": "int2", "residual_length": CAPACITY, "max_cache_len": CAPACITY},
 }
 """Caches that give what eager attention gives: in the last two, every token is in the window, and so exact."""
@@ -41,8 +41,8 @@ STORIES: dict[str, dict[str, Any]] = {
 
 @cached
 def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Llama with key biases, which a KVQCache takes off; and its eager twin."""
-    model = make_model(family, attention_bias=family == "Llama")
+    """Gemma 2 with key biases, which a KVQCache takes off; and its eager twin."""
+    model = make_model(family, attention_bias=family == "Gemma2")
     return model, eager_twin(model)
 
 
@@ -74,8 +74,8 @@ class Story:
         self.family, self.capacity = family, capacity
         self.model, self.twin = models(family)
         self.cache = KVQCache(self.model, **{"mode": "none", **capacity})
-        self.ids = torch.randint(3, 97, (rows, 7), generator=torch.Generator().manual_seed(rows))
-        self.mask = (torch.arange(7) >= 2 * torch.arange(rows)[:, None]).long()  # rows of different lengths
+        self.ids = torch.randint(3, 97, (rows, 24), generator=torch.Generator().manual_seed(rows))
+        self.mask = (torch.arange(24) >= 6 * torch.arange(rows)[:, None]).long()  # behind a window, rows have dropped different blocks
         with torch.no_grad():
             self.model(self.ids, attention_mask=self.mask, **{GENERATE: self.cache})
 

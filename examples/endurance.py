@@ -69,9 +69,9 @@ class Plan:
         return f"python examples/endurance.py --modes {self.mode} {' '.join(options)}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """What came of it. ``asked`` and ``added``: requests. ``different``: requests of the sample whose tokens alone were not those in
+    """What came of it so far. ``asked`` and ``added``: requests. ``different``: requests of the sample whose tokens alone were not those in
     company. ``error``: what ended the run, if it did not end by itself."""
 
     mode: str
@@ -192,80 +192,56 @@ def endure(plan: Plan, progress: Callable[[int], object]) -> Outcome:
         prompt = [drawn.randrange(1, 256) for _ in range(drawn.randint(max(longest - 400, 1), longest))]
         return Traced(prompt, drawn.randint(1, 48), drawn.choice((0.0, 0.0, 1.0)), drawn.randrange(2**31))
 
-    company = engine(plan.num_blocks)
-    everything = range(plan.num_blocks)
+    company, everything = engine(plan.num_blocks), range(plan.num_blocks)
     sampled = set(drawn.sample(range(plan.requests), min(plan.sample, plan.requests)))
-    asked = plan.requests
-    kept: list[Traced] = []
-    added = finished = cancelled = forks = tokens = steps = 0
-    least: tuple[int, int] | None = None
-    most = (0, 0)
-    leaked = 0
+    seen, kept, asked = Outcome(plan.mode, plan.requests), list[Traced](), plan.requests
+    held_memory: list[tuple[int, int]] = []
 
     def keep(request: Traced) -> None:
-        nonlocal added
-        if added in sampled:
+        if seen.added in sampled:
             kept.append(request)
-        added += 1
+        seen.added += 1
         progress(1)
 
     with batch_invariant():
-        while added < asked or company.running or company.waiting:
+        while seen.added < asked or company.running or company.waiting:
             if time.perf_counter() - begin > 60 * plan.minutes:
-                asked = added
-            if added < asked and len(company.waiting) < 8 and drawn.random() < 0.6:
-                for _ in range(min(drawn.randint(1, 24), asked - added)):
+                asked = seen.added
+            if seen.added < asked and len(company.waiting) < 8 and drawn.random() < 0.6:
+                for _ in range(min(drawn.randint(1, 24), asked - seen.added)):
                     request = new_request()
                     company.add(request)
                     keep(request)
             running = [request for request in company.running if isinstance(request, Traced)]
-            if added < asked and running and drawn.random() < 0.2:
+            if seen.added < asked and running and drawn.random() < 0.2:
                 parent = drawn.choice(running)
                 keep(company.fork_traced(parent, drawn.randint(1, 24), drawn.choice((0.0, 1.0)), drawn.randrange(2**31)))
-                forks += 1
+                seen.forks += 1
             if drawn.random() < 0.1 and (running or company.waiting):
                 company.cancel(drawn.choice([*running, *company.waiting]))
-                cancelled += 1
+                seen.cancelled += 1
             done = company.step()
-            steps += 1
-            finished += len(done)
-            tokens += sum(len(request.output) for request in done)
-            if steps % 50 == 0:
+            seen.steps += 1
+            seen.finished += len(done)
+            seen.tokens += sum(len(request.output) for request in done)
+            if seen.steps % 50 == 0:
                 held = [block for request in company.running for block in request.blocks]
-                leaked += sum(company.holders[block] != held.count(block) for block in everything)
-                leaked += sorted({*held, *company.free}) != list(everything)
-            if steps % 200 == 0 and added * 10 >= plan.requests:
-                now = memory(device)
-                least = least or now
-                most = (max(most[0], now[0]), max(most[1], now[1]))
-        leaked += plan.num_blocks - len(set(company.free)) + sum(company.holders)
-        least, now = least or memory(device), memory(device)
-        growth = tuple(max(at_most, at_end) - first for first, at_most, at_end in zip(least, most, now, strict=True))
-        preemptions = company.stats.preemptions
+                seen.leaked_blocks += sum(company.holders[block] != held.count(block) for block in everything)
+                seen.leaked_blocks += sorted({*held, *company.free}) != list(everything)
+            if seen.steps % 200 == 0 and seen.added * 10 >= plan.requests:
+                held_memory.append(memory(device))
+        seen.leaked_blocks += plan.num_blocks - len(set(company.free)) + sum(company.holders)
+        held_memory.append(memory(device))
+        seen.device_growth, seen.host_growth = (max(held) - held[0] for held in zip(*held_memory, strict=True))
+        seen.preemptions = company.stats.preemptions
         alone = engine(-(-CONFIG.max_len // plan.block_size))
-        different = 0
         for request in kept:
-            different += again(alone, request).tokens != request.tokens
+            seen.different += again(alone, request).tokens != request.tokens
             for left in tuple(alone.running):  # it was cancelled in company
                 alone.cancel(left)
-            leaked += alone.num_blocks - len(set(alone.free))
-    return Outcome(
-        plan.mode,
-        plan.requests,
-        added,
-        finished,
-        cancelled,
-        forks,
-        preemptions,
-        tokens,
-        steps,
-        leaked,
-        growth[0],
-        growth[1],
-        len(kept),
-        different,
-        time.perf_counter() - begin,
-    )
+            seen.leaked_blocks += alone.num_blocks - len(set(alone.free))
+    seen.compared, seen.seconds = len(kept), time.perf_counter() - begin
+    return seen
 
 
 def memory(device: torch.device) -> tuple[int, int]:
@@ -349,20 +325,13 @@ def main(argv: list[str] | None = None) -> int:
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n", encoding="utf-8")
     outcomes.sort(key=lambda one: list(commands).index(one.mode))
-    columns = {
-        "mode": [o.mode for o in outcomes],
-        "finished": [o.finished for o in outcomes],
-        "cancelled": [o.cancelled for o in outcomes],
-        "forks": [o.forks for o in outcomes],
-        "preempted": [o.preemptions for o in outcomes],
-        "tokens": [o.tokens for o in outcomes],
-        "steps": [o.steps for o in outcomes],
-        "blocks leaked": [o.leaked_blocks for o in outcomes],
-        "device growth, MB": [o.device_growth / 1e6 for o in outcomes],
-        "host growth, MB": [o.host_growth / 1e6 for o in outcomes],
-        "same alone": [f"{o.compared - o.different} of {o.compared}" for o in outcomes],
-        "s": [round(o.seconds) for o in outcomes],
+    columns: dict[str, list[object]] = {
+        name.replace("_", " "): [getattr(one, name) for one in outcomes]
+        for name in ("mode", "finished", "cancelled", "forks", "preemptions", "tokens", "steps", "leaked_blocks")
     }
+    columns |= {f"{kind} growth, MB": [getattr(one, f"{kind}_growth") / 1e6 for one in outcomes] for kind in ("device", "host")}
+    columns |= {"same alone": [f"{one.compared - one.different} of {one.compared}" for one in outcomes]}
+    columns |= {"s": [round(one.seconds) for one in outcomes]}
     print(tabulate(columns, headers="keys", floatfmt=".1f"))
     problems = [problem for outcome in outcomes for problem in outcome.problems]
     print("\n".join(problems) or "every block free, no growth, the same tokens alone")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import invalidate_caches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,9 +17,6 @@ import torch  # noqa: E402
 from kvq_core import registry  # noqa: E402
 from kvq_core.evaluation.tiny_model import Config, TinyModel, save_model  # noqa: E402
 from kvq_core.testing import places  # noqa: E402 - after the line above, by design
-
-if TYPE_CHECKING:
-    from transformers_watch import Watch
 
 places.choose_interpreter()
 
@@ -48,20 +45,6 @@ def capacity(request: pytest.FixtureRequest) -> dict[str, Any]:
     from transformers_families import CAPACITIES
 
     return CAPACITIES[request.param]
-
-
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    """kvq's attention in transformers, watched."""
-    from transformers import AttentionInterface
-
-    from kvq_transformers.attention import register
-    from transformers_watch import Watch
-
-    seen = Watch()
-    AttentionInterface.register("kvq", seen.attention)
-    yield seen
-    register()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """KVQCache as a container: rows, lengths, blocks and bytes; and everything it refuses."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,23 +10,20 @@ import torch
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 from kvq_core import ArgumentError, KVQError, UnknownModeError
-from kvq_transformers import KVQCache, enable
+from kvq_core.smoothing.calibration import ModelSmoothing
+from kvq_transformers import KVQCache, calibrate, enable
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.naming import GENERATE, cache_argument
-from kvq_transformers.rows import RowTable, piece_length
-from transformers_families import COMMON, eager_twin, logits_in_steps, make_config, make_model, prompts
+from kvq_transformers.rows import piece_length
+from transformers_families import COMMON, begun, biased, eager_twin, logits_in_steps, make_config, make_model, prompts
 
 pytestmark = pytest.mark.usefixtures("torch_path")
+IDS = prompts(2, 40)["input_ids"]
 
 
-IDS = prompts(3, 60)["input_ids"]
-
-
-@pytest.mark.parametrize(("columns", "capacity"), [(40, {}), (40, {"max_cache_len": 80}), (1100, {"max_cache_len": 1200})])
-@pytest.mark.parametrize("family", ["Llama", "Mistral"])
-def test_fewer_queries_than_keys_are_the_last(family: str, columns: int, capacity: dict[str, Any]) -> None:
+def test_fewer_queries_than_keys_are_the_last(capacity: dict[str, Any]) -> None:
     """As when another cache hands over all of its keys; behind a window a long prompt is written in pieces, some without a query."""
-    model = make_model(family)
+    model, columns = make_model("Mistral"), 1100 if capacity else 40
     generator = torch.Generator().manual_seed(0)
     size, mask = model.config.head_dim, torch.ones(2, 1, 1, columns, dtype=torch.bool)
     mask[1, ..., :5] = False
@@ -32,7 +31,7 @@ def test_fewer_queries_than_keys_are_the_last(family: str, columns: int, capacit
     rows = [torch.randn(2, 2, columns, size, generator=generator) for _ in range(2)]
     found = []
     for count in (columns, 3):
-        cache = KVQCache(model.config, "none", **capacity)
+        cache = KVQCache(model.config, "none", **{name: columns for name in capacity})
         key, value = cache.update(*rows, 0)
         found.append(kvq_attention(model.model.layers[0].self_attn, query[:, :, -count:], key, value, mask)[0])
     assert found[1].shape == (2, 3, 4, size)
@@ -51,130 +50,34 @@ def test_a_forward_without_a_kvq_cache_is_plain_attention() -> None:
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
-def test_padding_takes_no_blocks_and_growth_wastes_little() -> None:
-    model = make_model("Llama")
-    cache = KVQCache(model.config, "none")
-    mask = torch.ones(3, 60, dtype=torch.long)
-    mask[:2, :50] = 0
-    with torch.no_grad():
-        model(IDS, attention_mask=mask, **{GENERATE: cache})
-    assert cache.layers[0].table.lengths == [10, 10, 60]
-    tokens = 10 + 10 + 60
+@torch.no_grad()
+def test_bytes_are_of_tokens_and_of_exact_rows() -> None:
+    """Padding takes no blocks, growth wastes at most a started block and two to spare a row, and beams share what they have in common."""
+    model, inputs = make_model("Llama"), prompts(3, 160, (150, 150, 0))
+    cache, packed, windowed = (KVQCache(model.config, mode, residual_length=n) for mode, n in (("none", 0), ("int4", 0), ("int4", 16)))
+    for one in (cache, packed, windowed):
+        model(**inputs, **{GENERATE: one})
     assert cache.bytes_per_token == 2 * 2 * 2 * 64 * 4
-    # At most a started block and two to spare a row.
-    assert tokens <= cache.nbytes / cache.bytes_per_token <= tokens + 3 * 3 * 16
+    assert windowed.nbytes - packed.nbytes >= (10 + 10 + 16) * cache.bytes_per_token
+    tokens = cache.nbytes / cache.bytes_per_token
+    assert 180 <= tokens <= 180 + 3 * 3 * 16
+    cache.batch_select_indices(torch.tensor([2] * 8))
+    model(inputs["input_ids"][:1, :1].expand(8, 1), **{GENERATE: cache})
+    assert cache.nbytes / cache.bytes_per_token <= tokens + 8 * 3 * 16
 
 
-def test_beams_share_what_they_have_in_common() -> None:
-    table = RowTable(block_size=16)
-    table.start(1)
-    table.advance(160, None)
-    table.select([0] * 8)
-    held = {block for piece in table.pieces for row in piece.growth.rows for block in row.blocks}
-    assert held == set()
-    table.advance(1, None)
-    (piece,) = table.pieces
-    blocks = [set(row.blocks) for row in piece.growth.rows]
-    assert len(set.intersection(*blocks)) == 10 and len(set.union(*blocks)) == 10 + 8
-    table.advance(1, None)
-    (piece,) = table.pieces
-    assert piece.growth.copies == ()
-    table.select([3, 3])
-    table.advance(1, None)
-    (piece,) = table.pieces
-    assert len(piece.growth.copies) == 1  # one of the two keeps the original
-
-
-def test_tokens_behind_a_window_take_no_space(capacity: dict[str, Any]) -> None:
-    window, count = 40, 1500
-    capacity = capacity and {"max_cache_len": count + 100}
-    model = make_model("Mistral", sliding_window=window, num_hidden_layers=1, max_position_embeddings=4096)
-    cache = KVQCache(model.config, "int4", **capacity)
-    ids = torch.randint(3, 97, (1, count), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model(ids, **{GENERATE: cache})
-        for step in range(60):
-            model(ids[:, step : step + 1], **{GENERATE: cache})
-    assert int(cache.get_seq_length()) == count + 60
-    assert cache.nbytes / cache.bytes_per_token <= (window + piece_length(window) + 3 * 16) * 1.25
-
-
-def test_long_prompts_behind_a_window_are_exact(capacity: dict[str, Any]) -> None:
+def test_long_prompts_behind_a_window_are_exact_and_take_its_space(capacity: dict[str, Any]) -> None:
     """Longer than several pieces, padded, then decoded on."""
-    steps = [2 * piece_length(11) + 100, 1, 3]
-    capacity = capacity and {"max_cache_len": sum(steps) + 4}
+    window = 11
+    steps = [2 * piece_length(window) + 100, 1, 3]
     model = make_model("Mistral", num_hidden_layers=1, max_position_embeddings=4096)
-    inputs = prompts(2, sum(steps), (0, 700))
-    found = logits_in_steps(model, inputs, KVQCache(model.config, "none", **capacity), steps)
+    inputs, cache = prompts(2, sum(steps), (0, 700)), KVQCache(model.config, "none", **{name: sum(steps) for name in capacity})
+    found = logits_in_steps(model, inputs, cache, steps)
     expected = logits_in_steps(eager_twin(model), inputs, DynamicCache(config=model.config), steps)
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-3, atol=1e-3)
-
-
-def test_cropping_what_a_window_has_dropped_is_an_error() -> None:
-    model = make_model("Mistral")
-    cache = KVQCache(model.config, "none")
-    with torch.no_grad():
-        model(IDS, **{GENERATE: cache})
-    with pytest.raises(RuntimeError, match=r"removing 20 tokens .* activate_past_recording"):
-        cache.crop(-20)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "reason"),
-    [
-        ("deepseek_v3", {}, "multi-head latent attention"),
-        ("llama4_text", {}, "chunked attention"),
-        ("t5", {}, "an encoder-decoder model"),
-        ("gemma3n_text", {}, "layers that read another layer's K and V"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
-        ("falcon_h1", {}, "LinearAttentionAndFullAttentionLayer"),
-        ("mamba2", {}, "whose layers keep no K and V"),
-    ],
-)
-def test_models_that_cannot_be_served_are_refused_with_the_reason(model_type: str, changes: dict[str, Any], reason: str) -> None:
-    config = AutoConfig.for_model(model_type, **changes)
-    before = config.get_text_config()._attn_implementation
-    with pytest.raises(ArgumentError, match=reason):
-        KVQCache(config, "int8")
-    assert config.get_text_config()._attn_implementation == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mode": "int5"}, "mode 'int5'; installed: .*did you mean 'int"),
-        ({"mode": ("int8", "none")}, "mode: got mode none, need a mode that stores a scale"),
-        ({"mode": {0: "int4"}}, r"no mode for layers \[1\]"),
-        ({"mode": {"default": "int4", 2: "none"}}, "layer 2, need .* from -2 to 1"),
-        ({"mode": {"default": "int4", 1: "none", -1: "int8"}}, "two modes for layer 1"),
-        ({"block_size": 12}, "block_size: got 12, need a positive multiple of 8"),
-        ({"config": "llama"}, "config: got str, need a transformers config"),
-        ({"config": "Lfm2", "mode": {"default": "int4", 0: "none"}}, r"layer 0, need a layer that keeps K and V: one of \[1\]"),
-        ({"config": "telepathy"}, "llama with layers of type 'telepathy'"),
-        ({"config": "head_dim", "mode": "int4"}, r"mode \(layer 0\): got head size 66, need a multiple of 4"),
-    ],
-)
-def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    config = make_config("Llama")
-    assert KVQCache(config, ("int4", "int4_per_token_head")).modes == dict.fromkeys(range(2), "int4_per_token_head")
-    assert KVQCache(config, {np.int64(-1): "none", "default": "int4"}).modes == {0: "int4_per_token_head", 1: "none"}
-    configs = {"Lfm2": make_config("Lfm2"), "telepathy": make_config("Llama"), "head_dim": make_config("Llama", head_dim=66)}
-    configs["telepathy"].layer_types = ["full_attention", "telepathy"]
-    KVQCache(configs["head_dim"], "int8")
-    given = arguments.get("config")
-    with pytest.raises(UnknownModeError if arguments.get("mode") == "int5" else ArgumentError, match=message):
-        KVQCache(**{"config": config} | arguments | ({"config": configs.get(given, given)} if given else {}))
-
-
-def test_what_a_hybrids_other_layers_cannot_do_is_refused_before_anything_changes() -> None:
-    model = make_model("Lfm2")
-    cache = KVQCache(model.config, "none")
-    with torch.no_grad():
-        model(IDS[:, :9], **{GENERATE: cache})
-    with pytest.raises(KVQError, match="batch_repeat_interleave: layers of type LinearAttentionLayer"):
-        cache.batch_repeat_interleave(2)
-    assert cache.batch_size == 3
+    assert int(cache.get_seq_length()) == sum(steps)
+    assert cache.nbytes / cache.bytes_per_token <= 2 * (window + piece_length(window) + 3 * 16) * 1.25
 
 
 def test_a_composite_models_text_decoder_is_switched_alone() -> None:
@@ -199,23 +102,159 @@ def test_a_composite_models_text_decoder_is_switched_alone() -> None:
         model.generate(ids, **image, **options)
 
 
-def test_what_a_forward_cannot_do() -> None:
+WRONG: list[Any] = [[], 1.5, "a", None, True, {}, object(), [5], [-3], 2**70, [2**70], [0.5], torch.tensor([True]), torch.tensor([0.5])]
+WRONG += [torch.tensor([[0]]), torch.tensor([0, 1], dtype=torch.uint8), np.array([0.5]), torch.eye(2).to_sparse()]
+"""What no argument may be, unless :func:`fits` says so."""
+BAD: dict[str, list[Any]] = {
+    "mode": [3, "", ("int4",), ("int4", 3), {0: None}, {"x": "int4"}, {True: "int4"}, {0: []}, b"int4"],
+    "max_cache_len": [0, -1, "8"],
+    "block_size": [0, 7, 8.0, "16"],
+    "smoothing": [3, "mean", torch.ones(2)],
+    "k_scale": ["x", 0, -1.0, float("nan"), {9: 1.0}, {0: None, 1: 1.0}, torch.ones(3)],
+    "v_scale": [0.0, {0: 1.0}],
+    "residual_length": [-1],
+    "sink_tokens": [-1],
+}
+"""Beyond :data:`WRONG`."""
+
+
+def fits(argument: str, value: Any) -> bool:
+    if value is None or argument not in ("k_scale", "v_scale"):
+        return value is None and argument in ("max_cache_len", "smoothing", "k_scale", "v_scale")
+    return (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.shape == (1,))) and bool(value > 0)
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_wrong_arguments_are_named_and_leave_the_model_as_it_was(argument: str) -> None:
     model = make_model("Llama")
-    ids = IDS[:, :6]
-    square = torch.zeros(3, 1, 6, 6)
-    for options, message in (
-        ({"output_attentions": True}, "output_attentions: got True, need False"),
-        ({"attention_mask": square}, "kvq takes no custom mask"),
-        ({"attention_mask": torch.ones(3, 4)}, "attention_mask: got 4 columns, need 6"),
-        ({GENERATE: StaticCache(model.config, max_cache_len=10)}, "in place of a static cache"),
-    ):
-        cache = {GENERATE: KVQCache(model.config)}
-        with pytest.raises(ArgumentError, match=message), torch.no_grad():
-            model(ids, **(cache | options))
+    before = model.config._attn_implementation
+    for wrong in (value for value in WRONG + BAD[argument] if not fits(argument, value)):
+        for call in (KVQCache, enable):
+            with pytest.raises(KVQError, match=argument):
+                call(model, **{"mode": "fp8_per_tensor"} | {argument: wrong})  # type: ignore[arg-type]
+    assert model.config._attn_implementation == before and "generate" not in model.__dict__
+
+
+MIXED_UP = make_config("Llama")
+MIXED_UP.layer_types = ["full_attention", "telepathy"]
+LLAMA, GEMMA, HYBRID = make_config("Llama"), make_config("Gemma2"), make_config("Lfm2")
+FP8 = {"mode": "fp8_per_tensor"}
+INT8_ROWS = {"residual_mode": "int8"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ("llama", {}, "config: got str, need a transformers config"),
+        (None, {}, "config: got NoneType, need a transformers config"),
+        (MIXED_UP, {}, "llama with layers of type 'telepathy'"),
+        (make_config("Llama", head_dim=66), {"mode": "int4"}, r"mode \(layer 0\): got head size 66, need a multiple of 4"),
+        (LLAMA, {"mode": "int5"}, "mode 'int5'; installed: .*did you mean 'int"),
+        (LLAMA, {"mode": ("int8", "none")}, "mode: got mode none, need a mode that stores a scale"),
+        (LLAMA, {"mode": {0: "int4"}}, r"no mode for layers \[1\]"),
+        (LLAMA, {"mode": {"default": "int4", 2: "none"}}, "layer 2, need .* from -2 to 1"),
+        (LLAMA, {"mode": {"default": "int4", 1: "none", -1: "int8"}}, "two modes for layer 1"),
+        (HYBRID, {"mode": {"default": "int4", 0: "none"}}, r"layer 0, need a layer that keeps K and V: one of \[1\]"),
+        (LLAMA, {"block_size": 12}, "block_size: got 12, need a positive multiple of 8"),
+        (LLAMA, FP8 | {"k_scale": 0.0}, r"k_scale: got 0.0 for layer 0, need a positive, finite float32"),
+        (LLAMA, FP8 | {"v_scale": {0: 1.0, 1: torch.ones(2)}}, r"v_scale: got .* for layer 1, need a number"),
+        (LLAMA, FP8 | {"v_scale": {0: 1.0}}, r"v_scale: got none for layers \[1\], need one for each of \[0, 1\]: .*calibrate"),
+        (LLAMA, FP8 | {"k_scale": {0: 1.0, 1: 1.0, 2: 1.0}}, r"k_scale: got one for layers \[2\]"),
+        (LLAMA, {"k_scale": 1.0}, r"k_scale: got a scale, need None: no layer's mode takes one .*\(int4_per_token_head\)"),
+        (LLAMA, {"smoothing": ModelSmoothing({})}, r"smoothing: got none for layers \[0, 1\]"),
+        (LLAMA, INT8_ROWS, "residual_mode: got int8_per_token_head, need none: without"),
+        (LLAMA, {"residual_length": 8, "residual_mode": "fp8_per_tensor"}, "residual_mode: got fp8_per_tensor"),
+        (GEMMA, {"residual_length": 64, "sink_tokens": 4}, "sink_tokens: got 4 in a model with sliding windows"),
+        (biased("Qwen2"), INT8_ROWS | {"sink_tokens": 4}, "residual_mode: got int8_per_token_head, need none with sink_tokens"),
+    ],
+)
+def test_arguments(config: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownModeError if arguments.get("mode") == "int5" else ArgumentError, match=message):
+        KVQCache(config, **arguments)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("deepseek_v3", {}, "multi-head latent attention"),
+        ("llama4_text", {}, "chunked attention"),
+        ("t5", {}, "an encoder-decoder model"),
+        ("gemma3n_text", {}, "layers that read another layer's K and V"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
+        ("falcon_h1", {}, "LinearAttentionAndFullAttentionLayer"),
+        ("mamba2", {}, "whose layers keep no K and V"),
+        ("diffllama", {}, "differential attention"),
+        ("mllama_text_model", {}, "cross-attention layers"),
+        ("hrm_text", {}, "prefixes that see later tokens"),
+        ("bloom", {}, "need one that goes through transformers' AttentionInterface"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused_with_the_reason(model_type: str, changes: dict[str, Any], reason: str) -> None:
+    config = AutoConfig.for_model(model_type, **changes)
+    before = config.get_text_config()._attn_implementation
+    with pytest.raises(ArgumentError, match=reason):
+        KVQCache(config, "int8")
+    assert config.get_text_config()._attn_implementation == before
+
+
+CALLS: dict[str, tuple[str, list[Any]]] = {
+    "indices": ("batch_select_indices", [*WRONG, 1, torch.tensor(0)]),
+    "beam_idx": ("reorder_cache", [*WRONG, 1, torch.tensor(0)]),
+    "repeats": ("batch_repeat_interleave", [*WRONG, 0, -1]),
+    "tokens_to_remove": ("crop", [*WRONG, 1]),
+    "layer_idx": ("get_seq_length", [*WRONG, 7]),
+    "key_states": ("update", WRONG),
+}
+
+
+@torch.no_grad()
+def test_wrong_arguments_of_methods_change_nothing(capacity: dict[str, Any]) -> None:
+    model, cache = begun("Llama", "int4", capacity)
+    twin, rows = copy.deepcopy(cache), torch.zeros(2, 2, 1, 64)
+    for argument, (method, wrongs) in CALLS.items():
+        for wrong in wrongs:
+            with pytest.raises(KVQError, match=f"{argument}: got"):
+                getattr(cache, method)(wrong, *((rows, 0) if method == "update" else ()))
+    for argument, given in (("value_states", (rows, None, 0)), ("layer_idx", (rows, rows, 2))):
+        with pytest.raises(KVQError, match=f"{argument}: got"):
+            cache.update(*given)
+    assert int(cache.get_seq_length()) == 20 and cache.batch_size == 2
+    assert torch.equal(*(model(IDS[:, 20:22], **{GENERATE: one}).logits for one in (cache, twin)))
+
+
+def dropping(model: Any) -> dict[str, Any]:
     model.train()
     model.model.layers[0].self_attn.attention_dropout = 0.1
-    with pytest.raises(ArgumentError, match=r"dropout: got 0\.1"):
-        model(ids, **{GENERATE: KVQCache(model.config)})
+    return {}
+
+
+FIXED: dict[str, Any] = {"max_cache_len": 24}
+CANNOT: list[tuple[str, dict[str, Any], Callable[[Any, KVQCache], object], str]] = [
+    ("Llama", {}, lambda model, cache: {"output_attentions": True}, "output_attentions: got True, need False"),
+    ("Llama", {}, lambda model, cache: {"attention_mask": torch.zeros(2, 1, 5, 25)}, "kvq takes no custom mask"),
+    ("Llama", {}, lambda model, cache: {"attention_mask": torch.ones(2, 4)}, "attention_mask: got 4 columns, need 25"),
+    ("Llama", {}, lambda model, cache: {GENERATE: StaticCache(model.config, max_cache_len=10)}, "in place of a static cache"),
+    ("Llama", {}, lambda model, cache: dropping(model), r"dropout: got 0\.1"),
+    ("Llama", FIXED, lambda model, cache: {}, "25 tokens, need at most the max_cache_len of 24"),
+    ("Llama", FIXED, lambda model, cache: {"attention_mask": torch.ones(2, 25, dtype=torch.long)}, "at most the max_cache_len of 24"),
+    ("Llama", FIXED, lambda model, cache: {"input_ids": IDS[:1, :1]}, "a batch of 1, need the 2 rows"),
+    ("Llama", FIXED, lambda model, cache: cache.batch_repeat_interleave(2), "keeps its number of rows"),
+    ("Llama", FIXED, lambda model, cache: cache.batch_select_indices(torch.tensor([0])), "keeps its number of rows"),
+    ("Mistral", {"block_size": 8}, lambda model, cache: cache.crop(-15), r"removing 15 tokens .* activate_past_recording"),
+    ("Lfm2", {}, lambda model, cache: cache.batch_repeat_interleave(2), "batch_repeat_interleave: layers of type LinearAttentionLayer"),
+]
+"""Of two rows of 20 tokens: a method, or the arguments of a forward of 5."""
+
+
+@pytest.mark.parametrize(("family", "capacity", "ask", "message"), CANNOT, ids=[row[-1] for row in CANNOT])
+@torch.no_grad()
+def test_what_a_filled_cache_cannot_do(family: str, capacity: dict[str, Any], ask: Callable[..., Any], message: str) -> None:
+    model, cache = begun(family, "none", capacity)
+    with pytest.raises(KVQError, match=message):
+        model(**{"input_ids": IDS[:, 20:25], GENERATE: cache} | (ask(model, cache) or {}))
+    assert cache.batch_size == 2
 
 
 def test_overlaid_masks_are_refused() -> None:
@@ -230,37 +269,20 @@ def test_overlaid_masks_are_refused() -> None:
             create_causal_mask(**inputs, **overlay)
 
 
-@torch.no_grad()
-def test_more_tokens_than_a_fixed_cache_holds() -> None:
-    model = make_model("Llama")
-    for mask in (None, torch.ones(3, 17, dtype=torch.long)):
-        for first in (0, 16):
-            cache = KVQCache(model.config, "none", max_cache_len=16)
-            if first:
-                model(IDS[:, :first], **{GENERATE: cache})
-            with pytest.raises(ArgumentError, match="17 tokens, need at most the max_cache_len of 16"):
-                model(IDS[:, first:17], attention_mask=mask, **{GENERATE: cache})
+CALIBRATED: list[tuple[dict[str, Any], str]] = [
+    ({"smoothing": "first_prefill"}, r"smoothing: got 'first_prefill', need 'mean' or 'balanced' or 'rotary'"),
+    ({"chunk": 0}, "chunk: got 0"),
+    ({"input_ids": IDS[0]}, "input_ids: got shape"),
+    ({"input_ids": IDS[:, :0]}, "input_ids: got shape"),
+    ({"input_ids": IDS.float()}, "input_ids: got shape"),
+    ({"attention_mask": torch.ones(1, 3)}, "attention_mask: got shape"),
+    ({"smoothing": ModelSmoothing({})}, "smoothing: got none for layers"),
+]
 
 
-def test_another_number_of_rows() -> None:
-    model = make_model("Llama")
-    cache = KVQCache(model.config, max_cache_len=20)
-    with torch.no_grad():
-        model(IDS[:, :9], **{GENERATE: cache})
-        with pytest.raises(ArgumentError, match="a batch of 2, need the 3 rows"):
-            model(IDS[:2, :1], **{GENERATE: cache})
-    for call in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(torch.tensor([0]))):
-        with pytest.raises(ArgumentError, match="keeps its number of rows"):
-            call()
-
-
-def test_bloom_does_not_use_the_interface() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    model = BloomForCausalLM(BloomConfig(vocab_size=COMMON["vocab_size"], hidden_size=64, n_layer=1, n_head=2))
-    before = model.config._attn_implementation
-    with pytest.raises(ArgumentError, match="need one that goes through transformers' AttentionInterface"):
-        enable(model)
-    assert model.config._attn_implementation == before
+@pytest.mark.parametrize(("options", "message"), CALIBRATED)
+def test_calibrate_names_what_does_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        calibrate(make_model("Llama"), **({"input_ids": IDS} | options))
     with pytest.raises(ArgumentError, match="model: got LlamaConfig, need a transformers model with generate"):
-        enable(make_config("Llama"))
+        enable(LLAMA)  # type: ignore[type-var]

@@ -12,68 +12,61 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvq_transformers import KVQCache, disable, enable
 from kvq_transformers.naming import GENERATE
-from transformers_families import compiled, eager_twin, fake_quantized_cache, make_model, prompts
+from transformers_families import biased, compiled, eager_twin, fake_quantized_cache, make_model, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 pytestmark = pytest.mark.usefixtures("torch_path")
+
+
+def both(family: str, mode: str, capacity: dict[str, Any]) -> tuple[PreTrainedModel, KVQCache, PreTrainedModel, DynamicCache]:
+    """A model and a KVQCache; and its eager twin with the cache to expect the same of."""
+    model = make_model(family)
+    twin, cache = eager_twin(model), KVQCache(model.config, mode, **capacity)
+    return model, cache, twin, fake_quantized_cache(twin.config, cache.modes)
+
+
 # Gemma 2: a sliding window of 11, much shorter than the texts, and a full layer.
-FAMILIES = ["Llama", "Gemma2"]
+WAYS: list[tuple[str, str, dict[str, Any]]] = [
+    ("Gemma2", "int4", {"prefill_chunk_size": 7}),
+    ("Gemma2", "int4", {"num_beams": 4, "num_return_sequences": 3, "early_stopping": True}),
+    ("Llama", "int2", {"num_beams": 3}),
+    ("GptOss", "none", {}),
+    ("Lfm2", "none", {}),
+    ("Qwen3Next", "none", {}),
+]
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return make_model(request.param)
-
-
-def both(model: PreTrainedModel, mode: str, capacity: dict[str, Any]) -> tuple[KVQCache, PreTrainedModel, DynamicCache]:
-    """A KVQCache for ``model``; and its eager twin with the cache to expect the same of."""
-    twin = eager_twin(model)
-    cache = KVQCache(model.config, mode, **capacity)
-    return cache, twin, fake_quantized_cache(twin.config, cache.modes)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "chunks of 7": {"prefill_chunk_size": 7},
-    "beams": {"num_beams": 3},
-    "beams returned": {"num_beams": 4, "num_return_sequences": 3, "early_stopping": True},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-}
-
-
-WAYS_IN_MODES = [(way, "int4") for way in WAYS] + [("greedy", "none"), ("beams", "none"), ("beams", "int2")]
-
-
-@pytest.mark.parametrize(("way", "mode"), WAYS_IN_MODES)
-def test_padded_batches(model: PreTrainedModel, mode: str, capacity: dict[str, Any], way: str) -> None:
-    options = WAYS[way]
-    cache, twin, expected_cache = both(model, mode, capacity)
-    inputs = prompts(3, 23, (0, 9, 22))
+@pytest.mark.parametrize(("family", "mode", "options"), WAYS, ids=str)
+def test_padded_batches(family: str, mode: str, capacity: dict[str, Any], options: dict[str, Any]) -> None:
+    model, cache, twin, expected_cache = both(family, mode, capacity)
+    inputs = prompts(2, 23, (0, 9)) if mode == "none" else prompts(3, 23, (0, 9, 22))
     torch.manual_seed(1)
     expected = twin.generate(**inputs, **(GREEDY | options), **{GENERATE: expected_cache})
     torch.manual_seed(1)
     assert torch.equal(model.generate(**inputs, **(GREEDY | options), **{GENERATE: cache}), expected)
 
 
-@pytest.mark.parametrize("helped_by", ["prompt", "model"])
-def test_assisted_decoding(model: PreTrainedModel, capacity: dict[str, Any], helped_by: str) -> None:
-    """Drafts that are wrong are cropped: over the window's edge, too."""
-    # Which drafts come does not change what the model makes of the accepted ones: plain decoding is what to expect.
-    cache, twin, plain = both(model, "int4", capacity)
+def test_drafts_of_the_prompt(capacity: dict[str, Any]) -> None:
+    """Those that are wrong are cropped: over the window's edge, too."""
+    model, cache, twin, plain = both("Gemma2", "int4", capacity)
     inputs = prompts(1, 23)
     inputs["input_ids"] = inputs["input_ids"][:, :8].repeat(1, 3)[:, :23]
-    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
-    if helped_by == "model":
-        assistant = make_model("Llama", num_hidden_layers=1)
-        assistant.generation_config.num_assistant_tokens = 3
-        options = {"assistant_model": assistant}
     expected = twin.generate(**inputs, **GREEDY, **{GENERATE: plain})
-    assert torch.equal(model.generate(**inputs, **GREEDY, **options, **{GENERATE: cache}), expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=3, **{GENERATE: cache}), expected)
 
 
-def test_a_conversation_goes_on_in_its_cache(model: PreTrainedModel, capacity: dict[str, Any]) -> None:
-    cache, twin, expected_cache = both(model, "int4", capacity)
+def test_an_enabled_model_may_draft_for_another() -> None:
+    """All of its drafts are wrong, and rolled back over its window's edge."""
+    model, drafter = make_model("Gemma2"), enable(make_model("Gemma2"), "none")
+    drafter.lm_head.weight = torch.nn.Parameter(drafter.lm_head.weight.detach().roll(1, 0))
+    drafter.generation_config.num_assistant_tokens = 5
+    ids = prompts(1, 23)["input_ids"]
+    expected = eager_twin(model).generate(ids, **GREEDY)
+    assert torch.equal(enable(model, "none").generate(ids, **GREEDY, assistant_model=drafter), expected)
+
+
+def test_a_conversation_goes_on_in_its_cache(capacity: dict[str, Any]) -> None:
+    model, cache, twin, expected_cache = both("Gemma2", "int4", capacity)
     text, mask = prompts(2, 15, (0, 4)).values()
     for turn in range(3):
         found = model.generate(input_ids=text, attention_mask=mask, **GREEDY, **{GENERATE: cache})
@@ -86,6 +79,7 @@ def test_a_conversation_goes_on_in_its_cache(model: PreTrainedModel, capacity: d
 
 
 def test_enable_makes_plain_generate_use_the_cache() -> None:
+    """A new one each time, in a copy of the model as well, with the settings of when it was enabled; until it is disabled."""
     model = make_model("Llama")
     inputs, before = prompts(2, 23, (0, 9)), model.config._attn_implementation
     plain, twin = model.generate(**inputs, **GREEDY), eager_twin(model)
@@ -94,42 +88,44 @@ def test_enable_makes_plain_generate_use_the_cache() -> None:
         return model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
 
     assert enable(model, mode="int2") is model
-    for _ in range(2):  # a new cache each time
+    for _ in range(2):
         out = generated()
         expected = twin.generate(**inputs, **GREEDY, **{GENERATE: fake_quantized_cache(twin.config, out[GENERATE].modes)})
         assert isinstance(out[GENERATE], KVQCache) and torch.equal(out.sequences, expected)
     assert not torch.equal(out.sequences, plain)
-    other = copy.deepcopy(model)  # a model of its own
+    other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight.neg_()
     assert not torch.equal(other.generate(**inputs, **GREEDY), out.sequences)
-    enable(model, mode={"default": "int8", 0: "none"}, max_cache_len=64, smoothing="first_prefill")
+    modes: dict[Any, Any] = {"default": "int8", 0: "none"}
+    enable(model, modes, max_cache_len=64, smoothing="first_prefill", residual_length=8)
+    modes[0] = "int2"
     cache = generated()[GENERATE]
     assert cache.modes == {0: "none", 1: "int8_per_token_head"} and cache.get_max_length() == 64 and list(cache.smoothing) == [0, 1]
+    assert cache.layers[1].pages.exact_backend.mode == "none"
     assert disable(model) is model
     assert torch.equal(model.generate(**inputs, **GREEDY), plain)
     assert model.config._attn_implementation == before and "generate" not in model.__dict__
 
 
 def test_a_decode_step_compiles_once_and_as_one_graph() -> None:
-    model = make_model("Gemma2")
-    cache, twin, expected_cache = both(model, "int4", {"max_cache_len": 64})
-    inputs, given = prompts(2, 23, (0, 9)), GREEDY | {"compile_config": compiled()}
-    found = model.generate(**inputs, **given, **{GENERATE: cache})
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(found, twin.generate(**inputs, **GREEDY, **{GENERATE: expected_cache}))
-    cache.reset()
-    assert torch.equal(model.generate(**inputs, **given, **{GENERATE: cache}), found)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    """Under a softcap and in a window, with key biases and int8 rows in a residual window."""
+    model, inputs = biased("softcap, windows"), prompts(2, 23, (0, 9))
+    cache, plain = (KVQCache(model, "int4", max_cache_len=64, residual_length=16, residual_mode="int8") for _ in range(2))
+    expected = model.generate(**inputs, **GREEDY, **{GENERATE: plain}, disable_compile=True)
+    options = GREEDY | {"compile_config": compiled(), GENERATE: cache}
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **options), expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        cache.reset()
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["lazily", "early"])
 def test_chunked_prefill_compiles(early: bool) -> None:
     """``generate`` compiles that, too. Pages made beforehand leave nothing to do inside the graph."""
-    model, greedy = make_model("Llama", num_hidden_layers=1), GREEDY | {"max_new_tokens": 2}
-    cache, twin, expected_cache = both(model, "int8", {"max_cache_len": 64})
+    model, cache, twin, expected_cache = both("Llama", "int8", {"max_cache_len": 64})
     if early:
         cache.early_initialization(2, num_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
-    inputs = prompts(2, 24, (0, 9))
+    inputs, greedy = prompts(2, 24, (0, 9)), GREEDY | {"max_new_tokens": 2}
     found = model.generate(**inputs, **greedy, **{GENERATE: cache}, compile_config=compiled(early), prefill_chunk_size=12)
     assert torch.equal(found, twin.generate(**inputs, **greedy, **{GENERATE: expected_cache}))

@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 
 from kvq_core import get_backend
+from kvq_transformers import KVQCache
 from kvq_transformers.naming import GENERATE
-from transformers_watch import through_mode
 
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 """Both kinds of pages, as KVQCache is asked for them."""
@@ -78,11 +78,13 @@ _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
 def make_config(family: str, **changes: Any) -> Any:
-    return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**(COMMON | FAMILIES[family] | changes))
+    return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**(COMMON | FAMILIES.get(family, {}) | changes))
 
 
-def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A model of ``family`` with fixed random weights; ``changes`` to its config."""
+def make_model(
+    family: str, dtype: torch.dtype = torch.float32, biases: tuple[float, float] = (0.3, 0.3), **changes: Any
+) -> PreTrainedModel:
+    """A model of ``family`` with fixed random weights; ``biases``: the deviation of keys' and of all others; ``changes`` to its config."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(make_config(family, **changes))
     model.set_experts_implementation("eager")  # the others know no float64
@@ -90,8 +92,33 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
         elif name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
+            of_keys = any(part in name for part in ("k_proj", "query_key_value"))
+            torch.nn.init.normal_(parameter, std=biases[0 if of_keys else 1])
     return model.to(dtype).eval()
+
+
+SCALED = {"rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BIASED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2": ("Qwen2", {}),
+    "interleaved, partial": ("Glm", {"attention_bias": True, "head_dim": 32, "partial_rotary_factor": 0.5}),
+    "fused projections, partial": (
+        "GPTNeoX",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ),
+    "llama3": ("Llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
+    "linear": ("Llama", {"attention_bias": True, "rope_parameters": SCALED | {"rope_type": "linear"}}),
+    "yarn, sinks, windows": ("GptOss", {"rope_parameters": SCALED | {"rope_type": "yarn"}}),
+    "two embeddings, windows, norms": ("Gemma3", {"attention_bias": True}),
+    "softcap, windows": ("Gemma2", {"head_dim": 64, "attention_bias": True, "attn_logit_softcapping": 20.0}),
+}
+"""Families by what is particular about their keys."""
+
+
+def biased(name: str, size: float = 10.0, **changes: Any) -> PreTrainedModel:
+    """A tiny model whose key biases are ``size`` times a standard normal, other biases small."""
+    family, options = BIASED[name]
+    return make_model(family, biases=(size, 0.1), **(options | changes))
 
 
 def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -104,6 +131,15 @@ def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dic
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@torch.no_grad()
+def begun(family: str, mode: str = "none", capacity: dict[str, Any] | None = None, count: int = 20) -> tuple[PreTrainedModel, KVQCache]:
+    """A model and a cache that has seen two rows of ``count`` columns: the first of ``prompts(2, 40)``."""
+    model = make_model(family)
+    cache = KVQCache(model.config, mode, **(capacity or {}))
+    model(prompts(2, 40)["input_ids"][:, :count], **{GENERATE: cache})
+    return model, cache
+
+
 def compiled(fullgraph: bool = True) -> CompileConfig:
     """``generate``'s compilation, on the CPU as well."""
     config = CompileConfig(fullgraph=fullgraph, backend="aot_eager", mode="default")
@@ -113,21 +149,33 @@ def compiled(fullgraph: bool = True) -> CompileConfig:
     return config
 
 
-def fake_quantized_cache(config: Any, modes: dict[int, str]) -> DynamicCache:
+def fake_quantized_cache(
+    config: Any, modes: dict[int, str], smoothing: Any = None, k_scale: Any = None, v_scale: Any = None
+) -> DynamicCache:
     """transformers' cache, in which layer i holds what ``modes[i]`` makes of each row: its ``decode`` of its ``encode``."""
     cache = DynamicCache(config=config)
     for index, mode in modes.items():
-        layer = cache.layers[index]
+        layer, scales = cache.layers[index], [None if scale is None else scale[index] for scale in (k_scale, v_scale)]
         assert type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        layer.update = _quantizing(get_backend(mode), layer.update)
+        layer.update = _quantizing(mode, layer.update, None if smoothing is None else smoothing[index], *scales)
     return cache
 
 
-def _quantizing(backend: Any, update: Any) -> Any:
+def _quantizing(mode: str, update: Any, smoothing: Any, k_scale: float | None, v_scale: float | None) -> Any:
     def quantizing(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return update(through_mode(backend, backend.encode, key), through_mode(backend, backend.encode_value, value), *args, **kwargs)
+        return update(through_mode(mode, key, k_scale, smoothing), through_mode(mode, value, v_scale, is_value=True), *args, **kwargs)
 
     return quantizing
+
+
+def through_mode(mode: str, rows: torch.Tensor, scale: float | None = None, smoothing: Any = None, is_value: bool = False) -> torch.Tensor:
+    """Float32 rows [batch, heads, columns, size] as ``mode`` gives them back; ``scale``: of modes that take one."""
+    backend = get_backend(mode)
+    mean, balance = (0.0, 1.0) if smoothing is None else (smoothing.mean[:, None], smoothing.balance)
+    balance = 1.0 if balance is None else balance if isinstance(balance, float) else balance[:, None]
+    given = torch.tensor([scale or 1.0]) if backend.takes_scales else None
+    codes, scales = (backend.encode_value if is_value else backend.encode)((rows - mean) * (1 / balance), scale=given)
+    return backend.decode(codes, scales if given is None else given) * balance + mean
 
 
 def eager_twin(model: PreTrainedModel) -> PreTrainedModel:

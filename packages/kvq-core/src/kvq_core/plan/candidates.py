@@ -33,7 +33,7 @@ _FRAGMENTS = _axis(
     "rows", "warps", "store_mma", of=((8, 1, 0), (16, 1, 0), *((rows * warps, warps, 1) for rows in (8, 16) for warps in (1, 2, 4)))
 )
 # Without groups, registers are nobody's.
-_GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192)))
+_GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192), (2, 200)))
 # One group, with as many registers as two programs leave it, or three.
 _DRAFTS = _axis("groups", "registers", of=((0, 184), (1, 168), (1, 248)))
 # Five stages are a second buffer of tiles, which only the loop without masks leaves registers for.

@@ -13,6 +13,7 @@ GROUPS = gl.constexpr(2)
 """Multiplying groups."""
 WARPS = gl.constexpr(4)
 """Of every group."""
+THREADS = gl.constexpr(128)
 
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 """Results of ``wgmma``: a row's columns lie in four threads of one warp."""
@@ -60,7 +61,7 @@ class Buffers(NamedTuple):
 
     ``k_scales``, ``v_scales`` [KEYS] float32: the values' relative to the largest so far, which is in all of ``v_largest`` [HALF].
     ``positions`` [KEYS] int32: each key's position, beyond all others if it is not to be seen. ``rotary``: cosines and sines of positions,
-    where there is a rotary mean.
+    where there is a rotary mean. ``turns``: what each multiplying group waits for before it multiplies, with unquantized tiles.
     """
 
     k: Any
@@ -74,6 +75,7 @@ class Buffers(NamedTuple):
     k_free: Any
     v_free: Any
     rotary: Any
+    turns: Any
 
 
 class RotaryArgs(NamedTuple):

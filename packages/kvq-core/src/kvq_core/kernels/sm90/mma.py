@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
@@ -37,14 +37,17 @@ def multiply_tiles(
     whole = gl.where(all_exist(0, span.whole * C.tile.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
     rotary_query = rotary.tile.index(GROUP)
-    for n in range(0, whole):
-        acc, top, total, largest = multiply(
-            n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, False, C
-        )
-    for n in range(whole, span.last):
-        acc, top, total, largest = multiply(
-            n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, True, C
-        )
+    if C.format.key.packed:
+        for n in range(0, whole):
+            acc, top, total, largest = multiply(
+                n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, False, C
+            )
+        for n in range(whole, span.last):
+            acc, top, total, largest = multiply(
+                n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, True, C
+            )
+    else:
+        acc, top, total = multiply_in_turns(GROUP, whole, acc, top, total, score_scale, position, query, span, shared, C)
     scale, top, total = take_sink(top, total, score_scale, head, valid, work, SINKS)
     if LSE:
         at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
@@ -86,28 +89,113 @@ def multiply(
         key_position = shared.positions.index(at).load(COLUMNS)
         mbarrier.arrive(shared.k_free.index(at), count=1)
         s = gl.where(key_position[None, :] <= position[:, None], s, float("-inf"))
-    new = gl.maximum(top, gl.max(s, 1))
-    safe = gl.where(new == float("-inf"), 0.0, new)
-    if C.format.key.packed:
-        # A power of two: both products are exact, and the largest score is 0 away from itself, merged or not.
-        p = gl.exp2(gl.fma(s, nothing + score_scale[:, None], nothing - (safe * score_scale)[:, None]))
-    else:
-        p = gl.exp2((s - safe[:, None]) * score_scale[:, None])
-    alpha = gl.exp2((top - safe) * score_scale)
-    total = total * alpha + gl.sum(p, 1)
+    p, alpha, new, total = softmax_step(s, top, total, score_scale, C)
     mbarrier.wait(shared.v_full.index(at), full)
     if SCALED:
         grown = shared.v_largest.index(at).load(ROWS)
         p = p * shared.v_scales.index(at).load(COLUMNS)[None, :]
         alpha = alpha * (largest / grown)
         largest = grown
-    elif C.format.key.packed:
+    else:
         p = p * 256.0
     weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
     acc = warpgroup_mma(weights, shared.v.index(at), acc * alpha[:, None], is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(shared.v_free.index(at), count=1)
     return acc, new, total, largest
+
+
+@gluon.jit
+def softmax_step(s, top, total, score_scale, C: gl.constexpr):
+    """(weights, factor for what was summed before, maximum, sum of weights) with the scores of one more tile."""
+    new = gl.maximum(top, gl.max(s, 1))
+    safe = gl.where(new == float("-inf"), 0.0, new)
+    if C.format.key.packed:
+        zero = gl.zeros_like(s)
+        # A power of two: both products are exact, and the largest score is 0 away from itself, merged or not.
+        p = gl.exp2(gl.fma(s, zero + score_scale[:, None], zero - (safe * score_scale)[:, None]))
+    else:
+        p = gl.exp2((s - safe[:, None]) * score_scale[:, None])
+    alpha = gl.exp2((top - safe) * score_scale)
+    total = total * alpha + gl.sum(p, 1)
+    return p, alpha, new, total
+
+
+@gluon.jit
+def multiply_in_turns(GROUP: gl.constexpr, whole, acc, top, total, score_scale, position, query, span, shared, C: gl.constexpr):
+    """Tiles of unquantized rows; their span has at least one. Each group begins two products in its turn, P V of a tile and Q K of the
+    next, and has its softmax in the other's: else both would wait for their products at once, and the tensor cores for both softmaxes.
+
+    Packed tiles gain nothing by it: there, what unpacks them needs the issue slots that a group in its softmax leaves.
+    """
+    final = span.last - 1
+    whole = gl.minimum(whole, final)
+    mbarrier.wait(shared.k_full.index(0), 0)
+    fence_async_shared()
+    take_turn(0, GROUP, shared)
+    s = begin_scores(0, query, shared, C)
+    end_turn(GROUP, shared)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    for n in range(0, whole):
+        s, acc, top, total = multiply_ahead(n, s, acc, top, total, score_scale, position, query, shared, GROUP, False, False, C)
+    for n in range(whole, final):
+        s, acc, top, total = multiply_ahead(n, s, acc, top, total, score_scale, position, query, shared, GROUP, True, False, C)
+    s, acc, top, total = multiply_ahead(final, s, acc, top, total, score_scale, position, query, shared, GROUP, True, True, C)
+    return acc, top, total
+
+
+@gluon.jit
+def multiply_ahead(
+    n, s, acc, top, total, score_scale, position, query, shared,
+    GROUP: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One tile from its scores ``s``: softmax, weighted values and, unless FINAL, the next tile's scores."""
+    STAGES: gl.constexpr = C.tile.stages
+    at = n % STAGES
+    if EDGE:
+        key_position = shared.positions.index(at).load(COLUMNS)
+    mbarrier.arrive(shared.k_free.index(at), count=1)
+    if EDGE:
+        s = gl.where(key_position[None, :] <= position[:, None], s, float("-inf"))
+    p, alpha, top, total = softmax_step(s, top, total, score_scale, C)
+    weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
+    acc = acc * alpha[:, None]
+    mbarrier.wait(shared.v_full.index(at), (n // STAGES) & 1)
+    if not FINAL:
+        mbarrier.wait(shared.k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1)
+    # The copies were not made by the proxy through which products read.
+    fence_async_shared()
+    take_turn(n + 1, GROUP, shared)
+    acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
+    if FINAL:
+        end_turn(GROUP, shared)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        s = begin_scores(n + 1, query, shared, C)
+        end_turn(GROUP, shared)
+        acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+    mbarrier.arrive(shared.v_free.index(at), count=1)
+    return s, acc, top, total
+
+
+@gluon.jit
+def begin_scores(n, query, shared, C: gl.constexpr):
+    """The product of the query rows and tile n's keys, which is not complete yet."""
+    KEYS: gl.constexpr = C.tile.keys
+    nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
+    return warpgroup_mma(query, shared.k.index(n % C.tile.stages).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def take_turn(number, GROUP: gl.constexpr, shared):
+    """Wait for a group's turn of this number; group 0 has the first."""
+    mbarrier.wait(shared.turns.index(GROUP), (number & 1) ^ (1 - GROUP))
+
+
+@gluon.jit
+def end_turn(GROUP: gl.constexpr, shared):
+    """The other group's turn begins when this one's products have been issued, not when they end."""
+    mbarrier.arrive(shared.turns.index(1 - GROUP), count=1)
 
 
 @gluon.jit

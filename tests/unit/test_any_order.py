@@ -1,7 +1,6 @@
-"""PagedKVCache and the nano engine under any order of events, against plain models of what they must hold.
+"""PagedKVCache under any order of events, against a plain model of what it must hold: a dict of stored rows.
 
-The cache's model is a dict of stored rows: what ``encode`` makes of each token when it is written must lie in the sequence's slots, byte
-for byte, until the token is gone. The engine's is arithmetic on its blocks, and attention without a cache.
+What ``encode`` makes of each token when it is written must lie in the sequence's slots, byte for byte, until the token is gone.
 """
 
 import tempfile
@@ -9,16 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_checks import MODES, assert_consistent
-from kvq_core import KVQError, OutOfBlocksError, PagedKVCache, get_backend
+from kvq_core import KVQError, OutOfBlocksError, PagedKVCache
 from kvq_core.cache.layout import LAYOUTS
-from kvq_core.evaluation.tiny_model import Config, TinyModel, dense_attention
 from kvq_core.testing import places
-from nano_engine import Engine, Request
 
 BLOCK, LAYERS, HEADS, SIZE, SIZE_V = 8, 2, 2, 16, 32
 GENERATED = (Phase.explicit, Phase.generate)
@@ -195,53 +192,3 @@ class AnyOrderOnAGPU(AnyOrder):
 @pytest.mark.gpu
 class TestAnyOrderOnAGPU(AnyOrderOnAGPU.TestCase):
     settings = settings(max_examples=60, stateful_step_count=30, deadline=None, phases=GENERATED)
-
-
-# -- the engine ---------------------------------------------------------------------------------------------------------
-
-
-torch.manual_seed(1)
-MODEL = TinyModel(Config(dim=32, num_layers=1, num_query_heads=2, num_kv_heads=1, head_size=16, hidden=32, max_len=64))
-for parameter in MODEL.requires_grad_(False).eval().parameters():
-    if parameter.dim() == 2:
-        parameter.mul_(3)
-EVENTS = st.tuples(st.sampled_from(["add", "step", "step", "step", "cancel", "fork"]), st.integers(1, 40), st.integers(1, 12))
-
-
-@settings(max_examples=25, deadline=None, phases=GENERATED, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(EVENTS, min_size=20, max_size=40), st.sampled_from((3, 16, 64)), st.booleans(), st.booleans())
-def test_the_engine_in_any_order(torch_path, events, chunk, padded, in_window):
-    """Requests added, stepped, cancelled and forked over a pool of few blocks.
-
-    Equal to a dense model: mode ``none`` in float32, and int2 in a residual window as long as the model's context.
-    """
-    window = {"residual_length": 64, "sink_tokens": 8, "max_sequences": 4} if in_window else {}
-    backend = get_backend("int2" if in_window else "none")
-    engine = Engine(MODEL, backend, rows_dtype=torch.float32, num_blocks=9, block_size=8, chunk=chunk, padded=padded, **window)
-    live = []
-    for kind, number, new in (*events, *[("step", 0, 0)] * 300):
-        ended, chosen = [], live[number % len(live)] if live else None
-        if kind == "add":
-            live.append(Request([1 + (number * 7 + i * i) % 255 for i in range(number)], new))
-            engine.add(live[-1])
-        elif kind == "step" and live:
-            ended = engine.step()
-        elif kind == "cancel" and live:
-            engine.cancel(chosen)
-            ended = [chosen]
-        elif kind == "fork" and live and len(chosen.tokens) <= 50:
-            live.append(engine.fork(chosen, min(new, 10)))
-        live = [request for request in live if request not in ended]
-        held = [block for request in engine.running for block in request.blocks]
-        assert engine.holders == [held.count(block) for block in range(9)]
-        assert sorted([*set(held), *engine.free]) == list(range(9)), "a block leaked, or is free and held"
-        assert {id(request) for request in (*engine.running, *engine.waiting)} == {id(request) for request in live}
-        assert all(not request.blocks and not request.computed for request in (*engine.waiting, *ended))
-        for request in ended:
-            if request.output:
-                # Each token is the most likely one after all before it, by full recomputation, or ties with it.
-                tokens = torch.tensor(request.tokens)
-                logits = MODEL(tokens, torch.arange(len(tokens)), dense_attention)[request.num_prompt - 1 : -1]
-                picked = logits.gather(1, tokens[request.num_prompt :, None])[:, 0]
-                assert ((logits.amax(-1) - picked) < 1e-3).all(), "a token is not what a dense model says"
-    assert not live

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,10 +73,7 @@ def append_and_write(cache: PagedKVCache, new_tokens: dict[int, int]) -> None:
 OPERATIONS = {
     "append": lambda cache, path: cache.append({1: 6, 2: 9, 0: 1}),
     "write": lambda cache, path: append_and_write(cache, {2: 1}),
-    "roll back": lambda cache, path: (cache.append({1: 20}), cache.truncate(1, 12)),
     "save": lambda cache, path: cache.save(path),
-    "load": lambda cache, path: PagedKVCache.load(path),
-    "pickle": lambda cache, path: pickle.loads(pickle.dumps(cache)),
 }
 
 
@@ -86,8 +82,7 @@ def test_interrupted_at_any_line(name, tmp_path):
     path, before = tmp_path / "kv", small_cache()
     before.save(path)
     old = path.read_bytes()
-    every = {"write": 3, "pickle": 3, "load": 7}.get(name, 1)  # they run many lines
-    for point, cache in points(lambda: copy.deepcopy(before), lambda cache: OPERATIONS[name](cache, path), 5, every):
+    for point, cache in points(lambda: copy.deepcopy(before), lambda cache: OPERATIONS[name](cache, path), 5, 3 if name == "write" else 1):
         assert_consistent(cache)
         assert path.read_bytes() == old
         assert all(file == path or file.match(".kv.*.part") for file in tmp_path.iterdir())

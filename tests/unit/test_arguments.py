@@ -11,9 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvq_core.plan.planner
 from kvq_core import ArgumentError, KVQError, PagedKVCache, get_backend
+from kvq_core.call import ops
+from kvq_core.call.args import ReadArgs, WriteArgs
+from kvq_core.call.memory import Extent, shares_bytes
 from kvq_core.smoothing.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -255,3 +260,30 @@ def test_a_read_s_defaults_are_plain_causal_attention() -> None:
     built.backend.unified_attention(out=outs[0], **spelled)
     built.backend.unified_attention(out=outs[1], **{name: given for name, given in spelled.items() if name not in plain})
     assert torch.equal(outs[0][:4], outs[1][:4]) and bool(outs[0][:4].isfinite().all())
+
+
+@pytest.mark.parametrize("mode", ["int4", "fp8_per_tensor"])
+def test_schemas_tell_what_a_call_writes(mode: str) -> None:
+    """``torch.compile`` relies on them; given scales are read only."""
+    backend = get_backend(mode)
+    changed = {"key_cache", "value_cache"} | ({"k_scale_cache", "v_scale_cache"} if mode == "int4" else set())
+    results = {"out", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "lse"}
+    for op, args, names in ((ops.write_op(backend), WriteArgs, changed), (ops.read_op(backend), ReadArgs, results)):
+        declared = op._schema.arguments  # type: ignore[attr-defined]
+        assert [argument.name for argument in declared] == list(args._fields)
+        assert {argument.name for argument in declared if argument.is_write} == names
+
+
+strided = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3)
+
+
+@given(a=strided, b=strided, offset=st.integers(-20, 20), wide=st.booleans())
+@settings(max_examples=200)
+def test_shared_bytes_are_those_that_both_have(a: Any, b: Any, offset: int, wide: bool) -> None:
+    memory = torch.arange(256, dtype=torch.int16 if wide else torch.uint8)
+    size = memory.element_size()
+    views = [memory.as_strided([n for n, _ in dims], [step for _, step in dims], 64 + at) for dims, at in ((a, 0), (b, offset))]
+    covered = [[size * int(x) + i for x in view.flatten() for i in range(size)] for view in views]
+    extents = [Extent.of(view) for view in views]
+    assert shares_bytes(*extents, offset * size) == bool({*covered[0]} & {*covered[1]})
+    assert not extents[0].nested or len(set(covered[0])) == len(covered[0])

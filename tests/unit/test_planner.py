@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvq_core.plan import lookup, planner
@@ -24,6 +24,10 @@ from kvq_core.plan.planner import (
 
 ARCHITECTURES = ("", "sm_90")  # one that no table knows, and the one that choices were measured on
 SHAPE: dict[str, Any] = {"max_seqlen_q": 1, "uniform": True, "num_kv_heads": 8, "lane_bytes": 2, "num_sms": 132}
+
+
+A = Problem(num_seqs=64, max_seqlen_k=8192, max_keys=8192, group=4, lanes=32, ways=4, arch="sm_90", **SHAPE)
+"""int4 at batch 64, context 8192, 32/8 heads of 128 on an H200."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,7 @@ PROBLEMS = st.builds(
     num_sms=st.sampled_from([4, 84, 132]),
     engine_segments=st.sampled_from([0, 0, 1, 16]),
     arch=st.sampled_from(ARCHITECTURES),
+    variant=st.sampled_from(["", "int8"]),
     head_lanes=st.sampled_from([4, 8, 12, 16, 24, 32, 64]),
     **dict.fromkeys(
         ("uniform", "scaled", "may_split", "batch_invariant", "foldable", "in_chunks", "sm90_fits", "multirow_fits"), st.booleans()
@@ -55,6 +60,7 @@ PROBLEMS = st.builds(
 
 
 @given(PROBLEMS)
+@example(replace(A, max_seqlen_q=8, ways=2, variant="int8", multirow_fits=True, uniform=False))
 def test_what_every_plan_holds_to(problem: Problem) -> None:
     launches = plan(problem)
     for length in {1, 2, DECODE_QUERY_LEN, DECODE_QUERY_LEN + 1, problem.max_seqlen_q}:
@@ -116,8 +122,6 @@ def in_words(problem: Problem) -> Iterator[str]:
         yield words
 
 
-A = Problem(num_seqs=64, max_seqlen_k=8192, max_keys=8192, group=4, lanes=32, ways=4, arch="sm_90", **SHAPE)
-"""int4 at batch 64, context 8192, 32/8 heads of 128 on an H200."""
 BF16: dict[str, Any] = {"ways": 1, "scaled": False}
 MIXED: dict[str, Any] = {"num_seqs": 9, "max_seqlen_q": 500, "max_seqlen_k": 4096, "uniform": False}
 SM90: dict[str, Any] = {"sm90_fits": True, "multirow_fits": True}
@@ -128,6 +132,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "64x16 w4 s2 K 4/SM 1L; chunks 256/320 chunk 2048; 8,32,8,1 w4 + 32x32 w4 s2 Q": {**BF16, **INVARIANT, "arch": "", "lanes": 512},
     "8x64 w1 s2 K r168 12/SM 1L; equal 4/5 least 2 waits; 1,32,1,1 w4": {"arch": "", "num_seqs": 1, "max_seqlen_k": 512, "lanes": 16},
     "8x64 w1 s2 K r168 12/SM 1L; segments 1024/1024 least 0; 8,32,8,1 w4": {"arch": "", "engine_segments": 16},
+    "16x32 w1 s2 Q r168 12/SM 1L; equal 198/234 least 4; 8,32,8,1 w4 + 64x64 w4 s2 Q": {**MIXED, "arch": "", "lanes": 32, "ways": 2},
     # On an H200.
     "64x32 w2 s2 K 4/SM 1L; equal 66/75 least 4; 8,128,64,4 w4 + 128x128 w4 s2 Q r184 SM90_PREFILL": {**BF16, **MIXED, **SM90, "lanes": 64},
     "8x32 w1 s5 K 6/SM 2L; equal 64/68 least 2 waits; 1,32,1,2 w2": {**BF16, "num_seqs": 4, "max_seqlen_k": 1024, "lanes": 128},
@@ -138,9 +143,9 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "8x64 w1 s5 K 8/SM 2L; equal 132/133 least 2; 1,128,1,2 w4": {"num_seqs": 1, "max_seqlen_k": 131072},
     "8x64 w1 s2 K r168 12/SM 1L; equal 198/262 least 2; 8,128,64,4 w4": {"max_seqlen_k": 131072},
-    "8x64 w1 s7 K 8/SM 2L fold; equal 132/133 least 2; 1,128,1,2 w4": {
+    "16x64 w1 s7 K 8/SM 2L fold; equal 132/133 least 2; 1,128,1,2 w4": {
         **{"num_seqs": 1, "max_seqlen_k": 131072, "ways": 8},
-        **{"head_lanes": 24, "foldable": True},
+        **{"head_lanes": 24, "foldable": True, "group": 8},
     },
     "8x64 w1 s5 K 8/SM 2L; equal 132/196 least 2; 8,128,64,4 w4": {"lanes": 16, "ways": 8, "side_bytes": True},
 }

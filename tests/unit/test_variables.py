@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from kvq_core import ArgumentError, PagedKVCache, get_backend, variables
 from kvq_core.call import debug
 from kvq_core.cli.app import app
+from kvq_core.none import NoneBackend
 from kvq_core.plan import planner
 
 pytestmark = pytest.mark.quick
@@ -50,6 +51,24 @@ def test_what_cannot_be_meant_is_an_error_at_first_use(name: str, text: str, mon
     for command in (["calc", str(config)], ["list"], ["list", "--check"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 2 and not done.stdout and f"{name}: got " in done.stderr, command
+
+
+def test_a_door_without_the_registry_looks_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(NoneBackend):
+        mode = "variables_test"
+
+    monkeypatch.setenv("KVQ_BATCHINVARIANT", "1")
+    k, pages, slots = torch.zeros(1, 1, 64), torch.zeros(1, 8, 1, 64), torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ArgumentError, match=r"^KVQ_BATCHINVARIANT: .*did you mean KVQ_BATCH_INVARIANT"):
+        Own().reshape_and_cache(k, k, pages, pages.clone(), slots)
+
+
+def test_the_interpreter_is_asked_for_as_triton_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    for text in (*ON, *OFF, "y", "2"):
+        monkeypatch.setenv("TRITON_INTERPRET", text)
+        assert variables.interpreting() == knobs.getenv_bool("TRITON_INTERPRET", False), text
 
 
 def test_doctor_tells_all_of_them_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

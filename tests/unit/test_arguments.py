@@ -1,4 +1,7 @@
-"""Whatever is passed for whichever argument of a public entry: kvq's own error, which names it, and not one byte written."""
+"""Whatever is passed for whichever argument of a public entry: kvq's own error, which names it, and not one byte written.
+
+What the doors alone take, the conformance suite passes wrongly: ``test_bad_input``.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -48,8 +51,8 @@ def number(least: float, strict: bool = False) -> Allowed:
     return lambda x: real(x) and (x > least or (x == least and not strict))
 
 
-def optional(allowed: Allowed) -> Allowed:
-    return lambda x: x is None or allowed(x)
+def none(x: Any) -> bool:
+    return x is None
 
 
 def nothing(x: Any) -> bool:
@@ -64,25 +67,12 @@ def window(x: Any) -> bool:
     return x is None or (isinstance(x, tuple | list | range) and tuple(x) in ((0, 0), (-1, -1)))
 
 
-NONE = optional(nothing)
-READ: dict[str, Allowed] = {
-    **dict.fromkeys(("q", "k_cache", "v_cache", "out", "cu_seqlens_q", "seqused_k", "block_table"), nothing),
-    **dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "mm_prefix_range", "smoothing"), NONE),
-    **dict.fromkeys(("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"), NONE),
-    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), integer()),
-    "output_scale": lambda x: x is None or (isinstance(x, torch.Tensor) and x.numel() == 1 and x.dtype == torch.float32),
-    "softmax_scale": number(0, strict=True),
+SCORING: dict[str, Allowed] = {
+    **dict.fromkeys(("sinks", "alibi_slopes", "qq_bias"), none),
+    "softmax_scale": lambda x: x is None or number(0, strict=True)(x),
     "softcap": number(0),
     "window_size": window,
     "use_alibi_sqrt": flag,
-    "seq_threshold_3D": optional(integer(-(2**63), 2**63 - 1)),
-    "num_par_softmax_segments": NONE,
-}
-WRITE: dict[str, Allowed] = {
-    **dict.fromkeys(("key", "value", "key_cache", "value_cache"), nothing),
-    # Rows beyond it are padding.
-    "slot_mapping": lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 1 and len(x) < 29,
-    "smoothing": NONE,
 }
 
 
@@ -122,26 +112,6 @@ def tried(
 PLAIN = Case(query_lens=(3, 1), seq_lens=(20, 9), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("door", ["write", "read"])
-def test_doors(door: str, torch_path: None) -> None:
-    backend = get_backend("int4")
-    built = scene.build(PLAIN, backend, CPU).fill()
-    buffer = built.fresh_out()
-
-    def unchanged() -> bool:
-        return not built.pages.changed() and not buffer.changed()
-
-    def settle() -> None:
-        built.pages.settle()
-        buffer.settle()
-
-    settle()
-    valid = built.write_arguments() if door == "write" else {"out": buffer["rows"], **built.read_arguments()}
-    call, kinds = (backend.reshape_and_cache, WRITE) if door == "write" else (backend.unified_attention, READ)
-    wrong = list(tried(call, valid, kinds | dict.fromkeys(("k_scale_cache", "v_scale_cache"), nothing), unchanged, settle))
-    assert not wrong, "\n".join(wrong)
-
-
 GEOMETRY = {"num_blocks": 4, "block_size": 8, "num_kv_heads": 2, "head_size": 64, "num_layers": 2}
 
 
@@ -175,8 +145,7 @@ def test_methods_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     settle()
     layer, seq = integer(0, 1), integer(0, 0)
     writing = {"layer": layer, "step": nothing, "key": nothing, "value": nothing}
-    reading = {"layer": layer, "step": nothing, "q": nothing, "out": NONE, "softmax_scale": optional(READ["softmax_scale"])}
-    reading |= {name: READ[name] for name in ("sinks", "alibi_slopes", "qq_bias", "softcap", "window_size", "use_alibi_sqrt")}
+    reading = {"layer": layer, "step": nothing, "q": nothing, "out": none, **SCORING}
     wrong = list(tried(cache.write, {"layer": 0, "key": key, "value": key, "step": step}, writing, unchanged, settle))
     wrong += tried(cache.attend, {"layer": 0, "q": q, "step": step}, reading, unchanged, settle)
     for name, valid, kinds in (
@@ -190,7 +159,7 @@ def test_methods_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("save", {}, {"path": lambda x: x in ("1", "caf\xe9")}),
     ):
         wrong += tried(on_fresh(name), valid, kinds)
-    loading = {"path": lambda x: isinstance(x, str), "mode": NONE, "smoothing": NONE, "device": lambda x: x == CPU}
+    loading = {"path": lambda x: isinstance(x, str), "mode": none, "smoothing": none, "device": lambda x: x == CPU}
     wrong += tried(PagedKVCache.load, {"path": file}, loading)
     assert not wrong, "\n".join(wrong)
 
@@ -198,7 +167,7 @@ def test_methods_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_cache_s_making() -> None:
     kinds = dict.fromkeys(("num_blocks", "num_kv_heads", "num_layers"), integer(1, 7)) | dict.fromkeys(("block_size", "head_size"), nothing)
     kinds |= {"mode_or_backend": nothing, "layout": nothing, "dtype": lambda x: x is torch.float32, "device": lambda x: x == CPU}
-    kinds |= dict.fromkeys(("head_size_v", "k_scale", "smoothing"), NONE)
+    kinds |= dict.fromkeys(("head_size_v", "k_scale", "smoothing"), none)
     wrong = list(tried(PagedKVCache, {"mode_or_backend": "int4", **GEOMETRY}, kinds))
     assert not wrong, "\n".join(wrong)
     for num_blocks in (2**31 - 1, 2**30):
@@ -220,8 +189,8 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (kvq_core.single_rht, {"x": rows}, {"x": real, "inverse": flag}),
         (get_backend("int4").check_head_size, {"head_size": 64, "argument": "head_size"}, {"head_size": nothing}),
         (get_backend("int4").packed_head_size, {}, {"head_size": nothing}),
-        (KeySmoothing, {"mean": torch.ones(2, 8)}, {"mean": nothing, "balance": NONE}),
-        (lambda **given: KeyStatistics().add(**given), {"keys": rows}, {"keys": real, "queries": NONE, "real": NONE}),
+        (KeySmoothing, {"mean": torch.ones(2, 8)}, {"mean": nothing, "balance": none}),
+        (lambda **given: KeyStatistics().add(**given), {"keys": rows}, {"keys": real, "queries": none, "real": none}),
         (ModelSmoothing, {}, {"layers": lambda x: x == {}}),
         (ModelSmoothing.load, {}, {"path": lambda x: False}),
         (ModelSmoothing({}).save, {}, {"path": lambda x: True}),

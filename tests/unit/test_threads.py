@@ -12,7 +12,7 @@ import torch
 
 from cache_checks import MODES
 from in_threads import in_threads
-from kvq_core import QuantKVBackend, get_backend, register_backend, unregister_backend
+from kvq_core import get_backend, register_backend, unregister_backend
 from kvq_core.launch import workspace
 from kvq_core.none import NoneBackend
 from kvq_core.testing import places, scene
@@ -43,31 +43,18 @@ def test_first_calls_wait_for_the_ops(monkeypatch: pytest.MonkeyPatch, torch_pat
         time.sleep(0.05)
         return define(self, *arguments, **options)
 
+    def written() -> torch.Tensor:
+        made = scene.build(Case(query_lens=(1, 3), seq_lens=(40, 20), num_kv_heads=1), get_backend(Slow.mode), CPU)
+        made.write()
+        return made.pages.raw
+
     monkeypatch.setattr(torch.library.Library, "define", slowly)
     register_backend(Slow)
     try:
-        outs = in_threads([lambda seed=seed: attended(get_backend(Slow.mode), seed) for seed in (1, 1, 1, 1)])  # type: ignore[misc]
+        first, *others = in_threads([written] * 4)
     finally:
         unregister_backend(Slow.mode)
-    assert all(torch.equal(out, outs[0]) for out in outs)
-
-
-def attended(backend: QuantKVBackend, seed: int, device: torch.device = CPU) -> torch.Tensor:
-    """Written and read through the doors, in tensors of its own: the pages' bytes and the result's."""
-    case = Case(query_lens=(1, 3), seq_lens=(40, 20), num_kv_heads=1)
-    made = scene.build(case, backend, device, seed=seed)
-    made.write()
-    out = made.fresh_out()["rows"]
-    backend.unified_attention(out=out, **made.read_arguments())
-    return torch.cat([made.pages.raw.flatten(), out[:4].contiguous().view(torch.uint8).flatten()])
-
-
-def test_interpreted_kernels_give_what_one_thread_gets(interpreted: torch.device) -> None:
-    """Three modes at once. The interpreter itself keeps its place in the grid in a global."""
-    works = [lambda mode=mode: attended(get_backend(mode), 3, interpreted) for mode in MODES[::2]]
-    alone = [work() for work in works]
-    together = in_threads(works)
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+    assert all(torch.equal(first, other) for other in others)
 
 
 LEAST = 1 << 16

@@ -47,6 +47,14 @@ def leftover(wanted: Demand) -> tuple[int, list[object]]:
     return len(planned.launches), [launch[1:] for launch in planned.launches if _identity(launch) not in known]
 
 
+def kernel_behind_sinks(first_block: int) -> object:
+    """What a decode step of smoothed keys launches behind so many blocks of exact rows."""
+    wanted = demand("int8", partial=True, key_stops=True, smoothed=True, rotary_pairs=32, first_block=first_block)
+    with planning_for(H100) as planned:
+        Call(wanted, 4, 4, 1, wanted.longest_keys(1))()
+    return _identity(planned.launches[0])
+
+
 def main() -> None:
     # Engines load models, and warm up, with the model's dtype as torch's default.
     torch.set_default_dtype(torch.bfloat16)
@@ -65,6 +73,9 @@ def main() -> None:
             launched += count
             if left:
                 raise SystemExit(f"{mode}, {further}: {len(left)} launches that the warm-up does not know, the first: {left[0]}")
+    # Without positions, with them, and with a block table that begins on no aligned address.
+    if len({kernel_behind_sinks(first_block) for first_block in (0, 4, 3)}) != 3:
+        raise SystemExit("reads behind sinks are warmed up with the kernels of others")
     print(launched)
 
 

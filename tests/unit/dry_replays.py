@@ -1,8 +1,8 @@
 """Calls that vary one thing each, launched into the void with and without repeats: ``python tests/unit/dry_replays.py``.
 
-Prints as JSON how many variations there were, whether launches can be repeated with this Triton, how many calls were, how many launches
-hooks missed, and which variations went wrong: their launches (kernel, what Triton specialized it on, grid, stream, every value) or
-error were not those of a process that repeats nothing. ``caught``: the facts of the tensors without which some do.
+Prints as JSON how many variations there were, whether launches can be repeated with this Triton, how many calls were, and which variations
+went wrong: their launches (kernel, what Triton specialized it on, grid, stream, every value) or error were not those of a process that
+repeats nothing. ``unaligned``: how many go wrong where calls are not known by the alignment of their tensors.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from kvq_core import get_backend, list_backends
+from kvq_core import get_backend
 from kvq_core.call import ops, replay_cache
 from kvq_core.launch import replay
 from kvq_core.plan import planner
@@ -23,7 +23,7 @@ from kvq_core.testing.cases import Case
 from kvq_core.testing.dry_launch import DryDriver, launching_for
 
 CPU = torch.device("cpu")
-MODES = ("int4_per_token_head", "fp8_per_tensor", "none")
+MODES = ("int4_per_token_head", "fp8_per_tensor")
 COMMON: dict[str, Any] = {"head_size": 64, "dtype": torch.bfloat16}
 EVERY: dict[str, Any] = {"sinks": True, "alibi": True, "mm_prefix": (((3, 20),), ())}
 CASES = {
@@ -44,34 +44,25 @@ def moved(x: torch.Tensor, *, by: int = 0, strides: tuple[int, ...] | None = Non
     return flat[: (span + by) * x.element_size()].view(x.dtype).as_strided(x.shape, strides, by)
 
 
-def of_tensor(name: str, x: torch.Tensor) -> Iterator[Variation]:
-    yield f"{name} elsewhere", {name: moved(x)}
-    for by in (1, 2, 16 // x.element_size()):
-        yield f"{name} moved by {by}", {name: moved(x, by=by)}
-    for dim in range(x.dim()):
-        wider = tuple(stride * (2 if axis == dim else 1) for axis, stride in enumerate(x.stride()))
-        yield f"{name} with twice stride {dim}", {name: moved(x, strides=wider)}
-        odd = tuple(stride + (1 if axis == dim else 0) for axis, stride in enumerate(x.stride()))
-        yield f"{name} with odd stride {dim}", {name: moved(x, strides=odd)}
-        yield f"{name} shorter in {dim}", {name: x.narrow(dim, 0, max(x.shape[dim] - 1, 0))}
-        yield f"{name} longer in {dim}", {name: torch.cat([x, x.narrow(dim, 0, 1)], dim) if x.shape[dim] else x}
-    for dtype in (torch.float16, torch.float32, torch.int64, torch.uint8, torch.float8_e4m3fn):
-        yield f"{name} as {dtype}", {name: torch.zeros_like(x, dtype=dtype)}
-    yield f"{name} on meta", {name: x.to("meta")}
-
-
 def variations(arguments: dict[str, Any], all_options: dict[str, Any]) -> Iterator[Variation]:
     yield "nothing", {}
     for name, x in arguments.items():
         if isinstance(x, torch.Tensor):
-            yield from of_tensor(name, x)
-            yield f"no {name}", {name: None}
+            others = {"elsewhere": moved(x), "on meta": x.to("meta"), "missing": None}
+            others |= {f"moved by {by}": moved(x, by=by) for by in (1, 2, 16 // x.element_size())}
+            others |= {f"as {dtype}": torch.zeros_like(x, dtype=dtype) for dtype in (torch.float16, torch.int64, torch.uint8)}
+            for dim, stride in enumerate(x.stride()):
+                for other in (2 * stride, stride + 1):
+                    others[f"with stride {other} in {dim}"] = moved(x, strides=(*x.stride()[:dim], other, *x.stride()[dim + 1 :]))
+                others[f"shorter in {dim}"] = x.narrow(dim, 0, max(x.shape[dim] - 1, 0))
+                others[f"longer in {dim}"] = torch.cat([x, x.narrow(dim, 0, 1)], dim) if x.shape[dim] else x
         elif isinstance(x, bool):
-            yield f"not {name}", {name: not x}
+            others = {"turned": not x}
         elif isinstance(x, int | float):
-            yield from ((f"{name} = {value}", {name: type(x)(value)}) for value in (0, 1, 2, 3, 16, 100, -1, -2, x + 1))
-        elif name in all_options:
-            yield f"with {name}", {name: all_options[name]}
+            others = {f"= {value}": type(x)(value) for value in (0, 1, 2, 3, 16, 100, -1, -2, x + 1)}
+        else:
+            others = {"given": all_options[name]} if name in all_options else {}
+        yield from ((f"{name} {what}", {name: other}) for what, other in others.items())
     tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor)]
     yield "everything elsewhere", {name: moved(arguments[name]) for name in tensors}
     for a, b in itertools.pairwise(tensors):
@@ -118,39 +109,6 @@ def check(dry: DryDriver, mode: str, call: Any, base: dict[str, Any], options: d
         yield f"{mode}: {kind or label}", fits
 
 
-def unseen_by_hooks(dry: DryDriver, call: Any, arguments: dict[str, Any]) -> int:
-    """Launches of known calls that a hook, set when they were known already, is not told of."""
-    seen: list[object] = []
-    outcome(dry, call, arguments)
-    knobs.runtime.launch_enter_hook.add(seen.append)
-    try:
-        outcome(dry, call, arguments)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(seen.append)
-    return len(dry.started or ()) - len(seen)
-
-
-def launches_of_a_write(dry: DryDriver, mode: str) -> int:
-    backend = get_backend(mode)
-    outcome(dry, backend.reshape_and_cache, scene.build(CASES["split"], backend, CPU).write_arguments())
-    return len(dry.started or ())
-
-
-@contextlib.contextmanager
-def blind(fact: str) -> Iterator[None]:
-    """Calls are known by all facts of their tensors but this one."""
-    seeing, whole, alignment = ops._read_facts.__globals__, replay_cache.facts_of, replay_cache.ALIGNMENT
-    hidden = tuple if fact == "stride" else torch.dtype
-    if fact == "alignment":
-        replay_cache.ALIGNMENT = 1
-    else:
-        seeing["facts_of"] = lambda arguments: (tuple(x for x in whole(arguments)[0] if type(x) is not hidden), whole(arguments)[1])
-    try:
-        yield
-    finally:
-        replay_cache.ALIGNMENT, seeing["facts_of"] = alignment, whole
-
-
 Call = tuple[str, str, Any, dict[str, Any], dict[str, Any]]
 
 
@@ -172,7 +130,7 @@ def doors() -> Iterator[Call]:
 
 
 def main() -> None:
-    tried, repeated, unseen, wrong = 0, 0, 0, []
+    repeated = 0
     again = replay.Replay.__call__
 
     def counted(self: replay.Replay, addresses: list[int]) -> bool:
@@ -182,21 +140,14 @@ def main() -> None:
         return done
 
     replay.Replay.__call__ = counted  # type: ignore[method-assign]
-    known, caught = replay.triton_is_known(), []
+    every = list(doors())
     with launching_for("sm_90") as dry:
-        for name, mode, call, base, options in doors():
-            for label, fits in check(dry, mode, call, base, options):
-                tried += 1
-                wrong += [] if fits else [f"{name}, {label}"]
-            unseen += unseen_by_hooks(dry, call, base)
-        sighted = repeated
-        for fact in ("alignment", "stride", "dtype") if known else ():
-            with blind(fact):
-                if any(not fits for _, mode, *door in doors() for _, fits in check(dry, mode, *door)):
-                    caught.append(fact)
-        launches = {entry.mode: launches_of_a_write(dry, entry.mode) for entry in list_backends()}
-    seen = {"tried": tried, "known": known, "repeated": sighted, "unseen_by_hooks": unseen, "wrong": wrong, "caught": caught}
-    print(json.dumps(seen | {"launches_of_a_write": launches}))
+        found = [(f"{name}, {label}", fits) for name, *door in every for label, fits in check(dry, *door)]
+        wrong = [variation for variation, fits in found if not fits]
+        seen = {"tried": len(found), "known": replay.triton_is_known(), "repeated": repeated, "wrong": wrong}
+        replay_cache.ALIGNMENT = 1
+        seen["unaligned"] = sum(not fits for _, fits in check(dry, *every[0][1:]))
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

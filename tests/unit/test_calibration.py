@@ -30,43 +30,30 @@ def model_smoothing(layers: int = 2, balanced: bool = True) -> ModelSmoothing:
     return ModelSmoothing(found)
 
 
-# -- estimates --------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_mean_and_the_balance_are_what_they_say() -> None:
-    keys, queries = keys_and_queries(300)
-    found = KeySmoothing.estimate(keys, queries)
-    torch.testing.assert_close(found.mean, keys.mean(0))
-    ratio = (keys.std(0, unbiased=False) / queries.unflatten(1, (HEADS, GROUP)).square().mean((0, 2)).sqrt()).sqrt()
-    torch.testing.assert_close(found.balance, ratio / ratio.log().mean(-1, keepdim=True).exp(), rtol=1e-4, atol=0)
-    assert found.balance is not None and found.inverse is not None
-    torch.testing.assert_close(found.balance.log().mean(-1), torch.zeros(HEADS), atol=1e-5, rtol=0)
-    torch.testing.assert_close(found.inverse * found.balance, torch.ones(HEADS, SIZE))
-    assert KeySmoothing.estimate(keys).balance is None
-
-
-def test_parts_add_up_and_padding_does_not_count() -> None:
+    """In one part or several, with padding that does not count."""
     keys, queries = keys_and_queries(90)
     statistics = KeyStatistics()
     for part in (slice(0, 40), slice(40, 41), slice(41, 90)):
         spoilt = torch.cat((keys[part], torch.full((3, HEADS, SIZE), torch.nan)))
         statistics.add(spoilt, queries[part], real=torch.arange(len(spoilt)) < len(spoilt) - 3)
-    whole = KeySmoothing.estimate(keys, queries)
-    found = statistics.smoothing(balanced=True)
-    torch.testing.assert_close(found.mean, whole.mean)
-    torch.testing.assert_close(found.balance, whole.balance)
+    ratio = (keys.std(0, unbiased=False) / queries.unflatten(1, (HEADS, GROUP)).square().mean((0, 2)).sqrt()).sqrt()
+    for found in (KeySmoothing.estimate(keys, queries), statistics.smoothing(balanced=True)):
+        torch.testing.assert_close(found.mean, keys.mean(0))
+        assert found.balance is not None and found.inverse is not None
+        torch.testing.assert_close(found.balance, ratio / ratio.log().mean(-1, keepdim=True).exp(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(found.inverse * found.balance, torch.ones(HEADS, SIZE))
+    assert KeySmoothing.estimate(keys).balance is None
 
 
 @pytest.mark.parametrize(
     ("argument", "make"),
     [
         ("mean", lambda: KeySmoothing(torch.zeros(2, 3, 4))),
-        ("mean", lambda: KeySmoothing(torch.zeros(2, 64, dtype=torch.bfloat16))),
         ("balance", lambda: KeySmoothing(torch.zeros(2, 64), torch.ones(2, 32))),
         ("keys", lambda: KeyStatistics().smoothing()),
         ("keys", lambda: KeySmoothing.estimate(torch.zeros(2, 64))),
         ("queries", lambda: KeySmoothing.estimate(torch.zeros(5, 2, 64), torch.zeros(5, 3, 64))),
-        ("smoothing", lambda: model_smoothing(2).for_layers([0, 1, 2])),
         ("smoothing", lambda: cache(smoothing="second_prefill")),
         ("smoothing", lambda: cache(smoothing=model_smoothing(1))),
         ("smoothing (layer 0)", lambda: cache(smoothing=ModelSmoothing({i: KeySmoothing(torch.zeros(2, 32)) for i in range(2)}))),
@@ -78,22 +65,14 @@ def test_what_does_not_fit_is_named(argument: str, make: object) -> None:
     assert caught.value.argument == argument, str(caught.value)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_brings_back_the_same_and_its_fingerprint_tells_what(tmp_path: Path) -> None:
     one = model_smoothing(2)
     nudged = {layer: dataclasses.replace(s, mean=s.mean + (layer == 1) * 1e-3) for layer, s in one.items()}
-    swapped = ModelSmoothing({0: one[1], 1: one[0]})
-    every = [one, ModelSmoothing(nudged), swapped, model_smoothing(2, balanced=False), model_smoothing(1)]
+    every = [one, ModelSmoothing(nudged), ModelSmoothing({0: one[1], 1: one[0]}), model_smoothing(2, balanced=False), model_smoothing(1)]
     assert len({s.fingerprint for s in every}) == 5
     for smoothing in every:
         smoothing.save(tmp_path / "s.safetensors")
-        back = ModelSmoothing.load(tmp_path / "s.safetensors")
-        assert back.fingerprint == smoothing.fingerprint and list(back) == list(smoothing)
-        for layer, kept in smoothing.items():
-            assert torch.equal(back[layer].mean, kept.mean)
-            assert (back[layer].balance is None) == (kept.balance is None)
+        assert ModelSmoothing.load(tmp_path / "s.safetensors").fingerprint == smoothing.fingerprint
 
 
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
@@ -107,11 +86,6 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(SnapshotError, match="damaged"):
         ModelSmoothing.load(path)
-    with pytest.raises(FileNotFoundError):
-        ModelSmoothing.load(tmp_path / "none")
-
-
-# -- caches -----------------------------------------------------------------------------------------------------------------------
 
 
 def cache(mode: str = "int4", **options: object) -> PagedKVCache:
@@ -130,24 +104,16 @@ def fed(into: PagedKVCache, *counts: int, **options: object) -> list[torch.Tenso
     return outs
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sinks": torch.linspace(-2, 9, HEADS * GROUP)}])
-@pytest.mark.parametrize("smoothing", [FIRST_PREFILL, model_smoothing()])
-def test_smoothed_attention_is_the_same_attention(options: dict[str, object], smoothing: object) -> None:
-    """Of keys that are not quantized: what a mode loses is not in the way."""
-    found, wanted = (fed(cache("none", smoothing=given), 20, 1, 5, **options) for given in (smoothing, None))
-    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
-
-
 def test_the_first_keys_decide_for_good() -> None:
-    found = cache(smoothing=FIRST_PREFILL)
+    found = cache("none", smoothing=FIRST_PREFILL)
     assert found.smoothing is None
-    fed(found, 30, 7)
+    outs = fed(found, 30, 7, softcap=5.0, sinks=torch.linspace(-2, 9, HEADS * GROUP))
     assert found.smoothing is not None and list(found.smoothing) == [0, 1]
     for layer in range(2):
         torch.testing.assert_close(found.smoothing[layer].mean, keys_and_queries(30, 10 * layer)[0].mean(0))
-    before = found.smoothing.fingerprint
-    fed(found, 12)
-    assert found.smoothing.fingerprint == before
+    # The same attention: mode none loses nothing that would be in the way.
+    wanted = fed(cache("none"), 30, 7, softcap=5.0, sinks=torch.linspace(-2, 9, HEADS * GROUP))
+    torch.testing.assert_close(outs, wanted, rtol=2e-4, atol=2e-4)
 
 
 def test_a_saved_cache_has_its_smoothing_and_no_other(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Residual windows: which keys are read exact, through every change of a cache, and that attention is over just those."""
 
 import copy
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from cache_checks import attention
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, QuantKVBackend, UnknownModeError, get_backend
-from kvq_core.cache.sequences import GrownRow
+from kvq_core.cache.sequences import SequenceTable
 from kvq_core.cache.step import Step
 from kvq_core.residual import ResidualWindow
-from kvq_core.residual.table import ExactTable
 from kvq_core.testing import places
 from kvq_core.testing.places import Place
 
@@ -125,7 +124,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pla
     ("place", "options"),
     [
         *(pytest.param("eager", options, marks=pytest.mark.quick) for options in WINDOWS),
-        *(pytest.param("interpret", options) for options in WINDOWS[-2:]),
+        pytest.param("interpret", WINDOWS[-1]),
         *(pytest.param("gpu", options, marks=pytest.mark.gpu) for options in WINDOWS),
     ],
     indirect=["place"],
@@ -135,29 +134,29 @@ def test_a_sequence_is_read_through_its_window(options: dict[str, Any], place: P
     """A prompt in chunks, then single tokens and drafts: at every length, the newest tokens are exact, and no more than a block besides."""
     model = Model(place, **options, max_sequences=2)
     seq, window = model.start(), model.window
-    for count in (5, 70, 1, 8) if place.name == "interpret" else (5, 70, 1, 1, 8, 33, *[1] * 40, 3, 200, 1, 1):
+    for count in (5, 70, 1, 8) if place.name == "interpret" else (5, 70, 1, 1, 8, 33, *[1] * 17, 200, 1):
         length = len(model.texts[seq])
         first = model.first(model.append({seq: count}), seq)
         assert first <= max(length - window.length, 0)
         assert first > length - window.length - 16 or first <= window.sinks + 16
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_rolled_back_drafts_stay_exact_with_any_option(fast: Place) -> None:
+    """What a rejected draft leaves is what would be there without it: the window before a call is never given up for its new tokens."""
+    options: list[dict[str, Any]] = [
         {"softcap": 3.0},
         {"window_size": (50, 0)},
-        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-        {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_attention_options(options: dict[str, Any], fast: Place) -> None:
-    model = Model(fast, residual_length=20, max_sequences=1)
+        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]).to(fast.device)},
+        {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]).to(fast.device)},
+    ]
+    model = Model(fast, residual_length=32, max_sequences=1)
     seq = model.start()
-    options = {name: value.to(fast.device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    for count in (50, 60, 1, 4, 1):
-        model.append({seq: count}, **options)
+    model.append({seq: 100}, **options[0])
+    for kept, given_ in zip((1, 3, 8, 2), options, strict=True):
+        model.append({seq: 8}, **given_)
+        length = len(model.texts[seq]) - 8 + kept
+        model.cut(seq, length)
+        assert model.first(model.append({seq: 1}, **given_), seq) <= length - 32
 
 
 CHANGES = st.lists(
@@ -165,7 +164,7 @@ CHANGES = st.lists(
         st.tuples(st.just("append"), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=3)),
         st.tuples(st.just("append to all"), st.integers(1, 20)),
         st.tuples(st.just("truncate"), st.integers(0, 5), st.integers(0, 100)),
-        st.tuples(st.sampled_from(["fork", "free", "copy", "save"]), st.integers(0, 5)),
+        st.tuples(st.sampled_from(["fork", "free", "copy", "save", "interrupt"]), st.integers(0, 5)),
     ),
     max_size=12,
 )
@@ -189,6 +188,11 @@ def test_any_history(fast: Place, tmp_path: Path, changes: list[Any], options: d
         seq = live[given_[0] % len(live)]
         if change == "truncate":
             model.cut(seq, len(model.texts[seq]) * given_[1] // 100)
+        elif change == "interrupt" and not model.window.sinks:
+            # Exact rows are planned for tokens that the pages never get. Exact rows are given up then, sinks among them.
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(SequenceTable, "commit", Mock(side_effect=KeyboardInterrupt))
+                model.cache.append({seq: 30})
         elif change == "fork" and len(live) < 4:
             model.texts[model.cache.fork(seq)] = model.texts[seq]
         elif change == "free" and len(live) > 1:
@@ -200,26 +204,6 @@ def test_any_history(fast: Place, tmp_path: Path, changes: list[Any], options: d
             model.cache.save(tmp_path / "cache")
             model.cache = PagedKVCache.load(tmp_path / "cache", device=fast.device)
     model.append(dict.fromkeys(model.texts, 1))
-
-
-def test_rolled_back_drafts_stay_exact(fast: Place) -> None:
-    """What a rejected draft leaves is what would be there without it: the window before a call is never given up for its new tokens."""
-    model = Model(fast, residual_length=32, max_sequences=1)
-    seq = model.start()
-    model.append({seq: 100})
-    for kept in (1, 3, 8, 2):
-        model.append({seq: 8})
-        length = len(model.texts[seq]) - 8 + kept
-        model.cut(seq, length)
-        assert model.first(model.append({seq: 1}), seq) <= length - 32
-
-
-def test_an_append_that_did_not_end() -> None:
-    """Exact rows planned for tokens that the packed pages never got are given up: the sequence is read from the packed pages."""
-    table = ExactTable(ResidualWindow(16, 0, 16), 20)
-    table.commit(table.plan([GrownRow(7, 0, 30, array("i"))]))
-    (growth,) = table.plan([GrownRow(7, 20, 21, array("i"))])
-    assert (growth.before.first, growth.before.count, growth.after.first, growth.after.end) == (20, 0, 20, 21)
 
 
 def make(**options: Any) -> PagedKVCache:

@@ -1,7 +1,7 @@
-"""One scale for a whole tensor: found over any number of rows, smoothed or not, and refused where it is none."""
+"""One scale for a whole tensor: found over any number of rows, smoothed or not, and refused where it is none.
 
-import math
-from collections.abc import Callable
+Scales that a cache is given are refused in test_cache.py.
+"""
 
 import pytest
 import torch
@@ -19,14 +19,13 @@ def found(rows: torch.Tensor, smoothing: KeySmoothing | None = None) -> float:
     seen = TensorRange()
     for part in (rows[:20], rows[20:20], rows[20:21], rows[21:]):
         seen.add(part)
-    scale = seen.scale(smoothing)
-    assert scale.shape == (1,) and scale.dtype == torch.float32
-    return float(scale)
+    return float(seen.scale(smoothing))
 
 
 @pytest.mark.parametrize("rows", [ROWS, -ROWS, ROWS.bfloat16()])
 def test_the_largest_value_becomes_the_largest_code(rows: torch.Tensor) -> None:
     assert found(rows) * LARGEST_CODE == pytest.approx(float(rows.abs().max()), rel=1e-6)
+    assert checked_scale("k_scale", 0, found(torch.zeros(30, 2, 64))) > 0
 
 
 @pytest.mark.parametrize("balanced", [False, True])
@@ -39,27 +38,14 @@ def test_of_smoothed_rows_it_is_theirs(balanced: bool, sign: int) -> None:
     assert abs(found(rows, smoothing) / found(rows) - 1) > 0.02, "otherwise this tells nothing"
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, 1e-60, torch.tensor([0.0]), torch.ones(2), "1", None])
-def test_what_is_no_scale_is_refused(scale: object) -> None:
-    with pytest.raises(ArgumentError, match=r"^v_scale: got .* for layer 3"):
-        checked_scale("v_scale", 3, scale)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        *((lambda rows=rows: TensorRange().add(rows), "^rows: got shape") for rows in (torch.zeros(3, 64), torch.zeros(3, 2, 64).long())),
-        (lambda: TensorRange().scale(), "^rows: got none so far"),
-        (lambda: found(ROWS, KeySmoothing(torch.zeros(2, 32))), "^smoothing: got one for 2 heads of 32, need one for 2 heads of 64"),
-    ],
-)
-def test_what_has_no_scale_is_refused(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
-def test_zeros_have_a_scale_that_divides() -> None:
-    assert checked_scale("k_scale", 0, found(torch.zeros(30, 2, 64))) > 0
+def test_what_has_no_scale_is_refused() -> None:
+    for rows in (torch.zeros(3, 64), torch.zeros(3, 2, 64).long()):
+        with pytest.raises(ArgumentError, match=r"^rows: got shape"):
+            TensorRange().add(rows)
+    with pytest.raises(ArgumentError, match=r"^rows: got none so far"):
+        TensorRange().scale()
+    with pytest.raises(ArgumentError, match=r"^smoothing: got one for 2 heads of 32, need one for 2 heads of 64"):
+        found(ROWS, KeySmoothing(torch.zeros(2, 32)))
 
 
 def test_only_modes_without_scales_of_their_own_take_them() -> None:

@@ -1,11 +1,10 @@
-"""Calls with Triton's hooks set, launched into the void or compiled: ``python tests/unit/dry_hooks.py [--compile MODE]``.
+"""Calls with Triton's hooks set, launched into the void and compiled: ``python tests/unit/dry_hooks.py``.
 
 Prints as JSON, for every mode with all hooks of ``triton.knobs.runtime`` set, and for one mode with each alone: how many launches there
 were, how often each hook was called, of how many kernels they were told the constants, and whether the launches were those of a process
-without hooks. With ``--compile``, the constants that hooks are told of the mode's kernels, compiled for sm_90 with all hooks set.
+without hooks. And the constants that hooks are told of one mode's kernels, compiled for sm_90 with all hooks set.
 """
 
-import argparse
 import contextlib
 import functools
 import json
@@ -93,12 +92,6 @@ def compiled(mode: str) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", metavar="MODE")
-    mode = parser.parse_args().compile
-    if mode is not None:
-        print(json.dumps(compiled(mode)))
-        return
     seen, plains = [], {entry.mode: launches(entry.mode, ())[0] for entry in list_backends()}
     for mode, names in (*(("int4_per_token_head", (name,)) for name in HOOKS), *((mode, HOOKS) for mode in plains)):
         started, calls, told = launches(mode, names)
@@ -106,7 +99,7 @@ def main() -> None:
         seen.append(
             {"mode": mode, "launches": len(started), "merges": merges, "same": started == plains[mode], "calls": calls, "told": told}
         )
-    print(json.dumps({"hooks": HOOKS, "seen": seen}))
+    print(json.dumps({"hooks": HOOKS, "seen": seen, "compiled": compiled("int2_per_token_head")}))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ REASONS = (
     "multi-head latent attention (MLA)",
     "an encoder-decoder",
     "chunked attention",
+    "looped layers",
     "without attention layers",
     "recurrent state",
     "hidden states",

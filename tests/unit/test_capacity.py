@@ -69,50 +69,35 @@ def test_published_models(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, [None] * 6 + [64] * 2),
         ({"sliding_window": 64, "use_sliding_window": False}, [None] * 8),
         ({"sliding_window": 64, "sliding_window_pattern": 4}, [64, 64, 64, None] * 2),
         ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, [64, 64, 64, None] * 2),
-        ({"layer_types": ["full_attention", "linear_attention", "sliding_attention", "conv"] * 2, "sliding_window": 9}, [None, 9] * 2),
-        ({"layers_block_type": ["mamba", "attention", "mamba", "hybrid"] * 2}, [None] * 4),
         ({"attn_layer_indices": [3, 5]}, [None] * 2),
-        ({"full_attn_idxs": [2]}, [None]),
         ({"attn_type_list": [0, 0, 0, 1, 0, 0, 0, 1]}, [None] * 2),
-        ({"attn_layer_period": 4, "attn_layer_offset": 2}, [None] * 2),
-        ({"full_attention_interval": 4}, [None] * 2),
         ({"hybrid_override_pattern": "M-M*-ME*"}, [None] * 2),
-        (
-            {"per_layer_config": {"05": {"sliding_window": 3}}, "layer_types": ["sliding_attention"] * 8, "sliding_window": 9},
-            [9] * 5 + [3] + [9] * 2,
-        ),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, [None] * 6 + [64] * 2),
+        ({"full_attn_idxs": [2]}, [None]),
+        ({"full_attention_interval": 4}, [None] * 2),
         ({"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 2048}, [2048] * 2),
         ({"num_kv_shared_layers": 3}, [None] * 5),
     ],
 )
-def test_the_ways_to_say_which_layers_keep_what(fields: dict[str, Any], expected: list[int | None]) -> None:
+def test_which_layers_keep_what(fields: dict[str, Any], expected: list[int | None]) -> None:
+    """Said in ways that test_capacity_types.py does not meet or has no record of."""
     assert [layer.window for layer in model_shape({**LLAMA, **fields}).layers] == expected
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"num_key_value_heads": 2}, (2, 128, 128)),
-        ({"head_dim": 192, "v_head_dim": 128}, (4, 192, 128)),
-        ({"multi_query": True}, (1, 128, 128)),
-        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, (2, 128, 128)),
-        ({"kv_channels": 64, "multi_query_group_num": 2}, (2, 64, 64)),
-        ({"num_hidden_layers": None, "n_layer": 12, "num_attention_heads": None, "n_head": 8}, (8, 64, 64)),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, AttentionLayer(2, 128, 128)),
+        ({"kv_channels": 64, "multi_query_group_num": 2}, AttentionLayer(2, 64, 64)),
+        ({"sliding_window": 9, "sliding_window_pattern": 8, "global_head_dim": 512}, AttentionLayer(4, 512, 512)),
+        ({"sliding_window": 9, "sliding_window_pattern": 8, "num_global_key_value_heads": 1}, AttentionLayer(1, 128, 128)),
     ],
 )
-def test_heads(fields: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    layer = model_shape({name: value for name, value in {**LLAMA, **fields}.items() if value is not None}).layers[0]
-    assert (layer.num_kv_heads, layer.head_size, layer.head_size_v) == expected
-
-
-def test_heads_of_full_layers() -> None:
-    fields = {"sliding_window": 512, "sliding_window_pattern": 4, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 1}
-    local, full = AttentionLayer(4, 256, 256, 512), AttentionLayer(1, 512, 512)
-    assert model_shape({**LLAMA, **fields}).layers == (local, local, local, full) * 2
+def test_heads_of_the_last_layer(fields: dict[str, Any], expected: AttentionLayer) -> None:
+    assert model_shape({**LLAMA, **fields}).layers[-1] == expected
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------
@@ -198,13 +183,11 @@ def test_exact_rows_are_counted() -> None:
     shape = ModelShape("test", (AttentionLayer(2, 64, 32),) * 3, 3, torch.bfloat16, None)
     made = {"num_blocks": 64, "num_kv_heads": 2, "head_size": 64, "head_size_v": 32, "num_layers": 3}
     window: dict[str, Any] = {"residual_length": 40, "sink_tokens": 20}
-    cache = PagedKVCache("int4", **made, **window, max_sequences=1)
     in_int8 = window | {"residual_mode": "int8"}
-    sizes = [size_of(get_backend("int4"), shape, context=1024, **options).sequence_bytes for options in (window, {}, in_int8)]
-    caches = cache, PagedKVCache("int4", **made), PagedKVCache("int4", **made, **in_int8, max_sequences=1)
-    assert sizes == [made.nbytes for made in caches] and sizes[1] < sizes[2] < sizes[0]
-    found = capacity_of(get_backend("int4"), shape, Budget(GIB, 0), context=1024, **window)
-    assert found.sequences == int(0.9 * GIB) // sizes[0] and found.bits_at_context == 8 * sizes[0] / (1024 * 3 * 2 * 96)
+    for options in (window, in_int8):
+        found = capacity_of(get_backend("int4"), shape, Budget(GIB, 0), context=1024, **options)
+        assert found.sequence_bytes == PagedKVCache("int4", **made, **options, max_sequences=1).nbytes
+        assert found.bits_at_context == 8 * found.sequence_bytes / (1024 * 3 * 2 * 96)
     for mode, options in (("none", window), ("int8", in_int8)):
         assert size_of(get_backend(mode), shape, context=1024, **options) == size_of(get_backend(mode), shape, context=1024)
     with pytest.raises(ArgumentError, match="residual_length"):

@@ -92,8 +92,7 @@ def test_which_layers_keep_what(fields: dict[str, Any], expected: list[int | Non
     [
         ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, AttentionLayer(2, 128, 128)),
         ({"kv_channels": 64, "multi_query_group_num": 2}, AttentionLayer(2, 64, 64)),
-        ({"sliding_window": 9, "sliding_window_pattern": 8, "global_head_dim": 512}, AttentionLayer(4, 512, 512)),
-        ({"sliding_window": 9, "sliding_window_pattern": 8, "num_global_key_value_heads": 1}, AttentionLayer(1, 128, 128)),
+        ({"global_head_dim": 512, "num_global_key_value_heads": 1}, AttentionLayer(1, 512, 512)),
     ],
 )
 def test_heads_of_the_last_layer(fields: dict[str, Any], expected: AttentionLayer) -> None:

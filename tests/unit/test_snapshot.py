@@ -187,11 +187,11 @@ def test_what_cannot_be_true_is_refused_with_the_right_checksums_too(name, make,
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.mark.parametrize("field", ['"next_id": 3', '"block_size": 8', '"format_version": 1'])
-def test_numbers_that_json_allows_and_no_header_has(field, tmp_path):
-    for value in ("Infinity", "NaN", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, "[]", '"3"', DEEP):
+@pytest.mark.parametrize("value", ["Infinity", "1e999", "1.0", "true", "null", "-1", "9" * 5000, "9" * 400, DEEP])
+def test_numbers_that_json_allows_and_no_header_has(value, tmp_path):
+    for field in ('"next_id": 3', '"block_size": 8', '"format_version": 1'):
 
-        def changed(tensors, header, value=value):
+        def changed(tensors, header, field=field):
             del header["checksum"]  # which would be wrong
             return json.dumps(header).replace(field, f"{field.partition(':')[0]}: {value}", 1)
 
@@ -229,7 +229,8 @@ def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
     for number in range(132):
         cache = caches[number % 2]
         cache.save(path)
-        data = bytearray(path.read_bytes())
+        whole = path.read_bytes()
+        data = bytearray(whole)
         last = 8 + int.from_bytes(data[:8], "little") if number % 4 < 2 else len(data)
         first, length = drawn.randrange(last), drawn.randrange(1, 9)
         match number % 6:
@@ -249,10 +250,8 @@ def test_a_changed_file_is_refused_or_says_the_same(tmp_path):
         except SnapshotError:
             refused += 1
             continue
-        assert_consistent(loaded)
-        assert (loaded.geometry, loaded.mode, loaded._table.next_id) == (cache.geometry, cache.mode, cache._table.next_id)
-        assert loaded._table.saved() == cache._table.saved()
-        assert all(torch.equal(tensor, loaded._pages.tensors[name]) for name, tensor in cache._pages.tensors.items())
+        loaded.save(path)
+        assert path.read_bytes() == whole, "loaded with another content than it was saved with"
     assert refused > 100
 
 

@@ -26,7 +26,7 @@ def test_fast_transform(size: int, dtype: torch.dtype, device: torch.device) -> 
     x = rows(3, 2, size).to(device, dtype)
     exact = x.double() @ sylvester(size).to(device)
     y = fast_hadamard_transform(x)
-    assert y.dtype == dtype and y.shape == x.shape
+    assert y.dtype == dtype and y.shape == x.shape and torch.equal(hadamard_matrix(size).double(), sylvester(size))
     # Sums of log2(d) steps in float32 at least, rounded once to the dtype.
     steps = math.log2(size) * torch.finfo(torch.float32 if dtype.itemsize < 4 else dtype).eps
     bound = x.double().abs().sum(-1, keepdim=True) * steps + exact.abs() * torch.finfo(dtype).eps / 2 * 1.01

@@ -234,6 +234,19 @@ def test_reasons_say_why_and_what_would_work() -> None:
     assert all(head_size_reason(mode, 128) is None for mode in own_names().values())
 
 
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_a_layer_s_caches_are_its_pages_without_the_padding(heads_first: bool) -> None:
+    backend = get_backend("int4")
+    content = content_bytes(backend, 64, 64, torch.bfloat16)
+    memory = torch.zeros(3, 2 * 16 * content + 32, dtype=torch.uint8)
+    pages = memory[:, :-32].unflatten(1, (2, 16, content) if heads_first else (16, 2, content))
+    caches = layer_views(backend, pages if heads_first else pages.transpose(1, 2), 64, 64, torch.bfloat16)
+    for cache in vars(caches).values():
+        assert cache.shape[:3] == (3, 16, 2)
+        cache.fill_(3)
+    assert bool((memory[:, :-32] != 0).sum() == 3 * 2 * 16 * (64 + 2 * 2)) and not memory[:, -32:].any()  # 3.0 has two bytes of zeros
+
+
 # -- smoothed keys --------------------------------------------------------------------------------------------------------
 
 

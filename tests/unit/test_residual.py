@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cache_checks import attention, stored
@@ -148,6 +148,7 @@ CHANGES = st.lists(
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES, st.sampled_from(WINDOWS), st.integers(0, 99))
+@example([("append to all", 20), ("interrupt", 0), ("append to all", 1), ("interrupt", 0), ("save", 0)], WINDOWS[0], 0)
 def test_any_history(fast: Place, tmp_path: Path, changes: list[Any], options: dict[str, Any], seed: int) -> None:
     """Whatever sequences have been through, attention is over exact rows where the call says so, and packed ones elsewhere."""
     model = Model(fast, seed, **options, max_sequences=4)

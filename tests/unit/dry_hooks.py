@@ -1,8 +1,8 @@
-"""Calls with all of Triton's hooks set, launched into the void and compiled: ``python tests/unit/dry_hooks.py``.
+"""Calls with Triton's hooks set, launched into the void and compiled: ``python tests/unit/dry_hooks.py``.
 
-Prints as JSON, for every mode: how many launches there were, how often each hook of ``triton.knobs.runtime`` was called, of how many
-kernels they were told the constants, and whether the launches were those of a process without hooks. And the constants that hooks are
-told of one mode's kernels, compiled for sm_90.
+Prints as JSON, for every mode with all hooks of ``triton.knobs.runtime`` set, and for one mode with each alone: how many launches there
+were, how often each hook was called, of how many kernels they were told the constants, and whether the launches were those of a process
+without hooks. And the constants that hooks are told of one mode's kernels, compiled for sm_90 with all hooks set.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from triton import knobs
 
 from kvq_core import get_backend, list_backends
 from kvq_core.call import ops
+from kvq_core.kernels.combine import combine_kernel
 from kvq_core.launch.offline import compiling_for
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -32,9 +33,9 @@ CASES = (
 
 
 @contextlib.contextmanager
-def hooked() -> Iterator[tuple[Counter[str], list[Any]]]:
-    """Within the block, all hooks are set. Yields how often each was called, and the specialization data that they were given."""
-    calls, told = Counter(dict.fromkeys(HOOKS, 0)), []
+def hooked(names: tuple[str, ...]) -> Iterator[tuple[Counter[str], list[Any]]]:
+    """Within the block, these hooks are set. Yields how often each was called, and the specialization data that they were given."""
+    calls, told = Counter(dict.fromkeys(names, 0)), []
 
     def hook(name: str) -> Any:
         def call(*positional: Any, **by_name: Any) -> object:
@@ -46,7 +47,7 @@ def hooked() -> Iterator[tuple[Counter[str], list[Any]]]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in HOOKS:
+        for name in names:
             before, one = getattr(knobs.runtime, name), hook(name)
             if before is None:
                 setattr(knobs.runtime, name, one)
@@ -54,6 +55,10 @@ def hooked() -> Iterator[tuple[Counter[str], list[Any]]]:
             else:
                 before.add(one)
                 stack.callback(before.remove, one)
+        if names == HOOKS:
+            # And one that is of a kernel.
+            combine_kernel.add_pre_run_hook(hook("combine_kernel"))
+            stack.callback(combine_kernel.pre_run_hooks.clear)
         yield calls, told
 
 
@@ -64,37 +69,37 @@ def calls_of(mode: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [(one.write_arguments(), one.read_arguments() | {"out": one.fresh_out()["rows"]}) for one in made]
 
 
-def launches(mode: str) -> list[Started]:
-    """What writes and reads launch, each twice."""
+def launches(mode: str, names: tuple[str, ...]) -> tuple[list[Started], Counter[str], int]:
+    """(what writes and reads launch, each twice, with these hooks set; how often each was called, and of how many kernels' constants)."""
     backend = get_backend(mode)
-    with launching_for("sm_90") as dry:
+    with launching_for("sm_90") as dry, hooked(names) as (calls, told):
         dry.started = []
         for writing, reading in calls_of(mode):
             for _ in range(2):
                 backend.reshape_and_cache(**writing)
                 backend.unified_attention(**reading)
     ops.forget_repeats()
-    return dry.started
+    started = [(one.kernel, one.grid) for one in dry.started]
+    return started, calls, len([data for data in told if json.dumps(data["constant_vals"]).count("head_size_v") == 1])
 
 
 def compiled(mode: str) -> list[Any]:
     writing, reading = calls_of(mode)[0]
-    with hooked() as (_, told), compiling_for(TARGETS["sm_90"].device("sm_90")):
+    with hooked(HOOKS) as (_, told), compiling_for(TARGETS["sm_90"].device("sm_90")):
         get_backend(mode).reshape_and_cache(**writing)
         get_backend(mode).unified_attention(**reading)
-    return [data["constant_vals"] for data in told]
+    return [(data["name"], data["constant_vals"]) for data in told]
 
 
 def main() -> None:
-    seen = []
-    for mode in (entry.mode for entry in list_backends()):
-        plain = launches(mode)
-        with hooked() as (calls, told):
-            started = launches(mode)
-        same = [(one.kernel, one.grid) for one in started] == [(one.kernel, one.grid) for one in plain]
-        constants = [data for data in told if json.dumps(data["constant_vals"]).count("head_size_v") == 1]
-        seen.append({"mode": mode, "launches": len(started), "same": same, "calls": calls, "told": len(constants)})
-    print(json.dumps({"seen": seen, "compiled": compiled("int2_per_token_head")}))
+    seen, plains = [], {entry.mode: launches(entry.mode, ())[0] for entry in list_backends()}
+    for mode, names in (*(("int4_per_token_head", (name,)) for name in HOOKS), *((mode, HOOKS) for mode in plains)):
+        started, calls, told = launches(mode, names)
+        merges = [kernel for kernel, _ in started].count("combine_kernel")
+        seen.append(
+            {"mode": mode, "launches": len(started), "merges": merges, "same": started == plains[mode], "calls": calls, "told": told}
+        )
+    print(json.dumps({"hooks": HOOKS, "seen": seen, "compiled": compiled("int2_per_token_head")}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq_core import ArgumentError, UnknownModeError, get_backend, has_backend
-from kvq_core.cache.layout import cell_size, cell_views, fields
 from kvq_core.cli.app import app
 from kvq_transformers import KVQCache
 from kvq_transformers.naming import cache_argument
@@ -46,16 +45,6 @@ def test_one_instance_by_every_name() -> None:
 def test_what_does_not_compose(name: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         get_backend(name)
-
-
-def test_cells_hold_both() -> None:
-    composed = get_backend("k4v2")
-    stored = fields(composed, 64, 64, torch.bfloat16)
-    assert [(field.name, field.nbytes) for field in stored] == [
-        ("key_cache", 32), ("k_scale_cache", 4), ("value_cache", 16), ("v_scale_cache", 4),
-    ]  # fmt: skip
-    caches = cell_views(composed, torch.zeros(3, 16, 2, cell_size(stored), dtype=torch.uint8), 64, 64, torch.bfloat16)
-    assert caches.key_cache.shape == (3, 16, 2, 32) and caches.value_cache.shape == (3, 16, 2, 16)
 
 
 def test_transformers(torch_path: None) -> None:

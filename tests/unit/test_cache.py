@@ -9,6 +9,7 @@ import torch
 from cache_checks import MODES, attention, run, stored
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, UnknownModeError, get_backend
 from kvq_core.cache.layout import LAYOUTS
+from kvq_core.scales import TensorRange
 from kvq_core.testing import places
 
 HEADS, QUERY_HEADS, SIZE, SIZE_V, LAYERS, BLOCK = 2, 4, 48, 32, 2, 8
@@ -130,8 +131,14 @@ def test_given_scales_are_used_per_layer(device):
     given.fill_(9.0)
     assert [each.layer(i).k_scale_cache.item() for i in range(LAYERS)] == pytest.approx([0.02, 0.04])
     assert [each.layer(i).v_scale_cache.item() for i in range(LAYERS)] == [2.0, 3.0]
-    default = PagedKVCache("fp8_per_tensor", num_blocks=1, num_kv_heads=1, head_size=16, device=device)
-    assert default.layer(0).k_scale_cache.tolist() == default.layer(0).v_scale_cache.tolist() == [1.0]
+    zeros, size = TensorRange(), {"num_blocks": 1, "num_kv_heads": 1, "head_size": 16, "device": device}
+    with pytest.raises(ArgumentError, match=r"^rows: got none so far"):
+        zeros.scale()
+    with pytest.raises(ArgumentError, match=r"^rows: got shape"):
+        zeros.add(torch.zeros(3, 16))
+    zeros.add(torch.zeros(3, 1, 16))
+    default = PagedKVCache("fp8_per_tensor", **size, k_scale=zeros.scale())
+    assert default.layer(0).k_scale_cache > 0 and default.layer(0).v_scale_cache.tolist() == [1.0]
 
 
 # -- steps and sizes ------------------------------------------------------------------------------------------------------

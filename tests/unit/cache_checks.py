@@ -55,11 +55,12 @@ def stored(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
     found = []
     for layer in range(g.num_layers):
         caches = cache.layer(layer)
-        planes = (
+        key, value = (
             Plane(caches.key_cache, caches.k_scale_cache, g.head_size),
             Plane(caches.value_cache, caches.v_scale_cache, g.head_size_v),
         )
-        found += [torch_path.gather(cache.backend, plane, blocks)[: cache.length(seq)] for plane in planes]
+        for half, plane in ((cache.backend.key_half, key), (cache.backend.value_half, value)):
+            found.append(torch_path.gather(half, plane, blocks)[: cache.length(seq)])
     return found
 
 

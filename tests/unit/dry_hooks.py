@@ -1,11 +1,10 @@
-"""Calls with Triton's hooks set, launched into the void or compiled: ``python tests/unit/dry_hooks.py [--compile MODE]``.
+"""Calls with Triton's hooks set, launched into the void and compiled: ``python tests/unit/dry_hooks.py``.
 
-Prints as JSON, for every mode with all hooks of ``triton.knobs.runtime`` set, and for one mode with each alone: how many launches there
-were, how often each hook was called, of how many kernels they were told the constants, and whether the launches were those of a process
-without hooks. With ``--compile``, the constants that hooks are told of the mode's kernels, compiled for sm_90 with all hooks set.
+Prints as JSON, for every mode with all hooks of ``triton.knobs.runtime`` and one of a kernel's own set, and for one mode with each alone:
+how many launches there were, how often each hook was called, of how many kernels they were told the constants, and whether the launches
+were those of a process without hooks. And the constants that hooks are told of one mode's kernels, compiled for sm_90 with all hooks set.
 """
 
-import argparse
 import contextlib
 import functools
 import json
@@ -26,7 +25,8 @@ from kvq_core.testing.compile_matrix import TARGETS
 from kvq_core.testing.dry_launch import Started, launching_for
 
 CPU = torch.device("cpu")
-HOOKS = tuple(name for name in vars(type(knobs.runtime)) if name.endswith("_hook"))
+OF_A_KERNEL = "combine_kernel"
+HOOKS = (*(name for name in vars(type(knobs.runtime)) if name.endswith("_hook")), OF_A_KERNEL)
 CASES = (
     Case(query_lens=(1,) * 3, seq_lens=(512,) * 3, dtype=torch.bfloat16),
     Case(query_lens=(1, 300), seq_lens=(900, 400), dtype=torch.bfloat16),
@@ -49,6 +49,10 @@ def hooked(names: tuple[str, ...]) -> Iterator[tuple[Counter[str], list[Any]]]:
 
     with contextlib.ExitStack() as stack:
         for name in names:
+            if name == OF_A_KERNEL:
+                combine_kernel.add_pre_run_hook(hook(name))
+                stack.callback(combine_kernel.pre_run_hooks.clear)
+                continue
             before, one = getattr(knobs.runtime, name), hook(name)
             if before is None:
                 setattr(knobs.runtime, name, one)
@@ -56,10 +60,6 @@ def hooked(names: tuple[str, ...]) -> Iterator[tuple[Counter[str], list[Any]]]:
             else:
                 before.add(one)
                 stack.callback(before.remove, one)
-        if names == HOOKS:
-            # And one that is of a kernel.
-            combine_kernel.add_pre_run_hook(hook("combine_kernel"))
-            stack.callback(combine_kernel.pre_run_hooks.clear)
         yield calls, told
 
 
@@ -93,12 +93,6 @@ def compiled(mode: str) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", metavar="MODE")
-    mode = parser.parse_args().compile
-    if mode is not None:
-        print(json.dumps(compiled(mode)))
-        return
     seen, plains = [], {entry.mode: launches(entry.mode, ())[0] for entry in list_backends()}
     for mode, names in (*(("int4_per_token_head", (name,)) for name in HOOKS), *((mode, HOOKS) for mode in plains)):
         started, calls, told = launches(mode, names)
@@ -106,7 +100,7 @@ def main() -> None:
         seen.append(
             {"mode": mode, "launches": len(started), "merges": merges, "same": started == plains[mode], "calls": calls, "told": told}
         )
-    print(json.dumps({"hooks": HOOKS, "seen": seen}))
+    print(json.dumps({"hooks": HOOKS, "seen": seen, "compiled": compiled("int2_per_token_head")}))
 
 
 if __name__ == "__main__":

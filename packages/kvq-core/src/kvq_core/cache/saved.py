@@ -47,7 +47,7 @@ def save(path: str | os.PathLike[str], parts: Parts) -> None:
     if parts.smoothing is not None:
         tensors, fingerprint = tensors | parts.smoothing.tensors(), parts.smoothing.fingerprint
     if parts.exact is not None:
-        tensors, residual = tensors | parts.exact.saved(parts.table.ids), parts.exact.options
+        tensors, residual = tensors | parts.exact.saved(_lengths(parts.table)), parts.exact.options
     snapshot.save(path, Header(parts.backend.mode, versions, parts.geometry, parts.table.next_id, fingerprint, residual), tensors)
 
 
@@ -74,10 +74,14 @@ def restored(file: Snapshot, make: Callable[..., tuple[C, Parts]], wanted: Quant
         parts.pages.check_scales()
         parts.table.restore({name: file.tensor(name, torch.int64).tolist() for name in SAVED}, header.next_id)
         if parts.exact is not None:
-            parts.exact.restore(file, {seq: parts.table.get(seq).length for seq in parts.table.ids})
+            parts.exact.restore(file, _lengths(parts.table))
         file.check_header()
     except SnapshotError:
         raise
     except KVQError as cause:
         raise file.error(f"cannot restore mode {header.mode}, written by {header.packages}: {cause}") from cause
     return cache
+
+
+def _lengths(table: SequenceTable) -> dict[int, int]:
+    return {seq: table.get(seq).length for seq in table.ids}

@@ -57,3 +57,8 @@ def refuse_other_caches(config: Config) -> None:
         raise ArgumentError(
             "config", f"{kind} with cross_attention_layers", "layers that attend to the text: these keep the keys of images, computed once"
         )
+    for name in ("n_recurrent_loops", "loop_num_passes"):
+        if count(config, name) > 1:
+            raise ArgumentError(
+                "config", f"{kind} with {name}: looped layers", "layers that run once: each pass of these keeps keys of its own"
+            )

@@ -83,9 +83,9 @@ class ResidualRows:
         counts = {"residual_length": window.length, "sink_tokens": window.sinks, "max_sequences": self.max_sequences}
         return counts | {"residual_mode": window.mode}
 
-    def saved(self, sequences: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What a snapshot holds of the exact rows of ``sequences``, by name."""
-        lists = self.table.saved(sequences)
+    def saved(self, lengths: Mapping[int, int]) -> dict[str, torch.Tensor]:
+        """What a snapshot holds of the exact rows of sequences of these ``lengths``, by name."""
+        lists = self.table.saved(lengths)
         return self.pages.tensors | {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in lists.items()}
 
     def restore(self, file: Snapshot, lengths: Mapping[int, int]) -> None:

@@ -42,6 +42,11 @@ class ExactRows:
 NOTHING: Final = ExactRows(array("i"), 0, 0, 0)
 
 
+def _held(rows: ExactRows, length: int) -> ExactRows:
+    """``rows`` of a sequence of ``length`` tokens; none if they are of an append that did not end."""
+    return rows if rows.end == length else ExactRows(array("i"), 0, length, length)
+
+
 @dataclass(frozen=True)
 class ExactGrowth:
     """One sequence of a planned call: its exact rows ``before`` the call, without those out of the window, and ``after`` it.
@@ -134,9 +139,9 @@ class ExactTable:
     def commit(self, planned: Sequence[ExactGrowth]) -> None:
         self._rows = {**self._rows, **{growth.sequence: growth.after for growth in planned}}
 
-    def saved(self, sequences: Sequence[int]) -> dict[str, list[int]]:
-        """All of it as plain lists, by the names in :data:`SAVED`, in the order of ``sequences``."""
-        rows = [self.get(sequence) for sequence in sequences]
+    def saved(self, lengths: Mapping[int, int]) -> dict[str, list[int]]:
+        """All of it as plain lists, by the names in :data:`SAVED`, of the sequences of these ``lengths`` and in their order."""
+        rows = [_held(self.get(sequence), length) for sequence, length in lengths.items()]
         blocks = [block for each in rows for block in each.blocks]
         return dict(zip(SAVED, ([r.sinks for r in rows], [r.first for r in rows], [r.end for r in rows], blocks), strict=True))
 
@@ -161,8 +166,7 @@ class ExactTable:
 
     def _within_window(self, rows: ExactRows, length: int) -> ExactRows:
         """``rows`` of a sequence of ``length`` tokens without the blocks that are out of the window."""
-        if rows.end != length:
-            return ExactRows(array("i"), 0, length, length)
+        rows = _held(rows, length)
         size, sinks = self.window.block_size, self.window.sinks
         if rows.first == rows.sinks:  # nothing is out of the window yet
             out = max(length - self.window.length, 0) // size * size

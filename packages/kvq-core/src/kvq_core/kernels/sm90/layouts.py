@@ -14,6 +14,7 @@ GROUPS = gl.constexpr(2)
 WARPS = gl.constexpr(4)
 """Of every group."""
 THREADS = gl.constexpr(128)
+"""Likewise."""
 
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 """Results of ``wgmma``: a row's columns lie in four threads of one warp."""

@@ -47,7 +47,7 @@ def multiply_tiles(
                 n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, True, C
             )
     else:
-        acc, top, total = multiply_in_turns(GROUP, whole, acc, top, total, score_scale, position, query, span, shared, C)
+        acc, top, total = multiply_pingpong(GROUP, whole, acc, top, total, score_scale, position, query, span, shared, C)
     scale, top, total = take_sink(top, total, score_scale, head, valid, work, SINKS)
     if LSE:
         at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
@@ -122,11 +122,12 @@ def softmax_step(s, top, total, score_scale, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_in_turns(GROUP: gl.constexpr, whole, acc, top, total, score_scale, position, query, span, shared, C: gl.constexpr):
-    """Tiles of unquantized rows; their span has at least one. Each group begins two products in its turn, P V of a tile and Q K of the
-    next, and has its softmax in the other's: else both would wait for their products at once, and the tensor cores for both softmaxes.
+def multiply_pingpong(GROUP: gl.constexpr, whole, acc, top, total, score_scale, position, query, span, shared, C: gl.constexpr):
+    """Tiles of unquantized rows, at least one, with FlashAttention 3's ping-pong schedule: a group issues two products in its turn, PV of
+    a tile and QK of the next, and computes its softmax during the other group's turn. Without it both groups multiply at the same time, and
+    the tensor cores idle during both softmaxes.
 
-    Packed tiles gain nothing by it: there, what unpacks them needs the issue slots that a group in its softmax leaves.
+    Packed tiles gain nothing: their unpacking needs the issue slots that a softmax leaves.
     """
     final = span.last - 1
     whole = gl.minimum(whole, final)
@@ -163,7 +164,7 @@ def multiply_ahead(
     mbarrier.wait(shared.v_full.index(at), (n // STAGES) & 1)
     if not FINAL:
         mbarrier.wait(shared.k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1)
-    # The copies were not made by the proxy through which products read.
+    # cp.async writes through the generic proxy, wgmma reads through the async one.
     fence_async_shared()
     take_turn(n + 1, GROUP, shared)
     acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
@@ -180,7 +181,7 @@ def multiply_ahead(
 
 @gluon.jit
 def begin_scores(n, query, shared, C: gl.constexpr):
-    """The product of the query rows and tile n's keys, which is not complete yet."""
+    """Issue QK of tile n; the result must be waited for."""
     KEYS: gl.constexpr = C.tile.keys
     nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
     return warpgroup_mma(query, shared.k.index(n % C.tile.stages).permute((1, 0)), nothing, use_acc=False, is_async=True)

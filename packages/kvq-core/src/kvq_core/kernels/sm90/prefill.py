@@ -66,7 +66,7 @@ def attend_in_groups(
         last = gl.cdiv(stop, KEYS)
         whole = gl.maximum(gl.minimum(context_len + row_start + 1, stop), 0) // KEYS
         if not C.format.key.packed:
-            # Groups that take turns begin with a tile's scores. Of no keys, all of it is unseen, and copied from nowhere.
+            # The ping-pong loop starts from a tile's scores. If there are no keys, it masks that whole tile, and nothing is loaded.
             last = gl.maximum(last, 1)
         span = Span(batch.block_table + seq.to(gl.int64) * table_stride, num_blocks, whole, last, stop)
 
@@ -89,7 +89,7 @@ def attend_in_groups(
         v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        # A tile is full when the group that unpacks it says so; an unquantized one when each thread's copies have arrived, and positions.
+        # The producer group arrives once for an unpacked tile; for a copied one each thread's copies do, and for K the group's positions.
         for at in gl.static_range(STAGES):
             mbarrier.init(k_full.index(at), count=1 if PACKED else THREADS + 1)
             mbarrier.init(v_full.index(at), count=1 if PACKED else THREADS)

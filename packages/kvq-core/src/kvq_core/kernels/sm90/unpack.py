@@ -84,7 +84,7 @@ def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(keys, values, span, shared, C: gl.constexpr):
-    """Tiles of unquantized rows, copied as they are. Copies announce themselves, so the group never waits for one."""
+    """Tiles of unquantized rows, copied as they are. Copies arrive at the tile's barrier themselves, so the group waits for none."""
     for n in range(0, span.last):
         at = n % C.tile.stages
         free = (n // C.tile.stages) & 1 ^ 1

@@ -3,7 +3,7 @@
     python benchmarks/bench_vllm.py --dtype int4_per_token_head --backend CUSTOM --shapes 64x8192
     python benchmarks/bench_vllm.py --dtype auto --backend FLASH_ATTN --offline 8192x1024
 
-The model is a Llama of 1.3 B parameters in 8 layers, 32/8 heads of 128, with random weights. With ``CUSTOM`` the read kernels are first
+The model is a Llama of 2.4 B parameters in 16 layers, 32/8 heads of 128, with random weights. With ``CUSTOM`` the read kernels are first
 held against kvq's torch path over the pages that the engine filled. ``benchmarks/vllm_gpu.py`` runs a table of such configurations.
 """
 
@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 4096,
     "intermediate_size": 8192,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 16,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -48,6 +48,8 @@ MODEL: dict[str, Any] = {
     "mlp_bias": False,
 }
 CHUNK = 16384
+WARM_UP = (8192, 8192, 8192, 5000, 16384, 300, 9, 2)
+"""Prompts."""
 MOST_REQUESTS = 448
 """At a time."""
 OVERFULL = 1.7
@@ -130,7 +132,7 @@ class Engine:
         if asked.offline:
             longest, sizes = sum(int(part) for part in asked.offline.split("x")), [1, *range(32, MOST_REQUESTS + 1, 32)]
         else:
-            longest = max(context + asked.steps + ahead(batch, context) for batch, context in shapes)
+            longest = max(*WARM_UP, *(context + asked.steps + ahead(batch, context) for batch, context in shapes))
             sizes = sorted({1, *(batch for batch, _ in shapes)})
         named, _, length = asked.dtype.partition("+")
         dtype, _, mode = named.partition("/")
@@ -149,8 +151,6 @@ class Engine:
             gpu_memory_utilization=0.9,
             disable_log_stats=not asked.offline,
             seed=0,
-            # Steps are timed one by one; requests are served as vLLM does by default.
-            async_scheduling=bool(asked.offline),
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
             additional_config={"kvq": section} if section else {},
         )
@@ -261,7 +261,7 @@ def measure(asked: argparse.Namespace, result: dict[str, Any], started: float) -
         result["offline"] = engine.serve(prompt, output)
         result["compiled_after_start"] = len(compiled)
         return
-    engine.run([8192, 8192, 8192, 5000, 16384, 300, 9, 2], 4)
+    engine.run(list(WARM_UP), 4)
     result["compiled_after_start"] = len(compiled)
     result["compiled"] = sorted(set(compiled))
     if asked.backend == "CUSTOM" and "+" not in asked.dtype:  # blocks of a window hold no codes

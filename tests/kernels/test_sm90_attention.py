@@ -39,6 +39,9 @@ INTERPRETED_PROMPTS = (
     ONE_HEAD,
     replace(ONE_HEAD, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
     replace(ONE_HEAD, layout="paired", rows="transposed", smoothing="balanced"),
+    # A residual window's packed read, of a sequence whose packed keys come later, too.
+    replace(ONE_HEAD, key_stops=(330, 0)),
+    replace(ONE_HEAD, key_stops=(330, 270), smoothing="balanced", sinks=True),
 )
 ROTARY_PROMPTS = (
     replace(ONE_HEAD, smoothing="rotary"),
@@ -54,6 +57,8 @@ MULTIROW_CASES = (
     replace(ROWS, smoothing="balanced", layout="paired", rows="transposed"),
     replace(ROWS, smoothing="mean", block_size=64),
     replace(ROWS, smoothing="rotary"),
+    replace(ROWS, key_stops=(333, 0, 64)),
+    replace(ROWS, key_stops=(333, 100, 1), smoothing="mean", sinks=True),
     replace(ROWS, smoothing="rotary", seq_lens=(2900, 8, 129), queries_per_kv=8, dtype=torch.float16),
     # Some keys far above the others, and rows that see no key but their own.
     replace(ROWS, score_gain=400.0, dtype=torch.float16, seq_lens=(3000, 8, 65)),
@@ -125,7 +130,8 @@ def takes(family: Family, mode: str, case: Case, table: Table | None = None, dev
 @pytest.mark.quick
 @pytest.mark.parametrize(("family", "mode"), [(family, mode) for family in (PREFILL, MULTIROW) for mode in family.modes], ids=str)
 def test_reads_that_are_taken(family: Family, mode: str) -> None:
-    prompts = (PROMPTS, *(replace(PROMPTS, **more) for more in ({"sinks": True}, {"smoothing": "balanced"}, {"queries_per_kv": 7})))
+    options: list[dict[str, Any]] = [{"sinks": True}, {"smoothing": "mean", "sinks": True}, {"queries_per_kv": 7}, {"key_stops": (9, 0)}]
+    prompts = (PROMPTS, *(replace(PROMPTS, **more) for more in options))
     assert all(takes(family, mode, case) for case in (prompts if family is PREFILL else MULTIROW_CASES))
     # Unquantized pages have no rotary mean, nor queries of another dtype.
     for case in (replace(family.plain, smoothing="rotary"), replace(family.plain, dtype=torch.float32)):
@@ -145,7 +151,6 @@ def test_other_reads_are_the_triton_kernels(family: Family, monkeypatch: pytest.
         {"output": torch.float8_e4m3fn},
         {"head_size": 64},
         {"head_size_v": 64},
-        {"sinks": True, "smoothing": "mean"},
         {"layout": "interleaved"},  # vLLM's cells with scales: rows start at multiples of 4 bytes
     ]
     if family is MULTIROW:
@@ -242,11 +247,16 @@ def test_attention(mode: str, case: Case, where: Where) -> None:
         where.read_exactly(mode, built)
 
 
-@parametrize(*each(PREFILL, ONE_HEAD, interpret=("none", INT4), gpu=()))
+@parametrize(
+    *each(PREFILL, ONE_HEAD, replace(ONE_HEAD, smoothing="mean"), interpret=("none", INT4)),
+    *each(PREFILL, replace(ONE_HEAD, smoothing="rotary", key_stops=(330, 0)), interpret=(INT3,), gpu=PACKED),
+    *each(MULTIROW, replace(ROWS, smoothing="balanced", key_stops=(333, 0, 64)), interpret=(INT2,)),
+)
 def test_lse(mode: str, case: Case, where: Where) -> None:
     built = where.build(mode, replace(case, sinks=mode != "none"))
-    with ops.planning_with(where.table):
-        SUITES[mode]().assert_lse(built.backend, built, where.place)
+    with ops.planning_with(where.table), listening() as questions:
+        SUITES[mode]().assert_lse(built.backend, built, where.place, **where.family.arguments(built))
+    assert where.family.portable not in {kind for kind, _ in questions}
 
 
 @parametrize(*each(MULTIROW, replace(ROWS, seq_lens=(1500, 900, 1100), num_kv_heads=3, dtype=torch.float32)))

@@ -60,13 +60,7 @@ class Sm90Call:
 def _is_plain(call: Sm90Call) -> bool:
     scoring = call.attention.scoring
     masked = scoring.window_left >= 0 or scoring.mm_prefix_range is not None
-    return (
-        not masked
-        and call.attention.batch.key_stops is None
-        and scoring.softcap <= 0
-        and scoring.alibi_slopes is None
-        and scoring.qq_bias is None
-    )
+    return not masked and scoring.softcap <= 0 and scoring.alibi_slopes is None and scoring.qq_bias is None
 
 
 def _rotary_mean_fits(call: Sm90Call) -> bool:
@@ -94,9 +88,8 @@ _HOPPER: Final = (
     Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
 )
 _SM90_CALL: Final = (
-    Rule("full causal attention: no window, key stops, softcap, ALiBi, bias or prefix ranges", _is_plain),
+    Rule("full causal attention: no window, softcap, ALiBi, bias or prefix ranges", _is_plain),
     Rule("output of 16 or 32 bits", lambda call: call.attention.output_scale is None and call.attention.out.element_size() > 1),
-    Rule("no sinks and no LSE of smoothed keys", lambda call: call.attention.smoothing is None or not call.attention.sees_shift),
     Rule("heads of 128, at most 128 query heads to one of K", _has_heads_of_128),
     Rule("bf16 or fp16 rows in mode none", _has_16_bit_rows),
     Rule("rows of codes that start at multiples of 16 bytes", lambda call: call.row_bytes == 16),

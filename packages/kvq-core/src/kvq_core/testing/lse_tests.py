@@ -84,5 +84,5 @@ class LSETests(Subject):
 
 def _read_with_lse(built: Scene, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the LSE, NaN where nothing was written."""
-    lse = torch.full(built.q.shape[:2], torch.nan, dtype=torch.float32, device=built.device)
+    lse = torch.full(overrides.get("q", built.q).shape[:2], torch.nan, dtype=torch.float32, device=built.device)
     return built.read(lse=lse, **overrides), lse

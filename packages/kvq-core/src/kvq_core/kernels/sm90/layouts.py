@@ -95,6 +95,7 @@ class QueryTile(NamedTuple):
     queries: Any
     token_stride: Any
     head_stride: Any
+    mean: Any
     factor: Any
     output: Any
     out_token_stride: Any

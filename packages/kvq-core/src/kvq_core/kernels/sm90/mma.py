@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
-from kvq_core.kernels.sm90.queries import load_queries, rows_of, store_output
+from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
 from kvq_core.kernels.sm90.rotary import load_rotary_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
 
@@ -48,7 +48,11 @@ def multiply_tiles(
             )
     else:
         acc, top, total = multiply_pingpong(GROUP, whole, acc, top, total, score_scale, position, query, span, shared, C)
-    scale, top, total = take_sink(top, total, score_scale, head, valid, work, SINKS)
+    # Products rounded before a difference, as in softmax.add_sink.
+    top = gl.fma(top, score_scale, gl.zeros_like(top))
+    if C.features.shifted:
+        top += score_shift(work, rotary.unit, GROUP, C)
+    scale, top, total = take_sink(top, total, head, valid, work, SINKS)
     if LSE:
         at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
         gl.store(work.lse + at, (top + gl.log2(total)) * LN2, mask=valid)
@@ -200,15 +204,12 @@ def end_turn(GROUP: gl.constexpr, shared):
 
 
 @gluon.jit
-def take_sink(top, total, score_scale, head, valid, work, SINKS: gl.constexpr):
+def take_sink(top, total, head, valid, work, SINKS: gl.constexpr):
     """(factor for the accumulator, maximum in log2 units, sum of weights) with exp(sink) in the sum."""
     factor = gl.full_like(total, 1.0)
-    zero = gl.zeros_like(total)
-    # Products rounded before the difference, as in softmax.add_sink.
-    top = gl.fma(top, score_scale, zero)
     if SINKS:
         sink = gl.load(work.sinks + head, mask=valid, other=float("-inf")).to(gl.float32)
-        sink = gl.fma(sink, gl.full_like(total, LOG2E), zero)
+        sink = gl.fma(sink, gl.full_like(total, LOG2E), gl.zeros_like(total))
         new = gl.maximum(top, sink)
         safe = gl.where(new == float("-inf"), 0.0, new)
         factor = gl.exp2(top - safe)

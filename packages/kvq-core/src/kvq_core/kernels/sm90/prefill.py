@@ -59,7 +59,7 @@ def attend_in_groups(
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
     gl.static_assert(C.tile.split == "", "no split")
-    gl.static_assert(C.features.output == "" and not C.features.shifted, "no fp8 output, nothing that smoothed keys change")
+    gl.static_assert(C.features.output == "", "no fp8 output")
     kv_head = gl.program_id(1)
     found, seq, row_start, num_rows, first_token, context_len, stop = find_work(gl.program_id(0), num_seqs, table_width, batch, C)
     if found:
@@ -116,6 +116,9 @@ def attend_in_groups(
         lse = queries.ptr
         if LSE:
             lse = output.lse
+        mean = queries.ptr
+        if C.features.shifted:
+            mean = queries.mean
         factor = queries.ptr
         if BALANCED:
             factor = queries.factor
@@ -141,6 +144,7 @@ def attend_in_groups(
             queries.ptr,
             queries.token_stride,
             queries.head_stride,
+            mean,
             factor,
             output.ptr,
             output.token_stride,

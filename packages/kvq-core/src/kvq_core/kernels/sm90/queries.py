@@ -45,13 +45,10 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     of two is what is left, as in kvq_core.kernels.queries.row_factors. Rows for unquantized keys stay as they are.
     """
     D: gl.constexpr = C.shape.head_size
-    token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
-    index = gl.arange(0, D, gl.SliceLayout(0, QUERY))
-    channel = index
+    channel = gl.arange(0, D, gl.SliceLayout(0, QUERY))
     if not C.format.key.rotated:
-        channel = channel_at(index, ADJACENT, C)
-    offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
-    x = gl.load(work.queries + offset[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+        channel = channel_at(channel, ADJACENT, C)
+    x = load_rows(work, channel, GROUP, C)
     tile = work.tile.index(GROUP)
     y = x
     if BALANCED:
@@ -72,6 +69,23 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     fence_async_shared()
     # Above 0, so that -inf stays what it is.
     return gl.maximum(score_scale, 2.0**-126)
+
+
+@gluon.jit
+def load_rows(work, channel, GROUP: gl.constexpr, C: gl.constexpr):
+    """These channels of a group's rows, in QUERY."""
+    token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
+    offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
+    return gl.load(work.queries + offset[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+
+
+@gluon.jit
+def score_shift(work, unit, GROUP: gl.constexpr, C: gl.constexpr):
+    """What the smoothed keys' mean adds to all scores of a row, ``unit`` times q.mean, [HALF]."""
+    D: gl.constexpr = C.shape.head_size
+    channel = gl.arange(0, D, gl.SliceLayout(0, QUERY))
+    mean = gl.load(work.mean + work.kv_head * D + channel)
+    return gl.convert_layout(gl.sum(load_rows(work, channel, GROUP, C).to(gl.float32) * mean[None, :], 1) * unit, ROWS)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ Ranges are those of the portable kernels (:mod:`kvq_core.kernels.scheduler`), bu
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvq_core.kernels.scheduler import equal_range, sequence_facts, units_in, units_of, work_tile_at
+from kvq_core.kernels.scheduler import before_stop, equal_range, sequence_facts, units_in, units_of, work_tile_at
 from kvq_core.kernels.sm90.layouts import VECTOR
 
 SCAN = gl.constexpr(128)  # sequences looked at together
@@ -41,7 +41,8 @@ def find_work(program, num_seqs, table_width, batch, C: gl.constexpr):
     row_start = ((query_len + C.tokens - 1) // C.tokens - 1 - (program - before)) * C.tokens
     num_rows = gl.minimum(query_len - row_start, C.tokens)
     context_len = seq_len - query_len
-    stop = gl.minimum(gl.minimum(context_len + row_start + num_rows, seq_len), table_width * C.shape.block_size)
+    stop = before_stop(gl.minimum(context_len + row_start + num_rows, seq_len), seq, seq >= 0, batch)
+    stop = gl.minimum(stop, table_width * C.shape.block_size)
     return found, seq, row_start, num_rows, first_token, context_len, gl.maximum(stop, 0)
 
 

@@ -11,7 +11,7 @@ from kvq_core.kernels.sm90.decode_multirow.barrier import thread_barrier
 from kvq_core.kernels.sm90.decode_multirow.copying import copy_tile, find_tile
 from kvq_core.kernels.sm90.decode_multirow.layouts import FARTHEST, OFFSETS_TILE, Span, State, Tiles, lane_tile, product, right_operand
 from kvq_core.kernels.sm90.decode_multirow.operands import key_operands, value_operands
-from kvq_core.kernels.sm90.decode_multirow.queries import load_queries, write_partial
+from kvq_core.kernels.sm90.decode_multirow.queries import load_queries, score_shift, write_partial
 from kvq_core.kernels.sm90.decode_multirow.rotary import load_rotary
 from kvq_core.kernels.sm90.decode_multirow.weights import compare, load_scales, sum_of_threads, weigh
 from kvq_core.kernels.sm90.layouts import HALF, PLAIN, WARPS, Codes
@@ -62,7 +62,7 @@ def attend_multirow(
     OFFSET_ROWS: gl.constexpr = HALF // LANES
     gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
-    gl.static_assert(scoring.qq_bias is None and scoring.ranges is None and not C.features.shifted, "no bias, no prefix ranges, no shift")
+    gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
     gl.static_assert(STAGES >= 3, "two tiles ahead of the one in work")
     gl.static_assert(C.tile.split == "equal" and C.tile.least_splits == 1, "an equal split, all of it combined")
     kv_head = gl.program_id(1)
@@ -136,7 +136,10 @@ def attend_multirow(
         if C.tile.overlap == "end":
             gdc_launch_dependents()
         note_plan(work, kv_head, partials, C)
-        write_partial(state, rows, value_operand_scale * state.largest * (1.0 / 256.0), work, kv_head, partials, C)
+        shift = nothing
+        if C.features.shifted:
+            shift = score_shift(queries, work, kv_head, scoring.softmax_scale * LOG2E, C)
+        write_partial(state, shift, value_operand_scale * state.largest * (1.0 / 256.0), work, kv_head, partials, C)
 
 
 @gluon.jit

@@ -25,10 +25,7 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
     Way stands by way, in the order of :func:`~kvq_core.kernels.sm90.decode_multirow.operands.key_operands`."""
     ROWS: gl.constexpr = C.tile.rows
     KEPT: gl.constexpr = gl.SliceLayout(0, product(ROWS))
-    index, head, valid = rows_of(work, kv_head, gl.SliceLayout(1, QUERY), C)
-    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
-    at = (work.first_token + index).to(gl.int64) * queries.token_stride + head_offset(head, queries.head_stride, C)
-    x = gl.load(queries.ptr + at[:, None] + channel[None, :], mask=valid[:, None], other=0.0).to(gl.float32)
+    x, channel = load_rows(queries, work, kv_head, C)
     if queries.factor is not None:
         x = x * gl.load(queries.factor + kv_head * C.shape.head_size + channel)[None, :]
     if C.format.key.rotated:
@@ -57,6 +54,23 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
         score_scale = gl.full_like(row_scale, 1.0)
     index, _, _ = rows_of(work, kv_head, KEPT, C)
     return Rows(row_scale, score_scale, gl.convert_layout(total, KEPT) * (N.offset * N.unit), work.context_len + index)
+
+
+@gluon.jit
+def load_rows(queries, work, kv_head, C: gl.constexpr):
+    """(the tile's query rows [ROWS, 128] float32, their channels) in QUERY."""
+    index, head, valid = rows_of(work, kv_head, gl.SliceLayout(1, QUERY), C)
+    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
+    at = (work.first_token + index).to(gl.int64) * queries.token_stride + head_offset(head, queries.head_stride, C)
+    return gl.load(queries.ptr + at[:, None] + channel[None, :], mask=valid[:, None], other=0.0).to(gl.float32), channel
+
+
+@gluon.jit
+def score_shift(queries, work, kv_head, unit, C: gl.constexpr):
+    """What the smoothed keys' mean adds to all scores of a row, ``unit`` times q.mean, [ROWS]."""
+    x, channel = load_rows(queries, work, kv_head, C)
+    mean = gl.load(queries.mean + kv_head * C.shape.head_size + channel)
+    return gl.convert_layout(gl.sum(x * mean[None, :], 1) * unit, gl.SliceLayout(0, product(C.tile.rows)))
 
 
 @gluon.jit
@@ -90,8 +104,8 @@ def butterfly(x, STEP: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_partial(state, rows, unit, work, kv_head, partials, C: gl.constexpr):
-    """Store a work tile's partial results, as kvq_core.kernels.epilogue does."""
+def write_partial(state, shift, unit, work, kv_head, partials, C: gl.constexpr):
+    """Store a work tile's partial results, as kvq_core.kernels.epilogue does. ``shift``: of :func:`score_shift`, if C.features.shifted."""
     ROWS: gl.constexpr = C.tile.rows
     P: gl.constexpr = product(ROWS)
     KEPT: gl.constexpr = gl.SliceLayout(0, P)
@@ -101,5 +115,7 @@ def write_partial(state, rows, unit, work, kv_head, partials, C: gl.constexpr):
     gl.store(at, state.low * unit, mask=valid[None, :])
     gl.store(at + HALF, state.high * unit, mask=valid[None, :])
     top = gl.where(state.shift == FARTHEST, float("-inf"), -state.shift)
+    if C.features.shifted:
+        top += shift
     gl.store(partials.max + row, top, mask=valid)
     gl.store(partials.sum + row, gl.convert_layout(gl.sum(gl.sum(state.total, 0), 0), KEPT), mask=valid)

@@ -65,8 +65,9 @@ def test_rows_that_moved_are_read_as_before(window: dict[str, Any], capacity: di
         cache.crop(-3)
         return model(ids[rows, 41:42], **{GENERATE: cache}).logits
 
+    # Batches of other sizes round differently, by some 1e-5; logits with another window are 1 to 5 apart.
     for row, found in zip(order, told(ids, order), strict=True):
-        torch.testing.assert_close(found, told(ids[row : row + 1], [0])[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, told(ids[row : row + 1], [0])[0], rtol=0, atol=1e-4)
 
 
 @torch.no_grad()

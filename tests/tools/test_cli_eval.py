@@ -106,6 +106,7 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
         (["--modes", "int4:residual_length=4,residual_mode=fp8_per_tensor"], "residual_mode: got fp8_per_tensor"),
         (["--modes", "int4:sink_tokens"], "need a value: int4:sink_tokens=..."),
         (["--modes", "sink_tokens=4"], "need MODE:name=value"),
+        (["--dtype", "float16"], "--dtype: got 'float16', need none: the tiny model's rows are bfloat16"),
         (["--device", "abacus"], "--device: got 'abacus', need a device of this machine"),
         (["--out", "/dev/null/below"], "/dev/null"),
         (["--smoothing", "median"], "--smoothing: got 'median', need"),

@@ -119,6 +119,7 @@ def test_a_gguf_file_is_a_model(file: Path, tmp_path: Path) -> None:
     embedding = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "token_embd.weight")
     assert torch.equal(subject.model.get_input_embeddings().weight, torch.tensor(embedding.data))
     assert [subject.decode([token]) for token in subject.encode("a12 b")] == ["a", "1", "2", " ", "b"]
+    assert (subject.rows_dtype, load_gguf(file, CPU, dtype=torch.bfloat16).rows_dtype) == (torch.float32, torch.bfloat16)
     (tmp_path / "text.txt").write_text("x = 12\n" * 30)
     given = ["--model", str(file), "--text", str(tmp_path / "text.txt"), "--mode", "int4", "--length", "60", "--device", "cpu"]
     ran = kvq("eval", *given)

@@ -34,7 +34,7 @@ from transformers import Cache, QuantizedCache
 from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
 
 from kvq_core import KVQError, QuantKVBackend
-from kvq_core.cli.eval import documents_of, load_subject, passages_of
+from kvq_core.cli.eval import DTYPES, documents_of, load_subject, passages_of
 from kvq_core.environment import cpu_name, default_device
 from kvq_core.evaluation import CacheConfig, Estimate, ModeResult, Passage, evaluate, parse_mode
 from kvq_core.evaluation.huggingface import HuggingFaceSession, HuggingFaceSubject
@@ -379,10 +379,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", action="append", help="peers whose names contain this, in place of all; may be given several times")
     parser.add_argument("--copy", type=int, default=0, metavar="N", help="items of the task copy")
     parser.add_argument("--device", help="cpu, cuda ...")
+    parser.add_argument("--dtype", choices=DTYPES, help="as of kvq eval")
     parser.add_argument("--out", type=Path, help="a folder for peers.md and peers.jsonl")
     given = parser.parse_args(argv)
     spare_quanto_its_build()
-    loaded = load_subject(given.model, torch.device(given.device) if given.device else default_device())
+    loaded = load_subject(given.model, torch.device(given.device) if given.device else default_device(), given.dtype)
     if not isinstance(loaded, HuggingFaceSubject):
         parser.error(f"--model {given.model}: not a Hugging Face model")
     subject = PeerSubject(loaded.name, loaded.model, loaded.tokenizer, loaded.kvq)

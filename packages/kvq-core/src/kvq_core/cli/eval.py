@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES: Final = (".safetensors", ".bin", ".gguf", ".json", ".pt")
+DTYPES: Final = ("bfloat16", "float16", "float32")
 KL: Final = "kl"
 """The task whose figures are of every prediction of a text."""
 _LONG: Final = 2048
@@ -120,6 +121,12 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
 )
 @click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
 @click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Of a Hugging Face model and of the rows that it gives its cache.  [default: on a GPU the checkpoint's, of a GGUF file"
+    " bfloat16; on a CPU float32]",
+)
+@click.option(
     "--resume",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -144,6 +151,7 @@ def evaluate(
     batch: int | None,
     smoothing: str | None,
     device: str | None,
+    dtype: str | None,
     resume: Path | None,
     out: Path | None,
     form: str,
@@ -165,7 +173,7 @@ def evaluate(
     configs, faults = _configs(modes, smoothing)
     if out:
         eval_report.writable(out, kl=KL in tasks, tasks=bool(others))
-    subject = load_subject(model, usable_device(device) if device else default_device())
+    subject = load_subject(model, usable_device(device) if device else default_device(), dtype)
     _check(configs, subject, named=bool(modes))
     passages, calibration = passages_of(subject, documents_of(texts, model), length, most)
     chunk = chunk or (128 if length <= _LONG else 512)
@@ -243,6 +251,7 @@ def _identity(subject: Subject, calibration: Passage, chunk: int) -> dict[str, A
 
     weights = subject.fingerprint()
     found = {"kvq": __version__, "model": subject.name, "weights": weights, "device": subject.device.type, "chunk": chunk}
+    found["rows"] = str(subject.rows_dtype)
     return found | {"calibration": calibration.digest}
 
 
@@ -310,11 +319,11 @@ class _Progress:
             click.echo(f"{self.done}/{self.count} {name}, {time.monotonic() - self.start:,.0f} s: {', '.join(figures)}", err=True)
 
 
-def load_subject(model: str | None, device: torch.device) -> Subject:
-    """The model that ``--model`` names.
+def load_subject(model: str | None, device: torch.device, dtype: str | None = None) -> Subject:
+    """The model that ``--model`` names, in the ``DTYPES``' one that ``--dtype`` names.
 
     Raises:
-        KVQError: there is none, it cannot be read, or what it needs is not installed.
+        KVQError: there is none, it cannot be read, or what it needs is not installed; a tiny model in a dtype.
     """
     import torch
 
@@ -323,25 +332,28 @@ def load_subject(model: str | None, device: torch.device) -> Subject:
     from kvq_core.evaluation.tiny_model import load_model
     from kvq_core.evaluation.tiny_subject import bundled
 
+    chosen = getattr(torch, dtype) if dtype else None
     path = bundled("model.safetensors") if model is None else Path(model)
     if model is not None and model in PRETRAINED and not path.exists():
         from kvq_core.evaluation.huggingface import load_gguf
 
-        return load_gguf(PRETRAINED[model].file(), device, PRETRAINED[model].licence)
+        return load_gguf(PRETRAINED[model].file(), device, PRETRAINED[model].licence, chosen)
     if path.suffix == ".gguf" and path.is_file():
         from kvq_core.evaluation.huggingface import load_gguf
 
-        return load_gguf(path, device)
+        return load_gguf(path, device, dtype=chosen)
     if path.is_dir() and not (path / "config.json").exists():
         path = path / "model.safetensors"
     if path.is_file():
+        if chosen:
+            raise ArgumentError("--dtype", repr(dtype), "none: the tiny model's rows are bfloat16")
         return TinySubject(load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32))
     if not path.is_dir() and (not _HUB_ID.fullmatch(str(model)) or path.suffix in _FILES):
         need = f"{', '.join(PRETRAINED)}, a GGUF file, a Hugging Face model's folder or id, or a tiny model's weights"
         raise ArgumentError("model", f"{model}: no such file or folder", need)
     from kvq_core.evaluation.huggingface import load
 
-    return load(str(model), device)
+    return load(str(model), device, chosen)
 
 
 def is_huggingface(subject: Subject) -> bool:

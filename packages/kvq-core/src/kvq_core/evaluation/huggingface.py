@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 _EXTRA: Final = 'pip install "kvq-core[models]"'
 
 
-def load(name: str, device: torch.device) -> HuggingFaceSubject:
-    """The model and tokenizer at a path or id, in the checkpoint's dtype on a GPU and in float32 on a CPU.
+def load(name: str, device: torch.device, dtype: torch.dtype | None = None) -> HuggingFaceSubject:
+    """The model and tokenizer at a path or id, in ``dtype``; by default in the checkpoint's on a GPU and in float32 on a CPU.
 
     Raises:
         MissingPackageError: transformers or kvq-transformers is not installed.
         ArgumentError: neither a folder here nor an id on the hub holds such a model.
     """
-    return _load(name, name, {}, "auto" if device.type == "cuda" else torch.float32, device)
+    return _load(name, name, {}, dtype or ("auto" if device.type == "cuda" else torch.float32), device)
 
 
-def load_gguf(path: Path, device: torch.device, licence: str = "") -> HuggingFaceSubject:
-    """The model and tokenizer in a GGUF file, dequantized: in bf16 on a GPU and in float32 on a CPU.
+def load_gguf(path: Path, device: torch.device, licence: str = "", dtype: torch.dtype | None = None) -> HuggingFaceSubject:
+    """The model and tokenizer in a GGUF file, dequantized to ``dtype``; by default to bf16 on a GPU and to float32 on a CPU.
 
     Raises:
         MissingPackageError: as :func:`load`; or gguf or accelerate, which transformers reads such files with, is not installed.
@@ -51,7 +51,7 @@ def load_gguf(path: Path, device: torch.device, licence: str = "") -> HuggingFac
     except (OSError, ValueError) as problem:
         raise ArgumentError("model", f"{path}: {problem}", "a GGUF file") from problem
     told = {name: field.contents() for name in ("general.license", "tokenizer.ggml.pre") if (field := reader.get_field(name))}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     subject = _load(path.name, str(path.parent), {"gguf_file": path.name}, dtype, device)
     subject.licence = licence or str(told.get("general.license", ""))
     if told.get("tokenizer.ggml.pre") == "smollm":

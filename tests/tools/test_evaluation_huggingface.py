@@ -90,9 +90,12 @@ def test_the_command_line_takes_a_folder_and_smooths_keys(llama_folder: Path, tm
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer of random weights with SmolLM's pre-tokenizer; the vocabulary is bytes, and the merge of two digits."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", add_bos_token=False)
+
+
+def write_gguf(path: Path, add_bos_token: bool) -> Path:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     tokens = ["<s>", *sorted(ByteLevel.alphabet()), "12"]
     facts = {"context_length": 256, "embedding_length": DIM, "block_count": 1, "feed_forward_length": 96, "rope_dimension_count": KV}
@@ -102,6 +105,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, value in (facts | dict.fromkeys(("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"), 0)).items():
         getattr(writer, f"add_{name}")(value)
     writer.add_string("general.license", "apache-2.0")
+    writer.add_add_bos_token(add_bos_token)
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (DIM,), "ffn_norm": (DIM,), "attn_q": (DIM, DIM), "attn_output": (DIM, DIM)}
     shapes |= {"attn_k": (KV, DIM), "attn_v": (KV, DIM), "ffn_gate": (96, DIM), "ffn_up": (96, DIM), "ffn_down": (DIM, 96)}
     shapes = {"token_embd": (len(tokens), DIM), "output_norm": (DIM,)} | {f"blk.0.{name}": shape for name, shape in shapes.items()}
@@ -125,6 +129,13 @@ def test_a_gguf_file_is_a_model(file: Path, tmp_path: Path) -> None:
     ran = kvq("eval", *given)
     assert ran.status == 0 and "tiny.gguf on" in ran.out and "licence of the weights: apache-2.0" in ran.out
     assert "differences are to none with float32 rows" in ran.out
+
+
+def test_a_reader_that_drops_the_token_that_opens_a_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.17 does with Gemma 3."""
+    monkeypatch.setattr(HuggingFaceSubject, "opening", lambda self, text: self.encode(text))
+    with pytest.raises(ArgumentError, match="does not open texts with the token that the file asks for"):
+        load_gguf(write_gguf(tmp_path / "bos.gguf", add_bos_token=True), CPU)
 
 
 def test_what_is_no_model_or_missing_is_refused_with_what_is_needed(

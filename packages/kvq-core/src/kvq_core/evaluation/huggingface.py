@@ -39,7 +39,7 @@ def load_gguf(path: Path, device: torch.device, licence: str = "", dtype: torch.
 
     Raises:
         MissingPackageError: as :func:`load`; or gguf or accelerate, which transformers reads such files with, is not installed.
-        ArgumentError: transformers cannot read the file.
+        ArgumentError: transformers cannot read the file, or leaves out the token that opens every text.
     """
     try:
         import accelerate  # noqa: F401
@@ -50,12 +50,16 @@ def load_gguf(path: Path, device: torch.device, licence: str = "", dtype: torch.
         reader = GGUFReader(path)
     except (OSError, ValueError) as problem:
         raise ArgumentError("model", f"{path}: {problem}", "a GGUF file") from problem
-    told = {name: field.contents() for name in ("general.license", "tokenizer.ggml.pre") if (field := reader.get_field(name))}
+    names = ("general.license", "tokenizer.ggml.pre", "tokenizer.ggml.add_bos_token")
+    told = {name: field.contents() for name in names if (field := reader.get_field(name))}
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     subject = _load(path.name, str(path.parent), {"gguf_file": path.name}, dtype, device)
     subject.licence = licence or str(told.get("general.license", ""))
     if told.get("tokenizer.ggml.pre") == "smollm":
         _split_digits(subject.tokenizer)
+    if told.get("tokenizer.ggml.add_bos_token") and not subject.opening(""):
+        what = f"{path.name}: this transformers does not open texts with the token that the file asks for"
+        raise ArgumentError("model", what, "one that reads its tokenizer, such as 5.24")
     return subject
 
 

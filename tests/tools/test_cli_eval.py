@@ -143,3 +143,9 @@ def test_what_would_fail_last_is_tried_first(given: tuple[str, ...], monkeypatch
     monkeypatch.setattr(TinyModel, "hidden", full)
     said = refused(*given)
     assert "too little memory: CUDA out of memory. Tried to allocate 20.00 GiB.; need" in said and "--length" in said
+
+    def busy(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", busy)
+    assert "too little memory: CUDA error: out of memory; need" in refused(*given)

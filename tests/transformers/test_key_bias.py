@@ -88,6 +88,22 @@ def test_new_weights_are_read_anew() -> None:
     assert sum(len(module._forward_hooks) for module in model.modules()) == 1
 
 
+def test_memory_that_runs_out_is_not_taken_for_an_unknown_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The biases would stay in the keys, for good."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    model = biased("Qwen2")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model, "forward", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            KVQCache(model, "int4")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            calibrate(model, prompts(1, 20)["input_ids"], smoothing="rotary")
+    assert set(key_biases(model)) == {0, 1}
+
+
 def of_a_table() -> PreTrainedModel:
     """Whose positions are rows of a table, past whose end a GPU's process dies."""
     shape = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 40}

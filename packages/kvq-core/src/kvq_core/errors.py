@@ -66,6 +66,13 @@ class PlanTableError(KVQError):
         super().__init__(f"{source}: {field}: got {got!r}, need {need}")
 
 
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether memory ran out, of a device or the host: torch, its CPU allocator, CUDA and Triton raise different types."""
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(problem, RuntimeError) and any(said in str(problem) for said in ("out of memory", "can't allocate memory"))
+
+
 def told(problem: BaseException) -> str:
     """An exception of other people's code in words: its type, and what it says if it can say it."""
     try:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, is_out_of_memory
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_transformers.naming import cache_argument
 from kvq_transformers.support import decoder_config
@@ -152,6 +152,8 @@ def _rotary_keys(model: Any, constants: Mapping[Any, torch.Tensor]) -> dict[int,
         try:
             model(input_ids=tokens, position_ids=positions, use_cache=True, **{cache_argument(model.forward): cache})
         except Exception as problem:  # a model's own code, which may want more
+            if is_out_of_memory(problem):
+                raise
             raise UnknownEmbeddingError(f"it does not run on tokens and positions alone ({problem})") from problem
     held = {index: getattr(layer, "keys", None) for index, layer in enumerate(cache.layers)}
     return {index: keys[0].transpose(0, 1) for index, keys in held.items() if isinstance(keys, torch.Tensor) and keys.dim() == 4}

@@ -13,7 +13,7 @@ from kvq_core.cli.doctor import doctor
 from kvq_core.cli.eval import evaluate
 from kvq_core.cli.list import list_modes
 from kvq_core.cli.tune import tune
-from kvq_core.errors import KVQError
+from kvq_core.errors import KVQError, is_out_of_memory
 
 _SIGPIPE: Final = 128 + 13
 """The exit status of a program that a closed pipe ends."""
@@ -36,7 +36,7 @@ class Commands(click.Group):
         except (KVQError, OSError) as problem:
             raise Refusal(f"{self._name(ctx)}: {problem}") from problem
         except (MemoryError, RuntimeError) as problem:
-            if not _out_of_memory(problem):
+            if not is_out_of_memory(problem):
                 raise
             what = str(problem).strip().splitlines()[0] if str(problem).strip() else "out of memory"
             need = "a smaller model, shorter documents (--length), fewer of them at once (--batch), or another --device"
@@ -45,11 +45,6 @@ class Commands(click.Group):
     @staticmethod
     def _name(ctx: click.Context) -> str:
         return f"kvq {ctx.invoked_subcommand}"
-
-
-def _out_of_memory(problem: Exception) -> bool:
-    # torch tells of the CPU's memory by a plain RuntimeError.
-    return isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, is_out_of_memory
 from kvq_core.scales import TensorRange
 from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
 
@@ -174,6 +174,8 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as problem:
+        if is_out_of_memory(problem):
+            raise
         need = f"a device of this machine, such as cpu ({str(problem).splitlines()[0]})"
         raise ArgumentError("--device", repr(name), need) from problem
     return device

@@ -45,8 +45,7 @@ from kvq_core.none import NoneBackend
 
 WINDOW: Final = "residual_length=64,sink_tokens=4"
 KVQ: Final = (
-    "int8",
-    *(f"{mode}{options}" for mode in ("int4", "k4v2", "int2") for options in ("", ":smoothing=rotary")),
+    *(f"{mode}{options}" for mode in ("int8", "int4", "k4v2", "int2") for options in ("", ":smoothing=rotary")),
     *(f"{mode}:{smoothing}{WINDOW}" for mode in ("int4", "k4v2", "int2") for smoothing in ("", "smoothing=rotary,")),
 )
 GROUP: Final = 32

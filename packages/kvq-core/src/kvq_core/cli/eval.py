@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +11,7 @@ import click
 
 from kvq_core.cli import eval_report, output
 from kvq_core.cli.modes import backends_of
+from kvq_core.cli.progress import Progress
 from kvq_core.errors import ArgumentError, told
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ def evaluate(
     runs: list[TaskRun] = []
     failures = list(faults)
     if KL in tasks:
-        with _Progress(len(passages), sum(p.num_predicted for p in passages) * len(configs), "token") as progress:
+        with Progress(len(passages), sum(p.num_predicted for p in passages) * len(configs), "token") as progress:
             found = measure(
                 subject,
                 configs,
@@ -270,7 +269,7 @@ def _run(
     """One task, with its progress."""
     from kvq_core.evaluation.tasks import run_task
 
-    with _Progress(count, count, "item") as progress:
+    with Progress(count, count, "item") as progress:
 
         def report(found: int, scores: Mapping[str, Mapping[str, tuple[float, int]]]) -> None:
             progress.count = found
@@ -291,32 +290,6 @@ def _run(
             report=report,
             journal=journal,
         )
-
-
-class _Progress:
-    """A bar on a terminal; elsewhere a line a document or item, on standard error."""
-
-    def __init__(self, count: int, total: int, unit: str) -> None:
-        from tqdm import tqdm
-
-        self.count, self.done, self.start = count, 0, time.monotonic()
-        self.terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=total, unit=unit, unit_scale=True, disable=not self.terminal, leave=False)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def tick(self, name: str, amount: int) -> None:
-        self.bar.set_description(name, refresh=False)
-        self.bar.update(amount)
-
-    def line(self, name: str, figures: Sequence[str]) -> None:
-        self.done += 1
-        if not self.terminal:
-            click.echo(f"{self.done}/{self.count} {name}, {time.monotonic() - self.start:,.0f} s: {', '.join(figures)}", err=True)
 
 
 def load_subject(model: str | None, device: torch.device, dtype: str | None = None) -> Subject:

@@ -49,7 +49,7 @@ MODEL: dict[str, Any] = {
 }
 CHUNK = 16384
 WARM_UP = (8192, 8192, 8192, 5000, 16384, 300, 9, 2)
-"""Prompts."""
+"""Lengths of the prompts that are served before any is timed."""
 MOST_REQUESTS = 448
 """At a time."""
 OVERFULL = 1.7

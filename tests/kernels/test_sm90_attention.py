@@ -39,7 +39,7 @@ INTERPRETED_PROMPTS = (
     ONE_HEAD,
     replace(ONE_HEAD, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
     replace(ONE_HEAD, layout="paired", rows="transposed", smoothing="balanced"),
-    # A residual window's packed read, of a sequence whose packed keys come later, too.
+    # The packed read beside a residual window. A first prompt has no packed keys.
     replace(ONE_HEAD, key_stops=(330, 0)),
     replace(ONE_HEAD, key_stops=(330, 270), smoothing="balanced", sinks=True),
 )

@@ -293,10 +293,10 @@ def _run(
 
 
 def load_subject(model: str | None, device: torch.device, dtype: str | None = None) -> Subject:
-    """The model that ``--model`` names, in the ``DTYPES``' one that ``--dtype`` names.
+    """The model that ``--model`` names, in the dtype that ``--dtype`` names, one of :data:`DTYPES`.
 
     Raises:
-        KVQError: there is none, it cannot be read, or what it needs is not installed; a tiny model in a dtype.
+        KVQError: there is none, it cannot be read, or what it needs is not installed; or a dtype is given for a tiny model.
     """
     import torch
 

@@ -62,7 +62,9 @@ class Tiny:
         if self.kind == "gemma3":
             return Gemma3TextConfig(**shape | GEMMA, layer_types=KINDS)
         if self.kind == "gpt_oss":
-            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+            # All experts take part in each token: where a router leaves some out, a rounding error can change which. Gates of larger
+            # weights would make a tenth of a log-probability of one code.
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 128, "initializer_range": 0.04}
             return GptOssConfig(**shape | experts, layer_types=KINDS, sliding_window=32, rope_parameters=None)
         if self.kind == "bloom":
             common = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}  # they are tied

@@ -7,7 +7,7 @@ each token: its log-probability, and by how much the reference likes another one
 Both sides compute in float32, with sums in different orders. That moves single values of K and V over the edge between two codes of a
 quantized cache, so a difference in the last bit can become one of a code's width, and no bound for the log-probabilities follows from the
 arithmetic alone. The budget is therefore what the reference itself does when it is moved as rounding moves it: :data:`TRIALS` times,
-every weight and key bias is multiplied by 1 + e, e uniform within :data:`EDGES` times :func:`rounding`, which makes products as wrong as
+every weight and key bias is multiplied by 1 + e, e uniform within :data:`NOISE` times :func:`rounding`, which makes products as wrong as
 those of float32 are here (against float64). Kernels on a GPU multiply 16-bit values, so there the weights that attention's output meets
 first are off by up to :data:`READ`. A log-probability may differ by :data:`MARGIN` times the largest change of any token in any trial,
 since both sides are off, by sums and by what is rounded between them. That of a moved code is large, and few texts have one: so half of
@@ -36,9 +36,9 @@ from kvq_transformers import KVQCache
 
 TRIALS = 6
 MARGIN = 2.0
-EDGES = 4.0
-"""The trials' noise in rounding errors. These move a code in one text of thirty or so, too few for six trials to draw what the engine may
-meet; what one moved code does is the same at any noise."""
+NOISE = 4.0
+"""Of the trials, in rounding errors. Noise of one moves a code in few texts of a hundred: six trials may draw none where the engine meets
+one. What a moved code does is the same at any noise."""
 READ = 2.0**-8
 """The rounding of a bfloat16: what attention's output may be off by where its products are of 16-bit values."""
 
@@ -99,7 +99,7 @@ class Reference:
         distinct = list({_key(text): text for text in texts}.values())
         engine = torch.tensor([logprob for text in texts for logprob in text.logprobs])
         error = (engine - found.logprobs).abs()
-        budget, half_budget = (MARGIN * change for change in self._spread(distinct))
+        budget, median_budget = (MARGIN * change for change in self._spread(distinct))
         sinks = "sink_tokens" in self._exact
         window = {"residual_length": self._exact["residual_length"]} if sinks else NOTHING_EXACT
         other = self._read(texts, self._control, self._smoothing if sinks else None, window)
@@ -107,12 +107,12 @@ class Reference:
         ties = int((found.regret > 0).sum())
         said = (
             f"{len(texts)} texts, {len(error)} tokens, log-probabilities within {float(error.max()):.1e} of a budget of {budget:.1e} "
-            f"({self._control}: {distance:.1e}), half of them within {float(error.median()):.1e} of {half_budget:.1e}"
+            f"({self._control}: {distance:.1e}), half of them within {float(error.median()):.1e} of {median_budget:.1e}"
         )
         if float(error.max()) > budget or float(found.regret.max()) > 2 * budget:
             worst = int(error.argmax())
             raise SystemExit(f"{name}: {said}; token {worst} is the worst; another is likelier by {float(found.regret.max()):.1e}")
-        if float(error.median()) > half_budget:
+        if float(error.median()) > median_budget:
             raise SystemExit(f"{name}: {said}: more than moved codes explain")
         if distance <= budget:
             raise SystemExit(f"{name}: {said}: this cannot tell the two apart")
@@ -127,7 +127,7 @@ class Reference:
         weights = [parameter for _, parameter in named if parameter.dim() > 1] + biases
         kept = [weight.detach().clone() for weight in weights]
         after = {id(parameter) for name, parameter in named if name.endswith("o_proj.weight")}
-        largest, median, exact_products = 0.0, 0.0, EDGES * rounding()
+        largest, median, exact_products = 0.0, 0.0, NOISE * rounding()
         noises = [READ if self._in_kernels and id(weight) in after else exact_products for weight in weights]
         with torch.no_grad():
             for trial in range(TRIALS):

@@ -62,8 +62,8 @@ class Tiny:
         if self.kind == "gemma3":
             return Gemma3TextConfig(**shape | GEMMA, layer_types=KINDS)
         if self.kind == "gpt_oss":
-            # All experts take part in each token: where a router leaves some out, a rounding error can change which. Gates of larger
-            # weights would make a tenth of a log-probability of one code.
+            # All experts take part in each token: where a router leaves some out, a rounding error can change which. With larger
+            # weights a code that moves by one changes log-probabilities by a tenth and more.
             experts = {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 128, "initializer_range": 0.04}
             return GptOssConfig(**shape | experts, layer_types=KINDS, sliding_window=32, rope_parameters=None)
         if self.kind == "bloom":

@@ -29,7 +29,7 @@ from rows import brief  # noqa: E402
 from shapes import Setting, Write  # noqa: E402
 
 META = torch.device("meta")
-NO_GROUPS = Groups(groups=0, stages=2, registers=184)
+NO_GROUPS = Groups(groups=0, stages=2, registers=184, staged=0)
 MOST_PROCESSES = 32
 
 

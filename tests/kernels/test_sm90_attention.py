@@ -1,7 +1,8 @@
 """The Gluon kernels for sm_90: which reads take them, and that they compute float64 attention.
 
-Two families: prefill, which kvq's table for sm_90 plans from 256 query rows (tokens x heads of a group) of each sequence, and multi-row
-decode, from 17 to 64 rows over packed pages. Without a GPU in the interpreted Gluon, with fewer and shorter sequences.
+Three families: prefill, which kvq's table for sm_90 plans from 256 query rows (tokens x heads of a group) of each sequence; staged prefill,
+over packed pages of eight row blocks or more, here of any number; and multi-row decode, from 17 to 64 rows over packed pages. Without a GPU
+in the interpreted Gluon, with fewer and shorter sequences.
 """
 
 import contextlib
@@ -15,15 +16,17 @@ import torch
 from exact_reads import SUITES, without_padding
 from kvq_core import get_backend
 from kvq_core.call import ops
+from kvq_core.launch import attention as launcher
 from kvq_core.launch import dispatch
 from kvq_core.launch.offline import planning_for
-from kvq_core.plan import Entry, Groups, Table
+from kvq_core.plan import Entry, Groups, Table, planner
 from kvq_core.plan.lookup import listening
 from kvq_core.plan.planner import batch_invariant
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import oracle, places, scene
 from kvq_core.testing.cases import LARGE, Case
 from kvq_core.testing.interpret.gluon import interpreted_gluon
+from kvq_core.testing.launches import noted_constants
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
 from sm90_device import H200, HOPPER, shipped_tables_and_a_known_triton  # noqa: F401 - an autouse fixture
@@ -31,6 +34,7 @@ from sm90_device import H200, HOPPER, shipped_tables_and_a_known_triton  # noqa:
 INT8, INT4, INT3, INT2 = (f"int{bits}_per_token_head" for bits in (8, 4, 3, 2))
 FP8 = ("fp8_per_token_head", "fp8_per_tensor")
 PACKED = tuple(sorted(set(FIRST_PARTY) - {"none"}))
+COMPOSED = tuple(mode for mode in SUITES if "/" in mode)
 SHIPPED = Table("sm_90", {})
 
 PROMPTS = Case(query_lens=(70, 129), seq_lens=(1100, 400), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
@@ -43,6 +47,7 @@ INTERPRETED_PROMPTS = (
     replace(ONE_HEAD, key_stops=(330, 0)),
     replace(ONE_HEAD, key_stops=(330, 270), smoothing="balanced", sinks=True),
 )
+BESIDE_A_SHORT_ONE = replace(ONE_HEAD, query_lens=(70, 129, 20), seq_lens=(1100, 400, 300))
 ROTARY_PROMPTS = (
     replace(ONE_HEAD, smoothing="rotary"),
     replace(ONE_HEAD, smoothing="rotary", query_lens=(513,), seq_lens=(2900,), queries_per_kv=8, dtype=torch.float16, num_kv_heads=2),
@@ -92,7 +97,7 @@ class Family:
         return without_padding(built) | {"max_seqlen_k": max(*built.case.seq_lens, 129)} if self is MULTIROW else {}
 
 
-TWO_GROUPS, PACKAGES = Groups(2, 2, 184), ("int8fp8", "int4", "int2")
+TWO_GROUPS, PACKAGES = Groups(2, 2, 184, 0), ("int8fp8", "int4", "int2")
 PREFILL = Family(
     "prefill",
     "prefill",
@@ -102,13 +107,22 @@ PREFILL = Family(
     TWO_GROUPS,
     Table("sm_90", {"groups": (Entry({}, TWO_GROUPS),)}),
 )
+STAGED_GROUPS = Groups(2, 2, 216, 1)
+STAGED = replace(
+    PREFILL,
+    name="staged",
+    modes=PACKED,
+    kernels=(*PREFILL.kernels, "kvq_core.kernels.sm90.staged"),
+    choice=STAGED_GROUPS,
+    table=Table("sm_90", {"groups": (Entry({}, STAGED_GROUPS),)}),
+)
 MULTIROW = Family(
     "multirow",
     "decode",
     tuple(mode for mode in PACKED if mode != INT3),
     ROWS,
     tuple(f"kvq_{package}.decode_multirow" for package in PACKAGES),
-    Groups(1, 4, 248),
+    Groups(1, 4, 248, 0),
     SHIPPED,
 )
 
@@ -191,9 +205,11 @@ class Where:
 
     def read(self, built: Scene, **overrides: Any) -> torch.Tensor:
         """By the family's kernel: no other tile is looked up."""
-        with ops.planning_with(self.table), listening() as questions:
+        with ops.planning_with(self.table), listening() as questions, noted_constants() as constants:
             out = built.read(**self.family.arguments(built) | overrides)
-        assert self.family.portable not in {kind for kind, _ in questions}
+        # What finds no room to be staged may be for the Triton kernels.
+        assert self.family is STAGED or self.family.portable not in {kind for kind, _ in questions}
+        assert any(launch["C"].format.key.staged for launch in constants) == (self.family is STAGED)
         return out
 
     def read_exactly(self, mode: str, built: Scene, **overrides: Any) -> torch.Tensor:
@@ -207,6 +223,7 @@ class Where:
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Where]:
     family, name = request.param
     place = places.enter(name, monkeypatch)
+    monkeypatch.setattr(planner, "STAGED_ROW_BLOCKS", 1)
     with contextlib.ExitStack() as stack:
         if name == "interpret":
             monkeypatch.setattr(dispatch, "machine_of", lambda device: HOPPER)
@@ -232,6 +249,10 @@ def parametrize(*params: Any) -> Any:
     *each(PREFILL, *INTERPRETED_PROMPTS, gpu=()),
     *each(PREFILL, *LARGE_PROMPTS, interpret=()),
     *each(PREFILL, *ROTARY_PROMPTS, interpret=(INT8, INT3), gpu=PACKED),
+    *each(STAGED, ONE_HEAD, gpu=()),
+    *each(STAGED, ONE_HEAD, interpret=COMPOSED[:1], gpu=COMPOSED),
+    *(one for n, case in enumerate(INTERPRETED_PROMPTS[1:]) for one in each(STAGED, case, interpret=(STAGED.modes[n % 6],))),
+    *each(STAGED, *LARGE_PROMPTS, interpret=()),
     *each(MULTIROW, *MULTIROW_CASES[:2]),
     # Further ones with one of the modes in turn.
     *(one for n, case in enumerate(MULTIROW_CASES[2:]) for one in each(MULTIROW, case, interpret=(MULTIROW.modes[n % 5],))),
@@ -239,7 +260,7 @@ def parametrize(*params: Any) -> Any:
 def test_attention(mode: str, case: Case, where: Where) -> None:
     # As many tiles as fill each stage of shared memory twice.
     built = where.build(mode, case, most=500 if case in INTERPRETED_PROMPTS else 250)
-    if where.place.name == "gpu" and where.family is PREFILL:
+    if where.place.name == "gpu" and where.family is not MULTIROW:
         # Not all of these reads are of the family: float32 queries of unquantized pages, say.
         with ops.planning_with(where.table):
             SUITES[mode]().assert_read(built.backend, built, where.place)
@@ -249,6 +270,7 @@ def test_attention(mode: str, case: Case, where: Where) -> None:
 
 @parametrize(
     *each(PREFILL, ONE_HEAD, replace(ONE_HEAD, smoothing="mean"), interpret=("none", INT4)),
+    *each(STAGED, ONE_HEAD, replace(ONE_HEAD, smoothing="mean"), interpret=(INT4,)),
     *each(PREFILL, replace(ONE_HEAD, smoothing="rotary", key_stops=(330, 0)), interpret=(INT3,), gpu=PACKED),
     *each(MULTIROW, replace(ROWS, smoothing="balanced", key_stops=(333, 0, 64)), interpret=(INT2,)),
 )
@@ -259,7 +281,10 @@ def test_lse(mode: str, case: Case, where: Where) -> None:
     assert where.family.portable not in {kind for kind, _ in questions}
 
 
-@parametrize(*each(MULTIROW, replace(ROWS, seq_lens=(1500, 900, 1100), num_kv_heads=3, dtype=torch.float32)))
+@parametrize(
+    *each(MULTIROW, replace(ROWS, seq_lens=(1500, 900, 1100), num_kv_heads=3, dtype=torch.float32)),
+    *each(STAGED, replace(PROMPTS, seq_lens=(1500, 900), num_kv_heads=3, dtype=torch.float32), interpret=(INT8, INT2)),
+)
 def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, case: Case, where: Where) -> None:
     """The running maximum is raised in some tiles and not in others, for some heads and rows more than for others."""
     built = where.build(mode, case)
@@ -274,18 +299,24 @@ def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, case: Case, wher
     where.read_exactly(mode, built)
 
 
-@parametrize(*each(MULTIROW, ROWS, interpret=(INT8, INT2), gpu=(INT8, INT4, INT2)))
+@parametrize(
+    *each(MULTIROW, ROWS, interpret=(INT8, INT2), gpu=(INT8, INT4, INT2)),
+    *each(STAGED, PROMPTS, interpret=(INT8, INT2), gpu=(INT8, INT4, INT3, INT2)),
+)
 def test_the_largest_of_huge_scores_wins(mode: str, case: Case, where: Where) -> None:
-    """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent."""
+    """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent. Or queries, of
+    which a power of two, with what scales leave for it, is beyond float32."""
     built = where.build(mode, case)
     direction = built.key[0].clone()
     order = torch.randperm(built.key.shape[0], generator=torch.Generator().manual_seed(0)).to(built.key.device)
-    built.key[:] = (1e22 * 1.02 ** order[:, None, None].double() * direction.double()).clamp(-1e37, 1e37).to(built.key.dtype)
-    built.q[:] = direction.repeat_interleave(built.case.queries_per_kv, 0)
-    built.fill()
-    arguments = built.read_arguments()
-    wanted = torch.cat([oracle.of_sequence(built, seq, arguments, seq).out.transpose(0, 1) for seq in range(built.case.num_seqs)])
-    torch.testing.assert_close(where.read(built).double(), wanted, rtol=0, atol=8e-3 * float(wanted.abs().max()))
+    longer = 1.02 ** order[:, None, None].double() * direction.double()
+    for of_keys, of_queries in ((1e22, 1.0), *(((1e-13, 1e36),) if where.family is STAGED else ())):
+        built.key[:] = (of_keys * longer).clamp(-1e37, 1e37).to(built.key.dtype)
+        built.q[:] = of_queries * direction.repeat_interleave(built.case.queries_per_kv, 0)
+        built.fill()
+        arguments = built.read_arguments()
+        wanted = torch.cat([oracle.of_sequence(built, seq, arguments, seq).out.transpose(0, 1) for seq in range(built.case.num_seqs)])
+        torch.testing.assert_close(where.read(built).double(), wanted, rtol=0, atol=8e-3 * float(wanted.abs().max()))
 
 
 @parametrize(*each(MULTIROW, ROWS, interpret=(INT4,)))
@@ -299,7 +330,11 @@ def test_a_nan_row_stays_alone(mode: str, case: Case, where: Where) -> None:
     assert after[alone].isnan().all() and torch.equal(after[~alone], before[~alone])
 
 
-@parametrize(*each(PREFILL, ONE_HEAD, interpret=("none", INT4)), *each(MULTIROW, ROWS, interpret=(INT8, INT4)))
+@parametrize(
+    *each(PREFILL, ONE_HEAD, interpret=("none", INT4)),
+    *each(STAGED, ONE_HEAD, interpret=(INT8,)),
+    *each(MULTIROW, ROWS, interpret=(INT8, INT4)),
+)
 def test_missing_blocks_and_lengths_beyond_the_table(mode: str, case: Case, where: Where) -> None:
     """Missing keys are seen by no row, whatever the block that is read in their place holds."""
     built = where.build(mode, case)
@@ -318,6 +353,7 @@ def test_missing_blocks_and_lengths_beyond_the_table(mode: str, case: Case, wher
 
 @parametrize(
     *each(PREFILL, replace(ONE_HEAD, seq_lens=(1101, 403)), interpret=FP8[:1], gpu=FP8),
+    *each(STAGED, replace(ONE_HEAD, seq_lens=(1101, 403)), interpret=FP8[:1], gpu=FP8),
     *each(MULTIROW, replace(ROWS, seq_lens=(1101, 403, 79)), interpret=FP8[:1], gpu=FP8),
 )
 def test_nan_codes_after_the_last_key(mode: str, case: Case, where: Where) -> None:
@@ -334,6 +370,7 @@ def test_nan_codes_after_the_last_key(mode: str, case: Case, where: Where) -> No
 
 @parametrize(
     *each(PREFILL, replace(PROMPTS, query_lens=(1024,), seq_lens=(4096,), num_kv_heads=4), interpret=()),
+    *each(STAGED, replace(PROMPTS, query_lens=(1024,), seq_lens=(4096,), num_kv_heads=4), interpret=()),
     *each(MULTIROW, replace(ROWS, query_lens=(8,) * 12, seq_lens=tuple(range(500, 6500, 500)), num_kv_heads=8), interpret=()),
 )
 def test_repeated_reads_are_equal(mode: str, case: Case, where: Where) -> None:
@@ -342,3 +379,43 @@ def test_repeated_reads_are_equal(mode: str, case: Case, where: Where) -> None:
     first = where.read(built)
     with ops.planning_with(where.table):
         assert all(torch.equal(built.read(**where.family.arguments(built)), first) for _ in range(30))
+
+
+# -- staged tiles ----------------------------------------------------------------------------------------------------------
+
+
+@parametrize(
+    *each(STAGED, BESIDE_A_SHORT_ONE, interpret=(INT8, INT4)),
+    # The Triton kernels take what is left.
+    *each(STAGED, BESIDE_A_SHORT_ONE, interpret=COMPOSED[:1], gpu=COMPOSED),
+)
+@pytest.mark.parametrize("room", [3, 4, None])
+def test_what_is_not_staged_reads_its_pages(mode: str, case: Case, room: int | None, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts beyond the workspace, whose number no host knows, and short ones beside them: each row is written once, by one kernel."""
+    built = where.build(mode, case)
+    if room is not None:
+        monkeypatch.setattr(launcher, "most_tiles", lambda attention: room)
+    monkeypatch.setattr(planner, "STAGED_ROW_BLOCKS", 2)
+    where.read_exactly(mode, built)
+
+
+@parametrize(*each(STAGED, replace(PROMPTS, dtype=torch.float32), interpret=(INT8, INT4, INT2)))
+@pytest.mark.parametrize("apart", [8, 25, 60])
+def test_keys_far_apart(mode: str, case: Case, apart: int, where: Where) -> None:
+    """Keys that nothing looks at, 2^apart times as long as the others of their tile: of these a shared power of two would leave nothing."""
+    built = where.build(mode, case)
+    direction = built.key[0].clone()
+    built.key[::3] = -(2.0**apart) * direction
+    built.q += 2 * direction.repeat_interleave(built.case.queries_per_kv, 0)
+    built.fill()
+    where.read_exactly(mode, built)
+
+
+@parametrize(*each(STAGED, replace(PROMPTS, seq_lens=(400, 300), dtype=torch.float32), interpret=(INT8, INT4)))
+def test_tiles_of_values_far_apart(mode: str, case: Case, where: Where) -> None:
+    """An accumulator in units of one tile's values is beyond float32 in those of the next one's."""
+    built = where.build(mode, case, most=500)
+    for seq in range(case.num_seqs):
+        built.value[built.first_key(seq) :][:128] *= 2.0**110 if mode != "fp8_per_tensor" else 1.0
+    built.fill()
+    where.read_exactly(mode, built)

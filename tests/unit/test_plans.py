@@ -127,7 +127,8 @@ WRONG: list[tuple[list[Any], Any, str]] = [
     ([*WRITE, "choice", "warps"], KeyError, "write[0].choice.warps: got None, need a value: it is missing"),
     ([*WRITE, "measured", 0, "run"], "s", "write[0].measured[0].run: got 's', need one of runs: r"),
     ([*WRITE, "measured", 0, "us"], -1, "write[0].measured[0].us: got -1, need a positive number"),
-    (["groups"], [{"where": {}, "choice": {"groups": 1, "stages": 2, "registers": 184}}], "need 3 to 6 stages with groups 1"),
+    (["groups"], [{"where": {}, "choice": {"groups": 1, "stages": 2, "registers": 184, "staged": 0}}], "need 3 to 6 stages with groups 1"),
+    (["groups"], [{"where": {}, "choice": {"groups": 1, "stages": 4, "registers": 184, "staged": 1}}], "need groups 2 with staged 1"),
 ]
 
 
@@ -169,7 +170,11 @@ def test_doctor_shows_the_tables_in_use_and_broken_ones(torch_path: None, monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
     path = own(MINE)
     plans, wrong = doctor._plans()
-    words = [f"{path} (NVIDIA Test, triton 3.6.0)", "kvq's sm_90 (NVIDIA H200, triton 3.6.0)", "kvq's generic"]
+    words = [
+        f"{path} (NVIDIA Test, triton 3.6.0)",
+        "kvq's sm_90 (NVIDIA H100 80GB HBM3, triton 3.6.0; NVIDIA H200, triton 3.6.0)",
+        "kvq's generic",
+    ]
     assert [doctor._in_words(one) for one in plans] == words and not wrong
     path.write_text("nothing")
     lookup.forget()

@@ -54,13 +54,14 @@ class Output(NamedTuple):
 
 class Batch(NamedTuple):
     """Who attends to what. ``table_stride`` travels beside it, so that it is not specialized on. ``key_stops`` and ``first_positions`` may
-    be None."""
+    be None, and ``first_tiles``, where no keys are staged (:mod:`.staging`)."""
 
     cu_seqlens_q: Any
     seqused_k: Any
     block_table: Any
     key_stops: Any = None
     first_positions: Any = None
+    first_tiles: Any = None
 
 
 class Scoring(NamedTuple):

@@ -283,6 +283,15 @@ class ReadConfig(Constant):
         return -1.0 / self._exponent_scale(self.format.key)
 
     @property
+    def key_exponent_scale(self) -> float:
+        """What a key's operand of 1 stands for, beside its level and its row's scale."""
+        return self._exponent_scale(self.format.key)
+
+    @property
+    def value_exponent_scale(self) -> float:
+        return self._exponent_scale(self.format.value)
+
+    @property
     def value_operand_scale(self) -> float:
         """What an operand of 1 stands for, beside its row's scale."""
         return self._exponent_scale(self.format.value) * self.format.value.level
@@ -291,6 +300,19 @@ class ReadConfig(Constant):
     def value_zero(self) -> float:
         """What a weight of 1 adds to a product, of a zero point of 1."""
         return 1.0 / self._exponent_scale(self.format.value)
+
+    @property
+    def key_number_scale(self) -> float:
+        """What a key's number (an operand times its exponent scale, less its zero point), once un-rotated, is multiplied by, beside its
+        row's scale."""
+        return self._number_scale(self.format.key, self.key_heads)
+
+    @property
+    def value_number_scale(self) -> float:
+        return self._number_scale(self.format.value, self.value_heads)
+
+    def _number_scale(self, plane: PlaneFormat, heads: Heads) -> float:
+        return plane.level / (heads.block if plane.divided else 1)
 
     def _exponent_scale(self, plane: PlaneFormat) -> float:
         return 1.0 if plane.converts and self.features.fp8_hardware else plane.exponent_scale

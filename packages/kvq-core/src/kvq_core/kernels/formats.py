@@ -64,6 +64,7 @@ class PlaneFormat(Constant):
         zero: the zero point of all codes.
         huge_scales: of K: sums of operands times the scale of a huge row overflow unless the query's factor comes first.
         has_nan: a code can be NaN: lanes of keys that are not there are loaded as 0.
+        staged: rows that were packed are float16 now, in blocks of a workspace (kvq_core.kernels.staging).
         side_bytes: a row's lanes, an even number n, are followed by a byte for each, in the order 0, n / 2, 1, n / 2 + 1, ...
         unpack: ``unpack(lanes, C)``: a tuple of ``ways`` float16 tensors. With ``side_bytes``, ``lanes`` is (uint16 lanes, the byte
             beside each, uint16).
@@ -86,6 +87,7 @@ class PlaneFormat(Constant):
     huge_scales: bool = False
     has_nan: bool = False
     side_bytes: bool = False
+    staged: bool = False
     unpack: Any = None
     split: Any = None
     weighted_zeros: Any = None
@@ -94,6 +96,11 @@ class PlaneFormat(Constant):
     @property
     def packed(self) -> bool:
         return self.ways > 1
+
+    @property
+    def in_float16(self) -> bool:
+        """Whether operands are float16, whatever the queries are."""
+        return self.packed or self.staged
 
     @property
     def variant(self) -> str:
@@ -145,11 +152,14 @@ class Format(Constant):
 
 
 class Sm90Kernels(NamedTuple):
-    """A mode's kernels in Gluon, for sm_90 alone: prefill, multi-row decode over split keys, and writes. Each may be ``None``."""
+    """A mode's kernels in Gluon, for sm_90 alone: prefill, multi-row decode over split keys, and writes. Each may be ``None``.
+
+    ``staged``: kvq's own, for prefill over staged tiles."""
 
     prefill: Any = None
     decode_multirow: Any = None
     write: Any = None
+    staged: Any = None
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ def sequence_facts(seqs, num_seqs, batch, scoring, C: tl.constexpr):
     query_len = tl.load(batch.cu_seqlens_q + seqs + 1, mask=inside, other=0) - first
     seq_len = tl.load(batch.seqused_k + seqs, mask=inside, other=0)
     served = inside & (query_len >= C.tile.min_query_len) & (query_len <= C.tile.max_query_len)
+    if batch.first_tiles is not None:
+        # Another launch serves those whose keys are staged.
+        served = served & (tl.load(batch.first_tiles + seqs, mask=inside, other=-1) < 0)
     row_blocks = tl.where(served, (query_len + C.tokens - 1) // C.tokens, 0)
     if scoring.ranges is None:
         first_key = visible_start(seq_len - query_len, scoring.window_left, C.tile.keys)

@@ -17,6 +17,7 @@ from kvq_core.launch import dispatch
 from kvq_core.launch.bundles import bundle_output, bundle_plane, bundle_rows, bundle_scoring, row_alignment, strides_of
 from kvq_core.launch.device import device_facts, interpreting, overlaps
 from kvq_core.launch.replay import LaunchRecord
+from kvq_core.launch.staging import StagedCache, most_tiles, stage, staged_config
 from kvq_core.launch.workspace import sole_use
 from kvq_core.plan import planner
 from kvq_core.plan.planner import SM90_DECODE_MULTIROW, SM90_PREFILL, TRITON
@@ -32,9 +33,11 @@ def launch_attention(kernels: Kernels, attention: Attention) -> LaunchRecord:
     sm90 = dispatch.sm90_reads(kernels, attention)
     problem = problem_of(attention, kernels.format, sm90)
     entries = {TRITON: kernels.attend, SM90_PREFILL: sm90.prefill, SM90_DECODE_MULTIROW: sm90.decode_multirow}
+    staged = None
     with sole_use(attention.q.device):
         for launch in planner.plan(problem):
-            _launch(record, entries[launch.tile.family], attention, kernels.format, problem, launch)
+            entry = sm90.staged if launch.staged else entries[launch.tile.family]
+            staged = _launch(record, entry, attention, kernels.format, problem, launch, staged)
     return record
 
 
@@ -77,12 +80,20 @@ def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> planner
         side_bytes=any(half.side_bytes for half in form.halves),
         sm90_fits=sm90.prefill is not None,
         multirow_fits=sm90.decode_multirow is not None,
+        most_staged=0 if sm90.staged is None else most_tiles(attention),
     )
 
 
 def _launch(
-    record: LaunchRecord, kernel: Any, attention: Attention, form: Format, problem: planner.Problem, launch: planner.Launch
-) -> None:
+    record: LaunchRecord,
+    kernel: Any,
+    attention: Attention,
+    form: Format,
+    problem: planner.Problem,
+    launch: planner.Launch,
+    staged: StagedCache | None,
+) -> StagedCache | None:
+    """Start one launch, and what goes with it. ``staged``: by a launch before it, or, returned, for those after it."""
     batch, tile = attention.batch, launch.tile
     config = _config(attention, form, launch)
     items, programs = launch.max_items, launch.programs
@@ -93,13 +104,21 @@ def _launch(
     output = bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
     lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops, batch.first_positions)
     score = bundle_scoring(attention)
+    keys, values = bundle_plane(attention.keys, "k_cache", form.key), bundle_plane(attention.values, "v_cache", form.value)
+    place = (batch.block_table.stride(0), batch.block_table.shape[1], attention.keys.num_blocks)
+    if launch.staged:
+        staged = stage(record, attention, (keys, values), lengths, score, launch.staged, config)
+        keys, values, lengths, place = staged.keys, staged.values, staged.batch, staged.place
+        config = staged_config(config)
+    elif staged is not None:
+        lengths = lengths._replace(first_tiles=staged.batch.first_tiles)
     splits, partials = _splits(record, attention, launch, items, config)
     record.start(
         kernel,
         (programs, problem.num_kv_heads),
         bundle_rows(attention.q, attention.smoothing),
-        bundle_plane(attention.keys, "k_cache", form.key),
-        bundle_plane(attention.values, "v_cache", form.value),
+        keys,
+        values,
         output,
         attention.output_scale,
         lengths,
@@ -107,16 +126,14 @@ def _launch(
         splits,
         partials,
         batch.num_seqs,
-        batch.block_table.stride(0),
-        batch.block_table.shape[1],
-        attention.keys.num_blocks,
+        *place,
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **({"maxnreg": tile.registers} if tile.registers and config.features.use_asm and tile.family is not SM90_PREFILL else {}),
     )
     if not launch.split:
-        return
+        return staged
     row_blocks = batch.num_seqs * launch.max_row_blocks
     combine = planner.combine_tile(problem, launch, row_blocks)
     slices = min(combine.slices, config.slices)
@@ -139,6 +156,7 @@ def _launch(
         num_warps=combine.warps,
         **({"launch_pdl": True} if config.tile.overlap else {}),
     )
+    return None
 
 
 def _loops(attention: Attention, launch: planner.Launch) -> int:

@@ -21,19 +21,20 @@ def machine_of(device: torch.device) -> families.Machine:
 
 
 def sm90_reads(kernels: Kernels, attention: Attention) -> Sm90Kernels:
-    """A mode's read kernels for sm_90, of which it has some or none, that can take this call."""
-    if kernels.sm90 is None:
-        return Sm90Kernels()
+    """The read kernels for sm_90 that can take this call: of a mode's, of which it has some or none, and for staged tiles."""
     keys, values = attention.keys, attention.values
     row_bytes = min(row_alignment(keys), row_alignment(values))
     block_reach = keys.block_size * max(strides_of(keys) + strides_of(values))
     call = families.Sm90Call(attention, not kernels.format.packed, row_bytes, block_reach)
     machine = machine_of(attention.q.device)
-    prefill, multirow = (family.takes(machine, call) for family in (families.SM90_PREFILL, families.SM90_DECODE_MULTIROW))
-    if not (prefill or multirow):
-        return Sm90Kernels()
-    found = kernels.sm90()
-    return Sm90Kernels(found.prefill if prefill else None, found.decode_multirow if multirow else None)
+    prefill, multirow, staging = (
+        family.takes(machine, call) for family in (families.SM90_PREFILL, families.SM90_DECODE_MULTIROW, families.STAGED_PREFILL)
+    )
+    found = kernels.sm90() if kernels.sm90 is not None and (prefill or multirow) else Sm90Kernels()
+    staged = None
+    if staging:
+        from kvq_core.kernels.sm90.staged import attend as staged
+    return Sm90Kernels(found.prefill if prefill else None, found.decode_multirow if multirow else None, staged=staged)
 
 
 def sm90_write(kernels: Kernels, rows: NewRows) -> Any | None:

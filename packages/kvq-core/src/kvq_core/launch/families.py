@@ -87,10 +87,13 @@ _HOPPER: Final = (
     Rule("compiled kernels, not TRITON_INTERPRET", lambda machine: not machine.interpreting),
     Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
 )
-_SM90_CALL: Final = (
+_SCORED_AND_SHAPED: Final = (
     Rule("full causal attention: no window, softcap, ALiBi, bias or prefix ranges", _is_plain),
     Rule("output of 16 or 32 bits", lambda call: call.attention.output_scale is None and call.attention.out.element_size() > 1),
     Rule("heads of 128, at most 128 query heads to one of K", _has_heads_of_128),
+)
+_SM90_CALL: Final = (
+    *_SCORED_AND_SHAPED,
     Rule("bf16 or fp16 rows in mode none", _has_16_bit_rows),
     Rule("rows of codes that start at multiples of 16 bytes", lambda call: call.row_bytes == 16),
     Rule("blocks of less than 2^31 elements", lambda call: call.block_reach < 2**31),
@@ -102,6 +105,16 @@ KERNELS: Final = Family(
     (Rule("a GPU that torch can use, or TRITON_INTERPRET=1", lambda machine: bool(machine.arch) or machine.interpreting),),
 )
 SM90_PREFILL: Final = Family("sm_90 prefill kernels", "prefill", _HOPPER, _SM90_CALL)
+STAGED_PREFILL: Final = Family(
+    "sm_90 staged prefill kernels",
+    "prefill of long prompts",
+    _HOPPER,
+    (
+        *_SCORED_AND_SHAPED,
+        Rule("packed pages", lambda call: not call.unquantized),
+        Rule("no rotary mean", lambda call: call.attention.smoothing is None or call.attention.smoothing.rotary is None),
+    ),
+)
 SM90_DECODE_MULTIROW: Final = Family("sm_90 multi-row decode kernels", "decode of several tokens a sequence", _HOPPER, _SM90_CALL)
 STORE_MMA: Final = Family(
     "sm_90 writes in the MMA layout",
@@ -118,4 +131,4 @@ REPLAY: Final = Family(
         Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
     ),
 )
-FAMILIES: Final = (KERNELS, SM90_PREFILL, SM90_DECODE_MULTIROW, STORE_MMA, REPLAY)
+FAMILIES: Final = (KERNELS, SM90_PREFILL, STAGED_PREFILL, SM90_DECODE_MULTIROW, STORE_MMA, REPLAY)

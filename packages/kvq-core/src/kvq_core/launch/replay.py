@@ -8,7 +8,7 @@ be told (another Triton, another vendor's specialization, a hook that wants to s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -24,7 +24,7 @@ from kvq_core.call.replay_cache import ALIGNMENT
 from kvq_core.kernels.cache_keys import settle
 from kvq_core.kernels.formats import Constant
 from kvq_core.launch import target
-from kvq_core.launch.workspace import kept_buffer, sole_use, workspace, workspace_size
+from kvq_core.launch.workspace import buffers, kept_buffer, sole_use, workspace, workspace_size
 
 _CHOOSING = threading.RLock()
 """Held while Triton chooses a kernel, compiles, loads and launches it: a thread must not launch what another is still loading (Triton sets
@@ -69,12 +69,20 @@ class LaunchRecord:
     def workspace(self, row_blocks: int, rows: int, head_size_v: int) -> tuple[torch.Tensor, ...]:
         """As :func:`kvq_core.launch.workspace.workspace`."""
         parts = workspace(self.device, row_blocks, rows, head_size_v)
-        size = workspace_size(row_blocks, rows, head_size_v)
+        self._note(workspace_size(row_blocks, rows, head_size_v), parts)
+        return parts
+
+    def buffers(self, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Uninitialized float32 buffers of so many elements, in the memory that other launches of the call have for theirs."""
+        size, parts = buffers(self.device, sizes)
+        self._note(size, parts)
+        return parts
+
+    def _note(self, size: int, parts: tuple[torch.Tensor, ...]) -> None:
         self._spaces.append((size, parts))
         elsewhere = target.current()
         if elsewhere is not None:
             elsewhere.spaces.append(size)
-        return parts
 
     def start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch ``kernel``. ``arguments``: its run-time values, loose or in tuples; ``options``: its constants and Triton's options."""
@@ -99,11 +107,14 @@ class LaunchRecord:
         Two tensors at one address could not be told apart.
         """
         known = triton_is_known() and driver.active.get_current_target().backend == "cuda"
-        if not known or None in self._starts or len(self._spaces) > 1 or len(set(addresses)) < len(addresses):
+        # A call's launches use one buffer after each other, but for one that was outgrown between them.
+        bases = {parts[0].data_ptr() for _, parts in self._spaces}
+        if not known or None in self._starts or len(bases) > 1 or len(set(addresses)) < len(addresses):
             return None
         try:
             starts = [start for start in self._starts if start is not None]
-            return Replay(self.device, starts, self._spaces[0] if self._spaces else None, addresses, apart)
+            size = max((size for size, _ in self._spaces), default=0)
+            return Replay(self.device, starts, (size, tuple(part for _, parts in self._spaces for part in parts)), addresses, apart)
         except _UntracedError:
             return None
 
@@ -130,10 +141,10 @@ class Replay:
     Their arguments are gathered from one *pool*: the addresses of the call's tensors, those of the workspace's parts, the constants.
     """
 
-    def __init__(self, device: torch.device, starts: list[_Start], space: _Space | None, addresses: list[int], apart: Apart) -> None:
+    def __init__(self, device: torch.device, starts: list[_Start], space: _Space, addresses: list[int], apart: Apart) -> None:
         self._device, self._driver, self._knobs = device, driver.active, _knobs()
         self._apart = apart
-        self._size, parts = space or (0, ())
+        self._size, parts = space
         held = [part.data_ptr() for part in parts if part.numel()]
         self._offsets = [address - held[0] for address in held]
         self._places = {address: index for index, address in enumerate([*addresses, *held])}

@@ -17,10 +17,15 @@ is left: graphs it captures on another stream then bake that one in, too.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from itertools import accumulate
 
 import torch
+
+_ALIGNMENT = 64
+"""Elements that parts of a buffer start at a multiple of."""
 
 
 def _capturing(device: torch.device) -> bool:
@@ -131,6 +136,13 @@ def kept_bytes(device: torch.device) -> int:
 def sole_use(device: torch.device, stream: int | None = None) -> AbstractContextManager[object]:
     """To hold from the first launch that fills the current stream's workspace to the last one that reads it."""
     return _WORKSPACES.use(device, stream)
+
+
+def buffers(device: torch.device, sizes: Sequence[int]) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """(elements of the buffer behind them, uninitialized float32 buffers of so many elements for the current stream)."""
+    ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+    buffer = kept_buffer(device, ends[-1])
+    return ends[-1], tuple(buffer[end - -(-size // _ALIGNMENT) * _ALIGNMENT :][:size] for size, end in zip(sizes, ends, strict=True))
 
 
 def _noted(row_blocks: int) -> int:

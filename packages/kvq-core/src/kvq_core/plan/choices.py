@@ -121,6 +121,7 @@ class Groups(Choice):
 
     ``groups`` that multiply: 0; 1, which loads and unpacks as well, for a few rows and split keys; or 2 beside one that unpacks, for many.
     ``registers``: of each of their threads. ``stages``: tiles in shared memory, of which one group loads two ahead of the one in work.
+    ``staged``: 1 for tiles that another launch unpacked (:mod:`kvq_core.kernels.staging`), which the other group then copies.
     """
 
     kind = "groups"
@@ -128,14 +129,18 @@ class Groups(Choice):
         {
             **FORMAT_FACTS,
             "rows": int,  # tokens x query heads of a group of the longest query
+            "stageable": bool,  # whether tiles can be staged; what finds no room for them is asked for again, without
         }
     )
 
     groups: int = _value(_whole(0, 2))
     stages: int = _value(_whole(1, 6))
     registers: int = _value(Values("a multiple of 8 from 152 to 248", lambda x: type(x) is int and 152 <= x <= 248 and x % 8 == 0))
+    staged: int = _value(_whole(0, 1))
 
     def need(self) -> str:
+        if self.staged and self.groups != 2:
+            return "groups 2 with staged 1"
         # Of no groups it means nothing.
         least, most = ((1, 6), (3, 6), (1, 3))[self.groups]
         return "" if least <= self.stages <= most else f"{least} to {most} stages with groups {self.groups}"

@@ -41,6 +41,8 @@ INVARIANT_CHUNK = 2048
 # Rows on a multiprocessor that the combine kernel of such a split is planned for, whatever is there.
 INVARIANT_ROWS = 64
 UNLIMITED = 2**30
+# Row blocks of a prompt from which its keys are staged (kvq_core.kernels.staging): each of fewer may as well unpack them itself.
+STAGED_ROW_BLOCKS = 32
 
 
 class KernelFamily(Enum):
@@ -62,7 +64,8 @@ class Problem:
     ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``in_chunks``: they
     are multiplied in chunks, without padding. ``arch``: ``sm_90``, ``gfx942``;
     "" for what is no GPU. ``variant``: the format's own. ``side_bytes``: a byte beside each lane.
-    ``sm90_fits``, ``multirow_fits``: warp groups can take many rows; one can take few.
+    ``sm90_fits``, ``multirow_fits``: warp groups can take many rows; one can take few. ``most_staged``: tiles of every kv head that there
+    is room to stage; 0 where none can be.
     """
 
     num_seqs: int
@@ -88,6 +91,7 @@ class Problem:
     side_bytes: bool = False
     sm90_fits: bool = False
     multirow_fits: bool = False
+    most_staged: int = 0
 
     @property
     def width(self) -> int:
@@ -98,6 +102,11 @@ class Problem:
     def format_facts(self) -> dict[str, choices.Fact]:
         """What tables choose by for every kind of kernel."""
         return {"variant": self.variant, "ways": self.ways, "width": self.width}
+
+    @property
+    def prompt_facts(self) -> dict[str, choices.Fact]:
+        """What they choose warp groups for prompts by, beside whether tiles can be staged."""
+        return {**self.format_facts, "rows": self.max_seqlen_q * self.group}
 
     @property
     def plane_facts(self) -> dict[str, choices.Fact]:
@@ -145,7 +154,8 @@ class Launch:
 
     ``split``: "" (a program has a whole row block), "equal" (the batch's tiles over ``programs``, ``least`` or more each),
     "chunks" (``chunk`` keys each) or "segments" (an engine's). ``max_items``: most work tiles. ``combine_waits``: the combine
-    kernel is launched, to wait, when the programs have begun rather than when they end (where a GPU can).
+    kernel is launched, to wait, when the programs have begun rather than when they end (where a GPU can). ``staged``: tiles of every kv
+    head that are staged for it at most; 0: it reads pages, after a launch with staged tiles those of the sequences left over.
     """
 
     tile: Tile
@@ -159,6 +169,7 @@ class Launch:
     chunk: int = 0
     segments: int = 0
     combine_waits: bool = False
+    staged: int = 0
 
 
 class _Switch:
@@ -202,12 +213,12 @@ def plan(problem: Problem) -> tuple[Launch, ...]:
     """The launches that serve ``problem``."""
     longest = problem.max_seqlen_q
     if problem.batch_invariant:
-        return (_decode(problem, DECODE_QUERY_LEN), *([_prefill(problem)] if longest > DECODE_QUERY_LEN else []))
+        return (_decode(problem, DECODE_QUERY_LEN), *(_prefill(problem) if longest > DECODE_QUERY_LEN else []))
     if longest <= DECODE_QUERY_LEN:
         return (_decode(problem, longest),)
     if problem.uniform:
-        return (_prefill(problem),)
-    return (_decode(problem, DECODE_QUERY_LEN), _prefill(problem))
+        return _prefill(problem)
+    return (_decode(problem, DECODE_QUERY_LEN), *_prefill(problem))
 
 
 def _decode(problem: Problem, longest: int) -> Launch:
@@ -245,11 +256,30 @@ def _shared(problem: Problem, tile: Tile, longest: int) -> Launch:
     return Launch(tile, 1, longest, row_blocks, "equal", programs, programs + blocks, tile.least, combine_waits=waits)
 
 
-def _prefill(problem: Problem) -> Launch:
-    tile = prefill_tile(problem)
+def _prefill(problem: Problem) -> tuple[Launch, ...]:
     shortest = 1 if problem.uniform and not problem.batch_invariant else DECODE_QUERY_LEN + 1
-    row_blocks = -(-problem.max_seqlen_q // (tile.rows // problem.group))
-    return Launch(tile, shortest, UNLIMITED, row_blocks)
+    staged = _staged(problem, shortest)
+    if staged is not None and problem.uniform and staged.staged < problem.most_staged:
+        return (staged,)
+    tile = prefill_tile(problem)
+    plain = Launch(tile, shortest, UNLIMITED, -(-problem.max_seqlen_q // (tile.rows // problem.group)))
+    return (plain,) if staged is None else (staged, plain)
+
+
+def _staged(problem: Problem, shortest: int) -> Launch | None:
+    """The launch for prompts long enough to stage their keys, if there are any and the table wants it."""
+    tokens = GROUPS_TILE // problem.group
+    row_blocks = -(-problem.max_seqlen_q // max(1, tokens))
+    if not problem.most_staged or problem.batch_invariant or row_blocks < STAGED_ROW_BLOCKS:
+        return None
+    way = lookup.choose(problem.arch, choices.Groups, {**problem.prompt_facts, "stageable": True})
+    if not way.staged:
+        return None
+    tile = _tile_of_groups(way)
+    shortest = max(shortest, (STAGED_ROW_BLOCKS - 1) * tokens + 1)
+    # Whatever max_seqlen_k says: no sequence has more keys than its row of the block table.
+    tiles = problem.num_seqs * -(-problem.max_keys // tile.keys)
+    return Launch(tile, shortest, UNLIMITED, row_blocks, staged=min(tiles, problem.most_staged))
 
 
 def decode_tile(problem: Problem, query_rows: int) -> Tile:
@@ -284,7 +314,7 @@ def multirow_tile(problem: Problem, rows: int) -> Tile | None:
     small = rows <= PACKED_ROWS or problem.max_seqlen_k <= MULTIROW_MIN_KEYS
     if not problem.multirow_fits or problem.batch_invariant or not problem.uniform or not problem.may_split or small:
         return None
-    way = lookup.choose(problem.arch, choices.Groups, {**problem.format_facts, "rows": rows})
+    way = lookup.choose(problem.arch, choices.Groups, {**problem.format_facts, "rows": rows, "stageable": False})
     if way.groups != 1 or problem.group > MULTIROW_ROWS:
         return None
     return Tile(
@@ -305,20 +335,9 @@ def prefill_tile(problem: Problem) -> Tile:
     """Many query rows, which come first; all of a group's heads are in one tile."""
     # Which kernel a row is in must not follow from the batch, where results may not.
     if problem.sm90_fits and not problem.batch_invariant:
-        facts = {**problem.format_facts, "rows": problem.max_seqlen_q * problem.group}
-        way = lookup.choose(problem.arch, choices.Groups, facts)
+        way = lookup.choose(problem.arch, choices.Groups, {**problem.prompt_facts, "stageable": False})
         if way.groups > 1:
-            return Tile(
-                rows=GROUPS_TILE,
-                keys=GROUPS_TILE,
-                warps=4,
-                stages=way.stages,
-                decode=False,
-                keys_first=False,
-                programs_per_sm=1,
-                registers=way.registers,
-                groups=way.groups,
-            )
+            return _tile_of_groups(way)
     choice = lookup.choose(problem.arch, choices.Prefill, problem.plane_facts)
     rows = max(choice.rows, power_of_two(problem.group))
     return Tile(
@@ -330,6 +349,21 @@ def prefill_tile(problem: Problem) -> Tile:
         keys_first=False,
         programs_per_sm=1,
         registers=choice.registers,
+    )
+
+
+def _tile_of_groups(way: choices.Groups) -> Tile:
+    """Of two groups."""
+    return Tile(
+        rows=GROUPS_TILE,
+        keys=GROUPS_TILE,
+        warps=4,
+        stages=way.stages,
+        decode=False,
+        keys_first=False,
+        programs_per_sm=1,
+        registers=way.registers,
+        groups=way.groups,
     )
 
 

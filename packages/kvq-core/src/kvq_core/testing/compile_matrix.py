@@ -143,7 +143,7 @@ def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]
         for name, problem in further_reads(backend, device).items():
             with compiling_for(device) as kernels:
                 problem.read()
-            results += [_facts(mode, target, name, kernel) for kernel in kernels if kernel.metadata.name == "attend"]
+            results += [_facts(mode, target, name, kernel) for kernel in kernels if kernel.metadata.name in ("attend", "stage_kernel")]
         if "write" in kernels_of(backend):
             for name, case in WRITES.items():
                 problem = _problem(backend, case)

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 HEAD_SIZES: Final = (128, 64, 256, 512, 576, 192)
 """One of each padded width that a table tells apart, the most usual first; then one of which two keys may share a row of lanes."""
-QUERIES: Final = ((4, 1, 4), (4, 4, 4), (4, 8, 4), (4, 16, 4), (4, 32, 4), (4, 64, 4), (4, 1, 32), (4, 1, 64), (100, 1, 4))
+QUERIES: Final = ((4, 1, 4), (4, 4, 4), (4, 8, 4), (4, 16, 4), (4, 32, 4), (4, 64, 4), (4, 1, 32), (4, 1, 64), (100, 1, 4), (1, 1024, 4))
 """Sequences, the query tokens of each, and the heads of a group: decode tiles of 8, 16, 32 and 64 rows, prefill of few rows, and of so many
-that warp groups may take them; groups that alone are 32 and 64 rows, where tokens would be spread over tiles; many short sequences."""
+that warp groups may take them; groups that alone are 32 and 64 rows, where tokens would be spread over tiles; many short sequences; a
+prompt long enough to be staged."""
 LONGEST: Final = (512, 2048, 1 << 17, 1 << 19, 1 << 24)
 """What a call says of its longest sequence: one short one, little to read, two middling figures, and more than any table asks for."""
-COMPILED: Final = ("rows", "keys", "warps", "groups", "stages", "registers", "loops")
+COMPILED: Final = ("rows", "keys", "warps", "groups", "stages", "registers", "loops", "staged")
 """Fields of a choice that a kernel is compiled for."""
 
 
@@ -61,7 +62,7 @@ class Problem:
 def name_of(tile: Choice) -> str:
     """``decode-keys128-warps1-stages2-parts1``: the kind, and what a kernel is compiled for."""
     fields = asdict(tile)
-    return "-".join([tile.kind, *(f"{name}{fields[name]}" for name in COMPILED if fields.get(name) is not None)])
+    return "-".join([tile.kind, *(f"{name}{fields[name]}" for name in COMPILED if fields.get(name))])
 
 
 def problems_of(backend: QuantKVBackend, device: Device, known: Container[str] = ()) -> dict[str, Problem]:

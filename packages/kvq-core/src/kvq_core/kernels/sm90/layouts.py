@@ -15,6 +15,8 @@ WARPS = gl.constexpr(4)
 """Of every group."""
 THREADS = gl.constexpr(128)
 """Likewise."""
+REST = gl.constexpr(2.0**10)
+"""Scales of staged keys are over it, and the unit of scores is larger by it, so that sums of products times them are finite."""
 
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 """Results of ``wgmma``: a row's columns lie in four threads of one warp."""
@@ -48,9 +50,11 @@ class Codes(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Which keys: those before ``stop``, in ``last`` tiles, of which the first ``whole`` lie where all rows see them."""
+    """Which keys: those before ``stop``, in ``last`` tiles, of which the first ``whole`` lie where all rows see them. ``first``: the number
+    of the first tile, if tiles are staged."""
 
     table: Any
+    first: Any
     num_blocks: Any
     whole: Any
     last: Any
@@ -60,9 +64,10 @@ class Span(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory for ``stages`` tiles: operands, what goes with each key, and barriers that say which are full and which free.
 
-    ``k_scales``, ``v_scales`` [KEYS] float32: the values' relative to the largest so far, which is in all of ``v_largest`` [HALF].
+    ``k_scales``, ``v_scales`` [KEYS] float32: unpacked values' are relative to the largest so far, which is in all of ``v_largest`` [HALF];
+    staged values' are as they are, with the tile's own largest in ``v_largest``, and staged keys' are over :data:`REST`.
     ``positions`` [KEYS] int32: each key's position, beyond all others if it is not to be seen. ``rotary``: cosines and sines of positions,
-    where there is a rotary mean. ``turns``: what each multiplying group waits for before it multiplies, with unquantized tiles.
+    where there is a rotary mean. ``turns``: what each multiplying group waits for before it multiplies, with tiles that are copied.
     """
 
     k: Any

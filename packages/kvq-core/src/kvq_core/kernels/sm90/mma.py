@@ -6,18 +6,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
-from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS
+from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, REST, ROWS, WEIGHTS
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
 from kvq_core.kernels.sm90.rotary import load_rotary_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
 
 LOG2E = gl.constexpr(_LOG2E.value)
 LN2 = gl.constexpr(_LN2.value)
+WEIGHT_BITS = gl.constexpr(7.0)
+"""Weights of staged values are 2^7 times what they mean, so that float16 holds small ones. With 8, a maximum whose last bit is 16 could
+leave 2^16, which float16 does not hold."""
+HUGE = gl.constexpr(2.0**100)
+"""The largest unit of scores: sums of staged rows times it are finite."""
 
 
 @gluon.jit
 def multiply_tiles(
-    GROUP: gl.constexpr, work, span, shared, rotary,
+    GROUP: gl.constexpr, work, span, shared, rotary, COPIED: gl.constexpr,
     SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ADJACENT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
@@ -37,7 +42,7 @@ def multiply_tiles(
     whole = gl.where(all_exist(0, span.whole * C.tile.keys, span, C), span.whole, 0)
     query = work.tile.index(GROUP)
     rotary_query = rotary.tile.index(GROUP)
-    if C.format.key.packed:
+    if not COPIED:
         for n in range(0, whole):
             acc, top, total, largest = multiply(
                 n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, False, C
@@ -47,9 +52,15 @@ def multiply_tiles(
                 n, acc, top, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, True, C
             )
     else:
-        acc, top, total = multiply_pingpong(GROUP, whole, acc, top, total, score_scale, position, query, span, shared, C)
-    # Products rounded before a difference, as in softmax.add_sink.
-    top = gl.fma(top, score_scale, gl.zeros_like(top))
+        acc, top, total, largest = multiply_pingpong(
+            GROUP, whole, acc, top, total, largest, score_scale, position, query, span, shared, SCALED, C
+        )
+    if COPIED and SCALED:
+        total = total * (1.0 / 2.0**WEIGHT_BITS)
+        largest = largest * (1.0 / 2.0**WEIGHT_BITS)
+    else:
+        # Products rounded before a difference, as in softmax.add_sink.
+        top = gl.fma(top, score_scale, gl.zeros_like(top))
     if C.features.shifted:
         top += score_shift(work, rotary.unit, GROUP, C)
     scale, top, total = take_sink(top, total, head, valid, work, SINKS)
@@ -126,12 +137,14 @@ def softmax_step(s, top, total, score_scale, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_pingpong(GROUP: gl.constexpr, whole, acc, top, total, score_scale, position, query, span, shared, C: gl.constexpr):
-    """Tiles of unquantized rows, at least one, with FlashAttention 3's ping-pong schedule: a group issues two products in its turn, PV of
+def multiply_pingpong(
+    GROUP: gl.constexpr, whole, acc, top, total, largest, score_scale, position, query, span, shared, SCALED: gl.constexpr, C: gl.constexpr
+):
+    """Tiles that were copied, at least one, with FlashAttention 3's ping-pong schedule: a group issues two products in its turn, PV of
     a tile and QK of the next, and computes its softmax during the other group's turn. Without it both groups multiply at the same time, and
     the tensor cores idle during both softmaxes.
 
-    Packed tiles gain nothing: their unpacking needs the issue slots that a softmax leaves.
+    Tiles that are unpacked gain nothing: that needs the issue slots that a softmax leaves.
     """
     final = span.last - 1
     whole = gl.minimum(whole, final)
@@ -142,27 +155,53 @@ def multiply_pingpong(GROUP: gl.constexpr, whole, acc, top, total, score_scale, 
     end_turn(GROUP, shared)
     s = warpgroup_mma_wait(0, deps=(s,))
     for n in range(0, whole):
-        s, acc, top, total = multiply_ahead(n, s, acc, top, total, score_scale, position, query, shared, GROUP, False, False, C)
+        s, acc, top, total, largest = multiply_ahead(
+            n, s, acc, top, total, largest, score_scale, position, query, shared, SCALED, GROUP, False, False, C
+        )
     for n in range(whole, final):
-        s, acc, top, total = multiply_ahead(n, s, acc, top, total, score_scale, position, query, shared, GROUP, True, False, C)
-    s, acc, top, total = multiply_ahead(final, s, acc, top, total, score_scale, position, query, shared, GROUP, True, True, C)
-    return acc, top, total
+        s, acc, top, total, largest = multiply_ahead(
+            n, s, acc, top, total, largest, score_scale, position, query, shared, SCALED, GROUP, True, False, C
+        )
+    s, acc, top, total, largest = multiply_ahead(
+        final, s, acc, top, total, largest, score_scale, position, query, shared, SCALED, GROUP, True, True, C
+    )
+    return acc, top, total, largest
 
 
 @gluon.jit
 def multiply_ahead(
-    n, s, acc, top, total, score_scale, position, query, shared,
-    GROUP: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
+    n, s, acc, top, total, largest, score_scale, position, query, shared,
+    SCALED: gl.constexpr, GROUP: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One tile from its scores ``s``: softmax, weighted values and, unless FINAL, the next tile's scores."""
+    """One tile from its scores ``s``: softmax, weighted values and, unless FINAL, the next tile's scores.
+
+    Values of a staged tile that all rows see have one scale. At an EDGE, each row's own counts, and values are taken relative to the
+    largest so far. The accumulator is in units of ``largest``.
+    """
     STAGES: gl.constexpr = C.tile.stages
     at = n % STAGES
     if EDGE:
         key_position = shared.positions.index(at).load(COLUMNS)
+    if SCALED:
+        k_scale = shared.k_scales.index(at).load(COLUMNS)
+        grown = shared.v_largest.index(at).load(ROWS)
+        if EDGE:
+            v_scale = shared.v_scales.index(at).load(COLUMNS)
+            grown = gl.maximum(grown, largest)
     mbarrier.arrive(shared.k_free.index(at), count=1)
+    if SCALED:
+        s = s * k_scale[None, :]
     if EDGE:
         s = gl.where(key_position[None, :] <= position[:, None], s, float("-inf"))
-    p, alpha, top, total = softmax_step(s, top, total, score_scale, C)
+    if SCALED:
+        p, alpha, top, total = staged_softmax_step(s, top, total, gl.minimum(score_scale * REST, HUGE))
+    else:
+        p, alpha, top, total = softmax_step(s, top, total, score_scale, C)
+    if SCALED:
+        if EDGE:
+            p = p * (v_scale[None, :] * (1.0 / grown)[:, None])
+        alpha = alpha * (largest / grown)
+        largest = grown
     weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
     acc = acc * alpha[:, None]
     mbarrier.wait(shared.v_full.index(at), (n // STAGES) & 1)
@@ -180,7 +219,18 @@ def multiply_ahead(
         end_turn(GROUP, shared)
         acc, s = warpgroup_mma_wait(0, deps=(acc, s))
     mbarrier.arrive(shared.v_free.index(at), count=1)
-    return s, acc, top, total
+    return s, acc, top, total, largest
+
+
+@gluon.jit
+def staged_softmax_step(s, top, total, unit):
+    """:func:`softmax_step` with a maximum in log2 units; weights and their sum are 2^WEIGHT_BITS times as large."""
+    new = gl.maximum(top, gl.fma(gl.max(s, 1), unit, gl.zeros_like(unit)))
+    safe = gl.where(new == float("-inf"), 0.0, new)
+    zero = gl.zeros_like(s)
+    p = gl.exp2(gl.fma(s, zero + unit[:, None], zero + (WEIGHT_BITS - safe)[:, None]))
+    alpha = gl.exp2(top - safe)
+    return p, alpha, new, total * alpha + gl.sum(p, 1)
 
 
 @gluon.jit

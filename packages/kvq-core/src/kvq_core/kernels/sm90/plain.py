@@ -14,5 +14,5 @@ def attend(
 ):  # fmt: skip
     attend_in_groups(
         queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
-        1.0, 1.0, SCALED=False, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True, UNPACK=as_stored, SCALE_OF=as_stored, C=C,
+        1.0, 1.0, SCALED=False, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True, UNPACK=as_stored, SCALE_OF=as_stored, C=C, COPIED=True,
     )  # fmt: skip

@@ -40,19 +40,21 @@ def attend_in_groups(
     UNPACK: gl.constexpr,
     SCALE_OF: gl.constexpr,
     C: gl.constexpr,
+    COPIED: gl.constexpr = False,
 ):
     """Causal attention of one row block and kv head; arguments as those of the portable kernels (args.py), and what a mode brings:
 
     ``key_operand_scale``, ``value_operand_scale``: what an operand of 1 stands for, beside its row's scale. SCALED: rows have scales,
     SCALE_OF(word).
     KEY_PRESCALE: keys' are taken times it, so that a score is finite whatever the scale. FINITE: operands are, whatever the codes.
+    COPIED: tiles are operands already, unquantized or, with scales, staged; the hooks are not used.
     UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
     pairs. With side bytes it gets (words, bytes [KEYS, n]) for the words. ADJACENT: see queries.py.
     """
     D: gl.constexpr = C.shape.head_size
     KEYS: gl.constexpr = C.tile.keys
     STAGES: gl.constexpr = C.tile.stages
-    PACKED: gl.constexpr = C.format.key.packed
+    STAGED: gl.constexpr = COPIED and SCALED
     gl.static_assert(D == 128 and C.shape.head_size_v == 128, "heads of 128")
     gl.static_assert(C.tile.rows == GROUPS * HALF and KEYS == 128, "tiles of 128 x 128")
     gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
@@ -61,16 +63,23 @@ def attend_in_groups(
     gl.static_assert(C.tile.split == "", "no split")
     gl.static_assert(C.features.output == "", "no fp8 output")
     kv_head = gl.program_id(1)
-    found, seq, row_start, num_rows, first_token, context_len, stop = find_work(gl.program_id(0), num_seqs, table_width, batch, C)
+    found, seq, row_start, num_rows, first_token, context_len, stop = find_work(gl.program_id(0), num_seqs, table_width, batch, STAGED, C)
     if found:
         last = gl.cdiv(stop, KEYS)
         whole = gl.maximum(gl.minimum(context_len + row_start + 1, stop), 0) // KEYS
-        if not C.format.key.packed:
+        if COPIED:
             # The ping-pong loop starts from a tile's scores. If there are no keys, it masks that whole tile, and nothing is loaded.
             last = gl.maximum(last, 1)
-        span = Span(batch.block_table + seq.to(gl.int64) * table_stride, num_blocks, whole, last, stop)
+        first = 0
+        table = batch.block_table
+        if STAGED:
+            first = gl.load(batch.first_tiles + seq)
+            table += kv_head.to(gl.int64) * table_stride + first
+        else:
+            table += seq.to(gl.int64) * table_stride
+        span = Span(table, first, num_blocks, whole, last, stop)
 
-        dtype: gl.constexpr = gl.float16 if PACKED else queries.ptr.dtype.element_ty
+        dtype: gl.constexpr = gl.float16 if C.format.key.in_float16 else queries.ptr.dtype.element_ty
         k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], OPERAND)
         v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], OPERAND)
         q_tile = gl.allocate_shared_memory(dtype, [GROUPS, HALF, D], OPERAND)
@@ -91,12 +100,12 @@ def attend_in_groups(
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         # The producer group arrives once for an unpacked tile; for a copied one each thread's copies do, and for K the group's positions.
         for at in gl.static_range(STAGES):
-            mbarrier.init(k_full.index(at), count=1 if PACKED else THREADS + 1)
-            mbarrier.init(v_full.index(at), count=1 if PACKED else THREADS)
+            mbarrier.init(k_full.index(at), count=THREADS + 1 if COPIED else 1)
+            mbarrier.init(v_full.index(at), count=THREADS if COPIED else 1)
             mbarrier.init(k_free.index(at), count=GROUPS)
             mbarrier.init(v_free.index(at), count=GROUPS)
         turns = k_full
-        if not PACKED:
+        if COPIED:
             turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
             for group in gl.static_range(GROUPS):
                 mbarrier.init(turns.index(group), count=1)
@@ -138,7 +147,7 @@ def attend_in_groups(
         v = Codes(v_codes, v_scale, values.block_stride, values.slot_stride, values.scale_block_stride, values.scale_slot_stride)
         score_unit = key_operand_scale * scoring.softmax_scale * LOG2E
         value_unit = value_operand_scale * 1.0
-        if PACKED:
+        if not COPIED:
             value_unit = value_operand_scale * (1.0 / 256.0)
         work = QueryTile(
             queries.ptr,
@@ -164,9 +173,9 @@ def attend_in_groups(
         )
         gl.warp_specialize(
             [
-                (fill_tiles, (k, v, span, shared, rotary, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)),
-                (multiply_tiles, (0, work, span, shared, rotary, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
-                (multiply_tiles, (1, work, span, shared, rotary, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+                (fill_tiles, (k, v, span, shared, rotary, COPIED, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)),
+                (multiply_tiles, (0, work, span, shared, rotary, COPIED, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+                (multiply_tiles, (1, work, span, shared, rotary, COPIED, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
             ],
             [WARPS, WARPS],
             [C.tile.registers, C.tile.registers],

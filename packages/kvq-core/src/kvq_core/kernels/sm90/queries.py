@@ -54,7 +54,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     if BALANCED:
         y = x.to(gl.float32) * gl.load(work.factor + work.kv_head * D + channel)[None, :]
     score_scale = gl.full([HALF], 0.0, gl.float32, ROWS) + work.score_unit
-    if not C.format.key.packed:
+    if not C.format.key.in_float16:
         tile.store(y.to(x.dtype))
     else:
         # Eight bits are a part: what a dtype's numbers have of them.
@@ -163,6 +163,6 @@ def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.con
     token, head, _, valid = rows_of(work, GROUP, ROWS, C)
     offset = token.to(gl.int64) * work.out_token_stride + head.to(gl.int64) * work.out_head_stride
     y = y.to(work.output.dtype.element_ty)
-    if C.format.key.packed and work.output.dtype.element_ty == gl.float16:
+    if C.format.key.in_float16 and work.output.dtype.element_ty == gl.float16:
         y = in_float16(y)
     gl.store(work.output + offset[:, None] + channel[None, :], y, mask=valid[:, None])

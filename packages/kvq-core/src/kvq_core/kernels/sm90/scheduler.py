@@ -14,20 +14,23 @@ BLOCKS = gl.constexpr(1024)  # block ids looked at together
 
 
 @gluon.jit
-def find_work(program, num_seqs, table_width, batch, C: gl.constexpr):
-    """(whether there is any, sequence, first row, rows, first token, tokens before the query, keys that its last row sees)."""
+def find_work(program, num_seqs, table_width, batch, STAGED: gl.constexpr, C: gl.constexpr):
+    """(whether there is any, sequence, first row, rows, first token, tokens before the query, keys that its last row sees).
+
+    Where some sequences' keys are staged, of these alone if STAGED, else of the others."""
     seq = 0
     before = 0
     running = 0
     if num_seqs == 1:
-        running = row_blocks_of(gl.load(batch.cu_seqlens_q + 1) - gl.load(batch.cu_seqlens_q), C)
+        query_len = gl.load(batch.cu_seqlens_q + 1) - gl.load(batch.cu_seqlens_q)
+        running = row_blocks_of(query_len, 0, 0 == 0, batch, STAGED, C)
     else:
         for base in range(0, num_seqs, SCAN):
             seqs = base + gl.arange(0, SCAN, VECTOR)
             inside = seqs < num_seqs
             first = gl.load(batch.cu_seqlens_q + seqs, mask=inside, other=0)
             query_len = gl.load(batch.cu_seqlens_q + seqs + 1, mask=inside, other=0) - first
-            ends = running + gl.associative_scan(gl.where(inside, row_blocks_of(query_len, C), 0), 0, plus)
+            ends = running + gl.associative_scan(gl.where(inside, row_blocks_of(query_len, seqs, inside, batch, STAGED, C), 0), 0, plus)
             passed = (ends <= program) & inside
             seq += gl.sum(passed.to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
@@ -47,9 +50,11 @@ def find_work(program, num_seqs, table_width, batch, C: gl.constexpr):
 
 
 @gluon.jit
-def row_blocks_of(query_len, C: gl.constexpr):
-    """Row blocks of a sequence; none outside this launch's query lengths."""
+def row_blocks_of(query_len, seqs, inside, batch, STAGED: gl.constexpr, C: gl.constexpr):
+    """Row blocks of sequences; none of those that another launch serves."""
     served = (query_len >= C.tile.min_query_len) & (query_len <= C.tile.max_query_len)
+    if batch.first_tiles is not None:
+        served = served & ((gl.load(batch.first_tiles + seqs, mask=inside, other=-1) >= 0) == STAGED)
     return gl.where(served, (query_len + C.tokens - 1) // C.tokens, 0)
 
 

@@ -2,26 +2,26 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kvq_core.kernels.sm90.layouts import HALF, PAIRS, QUERY, VECTOR
+from kvq_core.kernels.sm90.copying import copy_staged, copy_tiles
+from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, lane_row_places
+from kvq_core.kernels.sm90.layouts import HALF, PAIRS, VECTOR
 from kvq_core.kernels.sm90.rotary import fill_rotary
-
-UNSEEN = gl.constexpr(2**31 - 1)
-"""A position beyond every row's."""
 
 
 @gluon.jit
 def fill_tiles(
-    keys, values, span, shared, rotary,
+    keys, values, span, shared, rotary, COPIED: gl.constexpr,
     SCALED: gl.constexpr, KEY_PRESCALE: gl.constexpr, FINITE: gl.constexpr, UNPACK: gl.constexpr, SCALE_OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Tile after tile into the next free buffers."""
-    if not C.format.key.packed:
-        copy_tiles(keys, values, span, shared, C)
-    else:
+    if not COPIED:
         unpack_tiles(keys, values, span, shared, rotary, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)
+    elif SCALED:
+        copy_staged(keys, values, span, shared, C)
+    else:
+        copy_tiles(keys, values, span, shared, C)
 
 
 @gluon.jit
@@ -80,53 +80,6 @@ def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
     tile._reinterpret(gl.uint32, [KEYS, WIDTH], PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
     fence_async_shared()
     mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def copy_tiles(keys, values, span, shared, C: gl.constexpr):
-    """Tiles of unquantized rows, copied as they are. Copies arrive at the tile's barrier themselves, so the group waits for none."""
-    for n in range(0, span.last):
-        at = n % C.tile.stages
-        free = (n // C.tile.stages) & 1 ^ 1
-        block, slot, seen, _ = key_positions(n, span, gl.SliceLayout(1, QUERY), C)
-        _, _, key_seen, key_position = key_positions(n, span, VECTOR, C)
-        mbarrier.wait(shared.k_free.index(at), free)
-        shared.positions.index(at).store(gl.where(key_seen, key_position, UNSEEN))
-        mbarrier.arrive(shared.k_full.index(at), count=1)
-        copy_rows(shared.k.index(at), keys, block, slot, seen, C)
-        async_copy.mbarrier_arrive(shared.k_full.index(at), increment_count=False)
-        mbarrier.wait(shared.v_free.index(at), free)
-        copy_rows(shared.v.index(at), values, block, slot, seen, C)
-        async_copy.mbarrier_arrive(shared.v_full.index(at), increment_count=False)
-    async_copy.wait_group(0)
-
-
-@gluon.jit
-def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
-    """Begin to copy a tile's rows; those of unseen keys become 0, since 0 * NaN is NaN."""
-    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
-    at = plane.codes + (lane_row_places(block, slot, plane, C) * 8)[:, None] + channel[None, :]
-    async_copy.async_copy_global_to_shared(target, at, mask=seen[:, None])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def key_positions(number, span, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """(block, slot, whether it is there to be seen, position) of a tile's keys, [KEYS]; unseen ones lie in some block that exists."""
-    position = number * C.tile.keys + gl.arange(0, C.tile.keys, LAYOUT)
-    block = gl.load(span.table + position // C.shape.block_size, mask=position < span.stop, other=-1)
-    # Unsigned, so that a negative id is none of them.
-    seen = block.to(gl.uint32) < span.num_blocks.to(gl.uint32)
-    return gl.where(seen, block, 0), position % C.shape.block_size, seen, position
-
-
-@gluon.jit
-def lane_row_places(block, slot, plane, C: gl.constexpr):
-    """Where rows of codes start, in units of 16 bytes, so that the compiler sees that they start at multiples of them."""
-    if C.shape.wide_planes:
-        block = block.to(gl.int64)
-        slot = slot.to(gl.int64)
-    return block * (plane.block_stride // 8) + slot * (plane.slot_stride // 8)
 
 
 @gluon.jit

@@ -1,0 +1,18 @@
+"""Prefill over staged tiles (:mod:`kvq_core.kernels.staging`), whatever their mode was: they are copied, and rows of one share a scale."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvq_core.kernels.attention import UNSPECIALIZED
+from kvq_core.kernels.sm90.prefill import as_stored, attend_in_groups
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def attend(
+    queries, keys, values, output, output_scale, batch, scoring, splits, partials, num_seqs, table_stride, table_width, num_blocks,
+    C: gl.constexpr,
+):  # fmt: skip
+    attend_in_groups(
+        queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
+        1.0, 1.0, SCALED=True, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True, UNPACK=as_stored, SCALE_OF=as_stored, C=C, COPIED=True,
+    )  # fmt: skip

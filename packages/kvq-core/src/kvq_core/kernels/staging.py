@@ -1,0 +1,190 @@
+"""Packed pages as float16 tiles in a workspace, unpacked once for all row blocks of a prompt (:mod:`kvq_core.kernels.sm90.staged`).
+
+A tile holds 128 keys of one kv head, or their values, in the basis and the order of the model's channels, so that attention knows nothing
+of the mode. A key keeps its row's scale, and is exact: codes less their zero point, or the sums of these that a Hadamard transform takes,
+are numbers that float16 holds (of int2's sums those up to 4096; larger ones are rounded). Values are over a power of two that the tile's
+rows share, so that each is rounded once, relative to itself.
+
+Staged tiles are a cache of their own, with blocks of 128 tokens, a scale for each row, a block table for each kv head, and a stop for each
+sequence. A tile with rows that are missing, or values too large or small to share a power of two, has no entry in that table, which makes
+its readers go by the scales of the values' rows: there each row has its own.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvq_core.kernels.args import Tiles, WorkTile
+from kvq_core.kernels.dots import dot_signs
+from kvq_core.kernels.hadamard import apply_way_signs, butterfly, lane_matrix
+from kvq_core.kernels.packing import interleave
+from kvq_core.kernels.paged_kv import key_tile, load_chunks, page_offset, row_offset, side_selectors
+from kvq_core.kernels.scheduler import SCAN, sequence_facts
+
+GAIN = tl.constexpr(64.0)
+"""Staged values are so much larger than their numbers times less than two: float16 holds 448 of them, and of values 2^30 times smaller than
+the largest as much as of the weights times scales that other kernels multiply."""
+FARTHEST = tl.constexpr(2.0**30)
+"""Powers of two beyond it, or below its inverse, are not shared: float32 holds what is multiplied by the quotient of any two others."""
+LARGEST = tl.constexpr(2.0**120)
+"""No power of two that rows are over is larger: it and its inverse are normal numbers."""
+
+
+class Staged(NamedTuple):
+    """Where staged tiles go. ``k_tiles``, ``v_tiles`` [capacity, kv heads, 128, 128] float16; ``k_scales``, ``v_scales`` [capacity, heads,
+    128] float32: negative for a key that is missing; ``table`` [kv heads, capacity] int32; ``firsts`` [num_seqs] int32: a sequence's first
+    tile, -1 if it has none; ``stops`` [num_seqs] int32: the end of its keys.
+    """
+
+    k_tiles: Any
+    v_tiles: Any
+    k_scales: Any
+    v_scales: Any
+    table: Any
+    firsts: Any
+    stops: Any
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks", "capacity"])
+def stage_kernel(
+    keys, values, staged, batch, scoring, num_seqs, table_stride, table_width, num_blocks, capacity, C: tl.constexpr
+):  # fmt: skip
+    """Stage one tile of one kv head; the first program also notes where each sequence's tiles are."""
+    number, kv_head = tl.program_id(0), tl.program_id(1)
+    found, seq, first, stop = staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C)
+    if found:
+        t = number - first
+        work = WorkTile(seq, 0, 0, 0, 0, 0, 0, stop, 0, 0, 0)
+        tile = key_tile(t, Tiles(t, t, t + 1, 0), work, batch, table_stride, num_blocks, scoring, tl.constexpr(C.tile.loops - 1), C)
+        row = (number.to(tl.int64) * tl.num_programs(1) + kv_head) * C.tile.keys
+        stage_keys(keys, tile, kv_head, num_blocks, staged.k_tiles, staged.k_scales, row, C)
+        alike = stage_values(values, tile, kv_head, num_blocks, staged.v_tiles, staged.v_scales, row, C)
+        tl.store(staged.table + kv_head * capacity + number, tl.where(alike, number, -1))
+
+
+@triton.jit
+def staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C: tl.constexpr):
+    """(whether tile ``number`` is one, its sequence, that one's first tile, the end of its keys)."""
+    seq = 0
+    first = 0
+    running = 0
+    for base in range(0, num_seqs, SCAN):
+        seqs = base + tl.arange(0, SCAN)
+        row_blocks, stops = sequence_facts(seqs, num_seqs, batch, scoring, C)
+        stops = tl.minimum(stops, table_width * C.shape.block_size)
+        # At least one, so that zeros get written.
+        count = tl.where(row_blocks > 0, tl.maximum(tl.cdiv(stops, C.tile.keys), 1), 0)
+        ends = running + tl.cumsum(count, 0)
+        inside = seqs < num_seqs
+        if (number == 0) & (kv_head == 0):
+            tl.store(staged.firsts + seqs, tl.where((count > 0) & (ends <= capacity), ends - count, -1), mask=inside)
+            tl.store(staged.stops + seqs, stops, mask=inside)
+        passed = (ends <= number) & inside
+        seq += tl.sum(passed.to(tl.int32))
+        first = tl.maximum(first, tl.max(tl.where(passed, ends, 0)))
+        running = tl.max(ends)
+    found = number < running
+    seq = tl.minimum(seq, num_seqs - 1)
+    _, stop = sequence_facts(seq, num_seqs, batch, scoring, C)
+    stop = tl.minimum(stop, table_width * C.shape.block_size)
+    return found & (first + tl.maximum(tl.cdiv(stop, C.tile.keys), 1) <= capacity), seq, first, stop
+
+
+@triton.jit
+def stage_keys(plane, tile, kv_head, num_blocks, out, out_scales, row, C: tl.constexpr):
+    """Stage a tile's keys, to row ``row`` and after it: integers, or e4m3's numbers."""
+    x, scale = staged_numbers(plane, tile, kv_head, num_blocks, False, C)
+    store_rows(x, tl.where(tile.valid, scale * C.key_number_scale, -1.0), out, out_scales, row, tile, C.shape.head_size, C)
+
+
+@triton.jit
+def stage_values(plane, tile, kv_head, num_blocks, out, out_scales, row, C: tl.constexpr):
+    """Stage a tile's values; whether they are all there, over one power of two."""
+    x, scale = staged_numbers(plane, tile, kv_head, num_blocks, True, C)
+    unit, alike = shared_unit(scale, tile)
+    # A power of two's inverse, and its product with a scale, are exact.
+    factor = (scale * ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)) * (GAIN * C.value_number_scale)
+    store_rows(x * factor[:, None], tl.where(tile.valid, unit * (1.0 / GAIN), 0.0), out, out_scales, row, tile, C.shape.head_size_v, C)
+    return alike
+
+
+@triton.jit
+def staged_numbers(plane, tile, kv_head, num_blocks, IS_VALUE: tl.constexpr, C: tl.constexpr):
+    """(numbers [KEYS, size] float32 in the model's channels, exact, the rows' scales [KEYS])."""
+    P: tl.constexpr = C.format.value if IS_VALUE else C.format.key
+    HEADS: tl.constexpr = C.value_heads if IS_VALUE else C.key_heads
+    ROW: tl.constexpr = C.value_row if IS_VALUE else C.key_row
+    CLEAR: tl.constexpr = C.clear_values if IS_VALUE else C.clear_keys
+    EXPONENT_SCALE: tl.constexpr = C.value_exponent_scale if IS_VALUE else C.key_exponent_scale
+    GAINS: tl.constexpr = C.value_gains if IS_VALUE else C.key_gains
+    selectors = None
+    if P.side_bytes:
+        selectors = side_selectors(plane, num_blocks, HEADS, ROW)
+    offset = row_offset(tile, plane, C)
+    lanes = load_chunks(plane, tile, offset, kv_head, HEADS, ROW, P.side_bytes, C, TRANSPOSED=False, CLEAR=CLEAR, selectors=selectors)
+    ways = P.unpack(lanes[0], C)
+    scale, zero = row_scales(plane, tile, kv_head, P, C)
+    numbers = ()
+    for s in tl.static_range(tl.constexpr(P.ways)):
+        numbers = numbers + (ways[s].to(tl.float32) * (EXPONENT_SCALE / GAINS[s]) - zero[:, None],)
+    if P.rotated:
+        numbers = unrotated(numbers, HEADS, P, C)
+    return interleave(numbers, tl.constexpr(C.tile.keys), HEADS.width, HEADS.ways), scale
+
+
+@triton.jit
+def store_rows(x, scale, out, out_scales, row, tile, SIZE: tl.constexpr, C: tl.constexpr):
+    """Store a tile's rows, zeros for those that are missing, and their scales."""
+    index = tl.arange(0, C.tile.keys)
+    x = tl.where(tile.valid[:, None], x, 0.0).to(tl.float16)
+    tl.store(out + ((row + index)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]), x)
+    tl.store(out_scales + row + index, scale)
+
+
+@triton.jit
+def unrotated(numbers, HEADS: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
+    """D H y of rows of numbers, which float16 holds exactly, and so do the products."""
+    matrix = lane_matrix(HEADS.width, HEADS.block_lanes)
+    mixed = ()
+    for s in tl.static_range(tl.constexpr(P.ways)):
+        mixed = mixed + (dot_signs(numbers[s].to(tl.float16), matrix, C.features.upcast_dots),)
+    mixed = butterfly(mixed, tl.constexpr(P.ways))
+    result = ()
+    for s in tl.static_range(tl.constexpr(P.ways)):
+        result = result + (apply_way_signs(mixed[s], s, HEADS, P),)
+    return result
+
+
+@triton.jit
+def row_scales(plane, tile, kv_head, P: tl.constexpr, C: tl.constexpr):
+    """(scales, zero points) of a tile's rows, [KEYS] float32; 0 for missing ones."""
+    word = tl.zeros(tile.position.shape, tl.float32)
+    if P.scales == "row":
+        at = kv_head.to(tl.int64) * plane.scale_head_stride
+        at += page_offset(tile.block, tile.slot, plane.scale_block_stride, plane.scale_slot_stride, C)
+        word = tl.load(plane.scales + at, mask=tile.valid, other=0.0)
+    elif P.scales == "plane":
+        word = tl.where(tile.valid, tl.load(plane.scales), 0.0)
+    else:
+        word = tl.where(tile.valid, 1.0, 0.0)
+    scale, zero = word, tl.full(word.shape, P.zero, tl.float32)
+    if P.split is not None:
+        scale, zero = P.split(word)
+    return scale, zero
+
+
+@triton.jit
+def shared_unit(scale, tile):
+    """(powers of two that the rows are over, [KEYS]; whether it is one for all of them)."""
+    unit = power_of_two(tl.max(scale, 0))
+    there = tl.min(tile.valid.to(tl.int32), 0) > 0
+    near = (unit <= FARTHEST) & (unit * FARTHEST >= 1.0)
+    return tl.where(near, unit + tl.zeros_like(scale), power_of_two(scale)), there & near
+
+
+@triton.jit
+def power_of_two(x):
+    """The power of two in ``x``, in what float32's normal numbers hold and :data:`LARGEST`."""
+    x = tl.minimum(tl.maximum(x, 2.0**-126), LARGEST)
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

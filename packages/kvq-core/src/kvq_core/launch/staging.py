@@ -1,0 +1,88 @@
+"""The workspace of staged tiles (:mod:`kvq_core.kernels.staging`), and the launch that fills it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from kvq_core.call.spec import Attention
+from kvq_core.kernels import args
+from kvq_core.kernels.config import ReadConfig
+from kvq_core.kernels.formats import Format, PlaneFormat
+from kvq_core.kernels.staging import Staged, stage_kernel
+from kvq_core.launch.replay import LaunchRecord
+
+MOST_BYTES: Final = 256 << 20
+"""Of a workspace for staged tiles: 65,536 keys of eight kv heads."""
+_KEYS: Final = 128
+"""Of a tile."""
+_WARPS: Final = 8
+_UNBOUNDED: Final = 2**23
+"""Blocks, of which no table has so many."""
+_ROWS: Final = PlaneFormat("staged", 1, staged=True)
+_FORMAT: Final = Format(_ROWS, _ROWS)
+
+
+def most_tiles(attention: Attention) -> int:
+    """Tiles of every kv head that the largest workspace holds."""
+    head = attention.q.shape[2]
+    return MOST_BYTES // (attention.keys.num_kv_heads * 2 * _KEYS * (2 * head + 4))
+
+
+@dataclass(frozen=True)
+class StagedCache:
+    """Staged tiles as a paged cache with blocks of :data:`_KEYS` tokens."""
+
+    keys: args.Plane
+    values: args.Plane
+    batch: args.Batch
+    place: tuple[int, int, int]
+    """Of its block table: the stride, the width, which bounds nothing, since staged sequences have stops, and the number of blocks."""
+
+
+def stage(
+    record: LaunchRecord,
+    attention: Attention,
+    planes: tuple[args.Plane, args.Plane],
+    lengths: args.Batch,
+    scoring: args.Scoring,
+    capacity: int,
+    config: ReadConfig,
+) -> StagedCache:
+    """Launch the kernel that stages the keys of long prompts, up to ``capacity`` tiles of every kv head."""
+    batch, heads, head_size = attention.batch, attention.keys.num_kv_heads, attention.q.shape[2]
+    rows = capacity * heads * _KEYS
+    sizes = (*[rows * head_size // 2] * 2, *[rows] * 2, heads * capacity, batch.num_seqs, batch.num_seqs)
+    keys, values, k_scales, v_scales, *indices = record.buffers(sizes)
+    keys, values = keys.view(torch.float16), values.view(torch.float16)
+    table, firsts, stops = (part.view(torch.int32) for part in indices)
+    record.start(
+        stage_kernel,
+        (capacity, heads),
+        *planes,
+        Staged(keys, values, k_scales, v_scales, table, firsts, stops),
+        lengths,
+        scoring,
+        batch.num_seqs,
+        batch.block_table.stride(0),
+        batch.block_table.shape[1],
+        attention.keys.num_blocks,
+        capacity,
+        C=config,
+        num_warps=_WARPS,
+    )
+    strides = (heads * _KEYS * head_size, head_size, _KEYS * head_size, heads * _KEYS, 1, _KEYS)
+    return StagedCache(
+        args.Plane(keys, k_scales, *strides),
+        args.Plane(values, v_scales, *strides),
+        args.Batch(lengths.cu_seqlens_q, lengths.seqused_k, table, stops, None, firsts),
+        (capacity, _UNBOUNDED, capacity),
+    )
+
+
+def staged_config(config: ReadConfig) -> ReadConfig:
+    """Of a kernel that reads staged rows: the same, whatever the pages were."""
+    shape = replace(config.shape, block_size=_KEYS, same_strides=True, row_bytes=16, wide_planes=False, wide_pages=False)
+    return replace(config, format=_FORMAT, shape=shape)

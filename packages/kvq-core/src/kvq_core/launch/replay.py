@@ -147,7 +147,9 @@ class Replay:
         self._size, parts = space
         held = [part.data_ptr() for part in parts if part.numel()]
         self._offsets = [address - held[0] for address in held]
+        # Several launches' parts may begin at one address.
         self._places = {address: index for index, address in enumerate([*addresses, *held])}
+        self._first_constant = len(addresses) + len(held)
         self._constants: list[Any] = []
         self._hooks = [start.hooks for start in starts]
         self._launches = [_Again.of(start, tuple(map(self._pick, start.arguments))) for start in starts]
@@ -169,7 +171,7 @@ class Replay:
         if _holds_tensor(leaf):
             raise _UntracedError
         self._constants.append(leaf)
-        return len(self._places) + len(self._constants) - 1
+        return self._first_constant + len(self._constants) - 1
 
     def __call__(self, addresses: list[int]) -> bool:
         if (

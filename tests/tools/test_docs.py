@@ -136,7 +136,7 @@ def test_the_tables_of_modes_show_what_was_measured() -> None:
     for row, short, bar in zip(choosing, readme, plots.bars(), strict=True):
         assert row["mode"] == short["mode"] == bar.mode
         assert row["bytes per token and head"] == stored[bar.mode]["bytes per token and head"]
-        assert (float(row["times smaller"]), float(row["decode, x FlashInfer bf16"])) == (bar.times_smaller, bar.times_as_fast)
+        assert (float(row["times smaller"]), float(row["decode, x FlashAttention 3 bf16"])) == (bar.times_smaller, bar.times_as_fast)
         assert (short["alias"], short["package"]) == aliases[bar.mode]
         assert all(short[column] == row[column] for column in short.keys() & row.keys())
         if bar.mode == "none":

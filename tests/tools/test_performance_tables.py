@@ -14,6 +14,7 @@ import generated
 import other_gpus
 import performance_tables as tables
 import plots
+import rows
 from kvq_core.plan.lookup import SWITCH
 
 pytestmark = pytest.mark.quick
@@ -26,8 +27,9 @@ def content(file: Path) -> dict[str, object]:
 
 def test_speed() -> None:
     """Otherwise: ``hatch run tables``."""
-    runs = tables.Run(content(tables.DATA)), tables.Run(content(tables.H100))
-    assert all(run.machine["flashinfer"] and not run.machine["commit"].endswith("dirty") for run in runs)
+    runs = tables.Run(content(tables.DATA)), tables.Run(content(tables.H200))
+    assert [run.peer for run in runs] == [rows.FLASHATTENTION, rows.FLASHINFER]
+    assert not any(run.machine["commit"].endswith("dirty") for run in runs)
     for path, parts in tables.pages(*runs).items():
         for marks, expected in parts.items():
             assert generated.part(path.read_text(encoding="utf-8"), marks) == expected, marks[0]

@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 import performance_tables
 import shapes
-from generated import Marks, marks, replaced, table
+from generated import Marks, marks, replaced
 from kvq_core import get_backend
 from kvq_core.plan.lookup import SWITCH
 from kvq_core.testing import scene
@@ -30,7 +30,6 @@ from kvq_core.testing.golden_counts import GoldenCounts, Row
 from kvq_core.testing.table_choices import Problem, name_of
 
 PAGE: Final = performance_tables.FIGURES
-INT3_PAGE: Final = PAGE.with_name("modes") / "int3.md"
 """Has int3's time, which the committed runs predate."""
 GOLDEN: Final = Path(__file__).parents[2] / "tests" / "data" / "golden_counts.json"
 MARKS: Final[Marks] = marks("other-gpus", "tools/tables/other_gpus.py")
@@ -81,7 +80,7 @@ GPUS: Final[Mapping[str, GPU]] = {
     "RTX 5090": GPU("sm_120", 170, 2.407e9, 1792e9),  # RTX Blackwell architecture whitepaper
 }
 """Multiprocessors and clocks agree with the rate of float32 that the datasheet has."""
-MEASURED: Final = {"H100 SXM": performance_tables.H100, "H200": performance_tables.DATA}
+MEASURED: Final = {"H100 SXM": performance_tables.DATA, "H200": performance_tables.H200}
 
 
 @functools.cache
@@ -141,10 +140,9 @@ def cell(ratio: float | None) -> str:
 
 
 def measured_us(mode: str, name: str) -> float | None:
-    """Time of :data:`DECODE` in the committed run on that GPU, or on the page of int3."""
-    if mode == "int3_per_token_head":
-        return float(table(INT3_PAGE.read_text(encoding="utf-8"), "`none`", after="## Speed")[0]["int3"]) if name == "H100 SXM" else None
-    return performance_tables.Run(json.loads(MEASURED[name].read_text(encoding="utf-8"))).of(DECODE.name, mode)
+    """Time of :data:`DECODE` in the committed run on that GPU, if it has the mode."""
+    run = performance_tables.Run(json.loads(MEASURED[name].read_text(encoding="utf-8")))
+    return run.of(DECODE.name, mode) if run.has(DECODE.name, mode) else None
 
 
 def accounted(mode: str, name: str) -> str:

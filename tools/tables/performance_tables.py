@@ -3,7 +3,7 @@
 Writes the generated parts of ``performance.md`` (the headline table) and ``performance-figures.md`` (the rest) from
 ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the file that a whole
 ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. Beside it stands
-``_data/benchmarks-h100.json``, such a run on an H100, which is put there by hand.
+``_data/benchmarks-h200.json``, an earlier run on an H200 beside FlashInfer, which is put there by hand.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tabulate import tabulate
 import report
 import shapes
 from generated import Marks, marks, replaced
-from rows import COPY, FLASHINFER
+from rows import COPY, FLASHATTENTION, FLASHINFER
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 DATA: Final = DOCS / "_data" / "benchmarks.json"
-H100: Final = DATA.with_name("benchmarks-h100.json")
+H200: Final = DATA.with_name("benchmarks-h200.json")
 PAGE: Final = DOCS / "performance.md"
 """Has the headline table."""
 FIGURES: Final = DOCS / "performance-figures.md"
@@ -35,10 +35,11 @@ MODES: Final = {
     "fp8_per_token_head": "fp8",
     "fp8_per_tensor": "fp8 per tensor",
     "int4_per_token_head": "int4",
+    "int3_per_token_head": "int3",
     "int2_per_token_head": "int2",
 }
 """In the order of the columns, with their headings."""
-DETAILED: Final = ("none", "int8_per_token_head", "int4_per_token_head", "int2_per_token_head")
+DETAILED: Final = ("none", "int8_per_token_head", "int4_per_token_head", "int3_per_token_head", "int2_per_token_head")
 """The columns of all tables but the headline's: fp8 takes int8's time but where the page says so."""
 SMALL: Final = {
     "b1-512": "1 x 512",
@@ -75,7 +76,7 @@ OTHERS: Final = {
 }
 SHOWN: Final = ("A", "A-g16", "A-d64", "A-d96", "A-d192", "A-d256", "A-token-major", "A-cells", "B-window-1024")
 """Those of OTHERS that have a line. The rest take setting A's time, which is a goal."""
-PEERS: Final = {FLASHINFER: "FlashInfer", COPY: "torch's copy"}
+PEERS: Final = {FLASHATTENTION: "FlashAttention 3", FLASHINFER: "FlashInfer", COPY: "torch's copy"}
 PREFILL: Final = {"q8192": "8192", "q2048-32768": "2048 over 32768"}
 WRITES: Final = {
     "w64": "64 tokens",
@@ -97,8 +98,13 @@ class Run:
     def has(self, setting: str, mode: str) -> bool:
         return (setting, mode) in self._rows
 
+    @property
+    def peer(self) -> str:
+        """Whose attention the run has beside kvq's."""
+        return FLASHATTENTION if self.has("A", FLASHATTENTION) else FLASHINFER
+
     def of(self, setting: str, mode: str, figure: str = "us") -> float:
-        """``figure``: ``us``, ``hbm`` (a share), ``tflops``, ``x_none`` or ``x_peer``. ``ValueError`` if the run does not have it."""
+        """``figure``: ``us``, ``hbm`` (a share) or ``tflops``. ``ValueError`` if the run does not have it."""
         found = self._rows.get((setting, mode), {}).get(figure)
         if found is None:
             raise ValueError(f"the run has no {figure} of {mode} in setting {setting}: it was cut off, or that row ended in an error")
@@ -110,7 +116,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Goal:
-    """``bounds``: of ``none``, the 8-bit modes, int4 and int2, or one for all. The ``figure`` of a run is held to them as it is printed."""
+    """``bounds``: of ``none``, the 8-bit modes, int4 and int3, and int2; or one for all. ``figure`` is held to them as it is printed."""
 
     what: str
     figure: Callable[[Run, str], float]
@@ -133,16 +139,12 @@ class Goal:
         return [f"{name} {self.figure(run, mode):{self.form}}" for mode, name in MODES.items() if not self.met(run, mode)]
 
 
-_BOUND: Final = {"none": 0, "int4_per_token_head": 2, "int2_per_token_head": 3}
+_BOUND: Final = {"none": 0, "int4_per_token_head": 2, "int3_per_token_head": 2, "int2_per_token_head": 3}
 """Which of a goal's bounds is that of a mode; the other modes' is 1."""
 
 
-def _figure(figure: str, setting: str) -> Callable[[Run, str], float]:
-    return lambda run, mode: run.of(setting, mode, figure)
-
-
 def _times(figure: str, setting: str, other: str) -> Callable[[Run, str], float]:
-    """How many times as much as ``other`` has."""
+    """How many times as much as in ``other``."""
     return lambda run, mode: run.of(setting, mode, figure) / run.of(other, mode, figure)
 
 
@@ -151,41 +153,46 @@ def _beside(peer: str, setting: str) -> Callable[[Run, str], float]:
     return lambda run, mode: run.of(setting, peer) / run.of(setting, mode)
 
 
+def _above_floor(setting: str) -> Callable[[Run, str], float]:
+    """µs beside those of the replay of an empty graph."""
+    return lambda run, mode: run.of(setting, mode) - run.machine["floor_us"]
+
+
+def _at_most(what: str, figure: Callable[[Run, str], float], *bounds: float, form: str = ".2f") -> Goal:
+    return Goal(what, figure, bounds, at_most=True, form=form)
+
+
 GOALS: Final = (
-    Goal("A, x FlashInfer", _figure("x_peer", "A"), (0.95, 1.8, 3.0, 4.5)),
-    Goal("B, x FlashInfer", _figure("x_peer", "B"), (0.95, 1.75, 2.8, 4.0)),
-    Goal("C, x FlashInfer", _figure("x_peer", "C"), (0.95, 1.8, 3.0, 4.3)),
-    *(Goal(f"{SMALL[name]}, x FlashInfer", _figure("x_peer", name), (1.0,)) for name in ("b1-512", "b32-512", "b1-4096")),
-    Goal("one of 131072 among 63 of 1024, time for that of even bytes", _times("us", "ragged", "even"), (1.15,), at_most=True),
-    *(Goal(f"{rows} query rows, time for one row's", _times("us", f"A-q{rows}", "A"), (1.3,), at_most=True) for rows in (2, 4, 8)),
+    Goal("A, x FlashAttention 3", _beside(FLASHATTENTION, "A"), (0.95, 1.8, 3.4, 5.8)),
+    Goal("B, x FlashAttention 3", _beside(FLASHATTENTION, "B"), (0.95, 1.75, 3.3, 5.2)),
+    Goal("C, x FlashAttention 3", _beside(FLASHATTENTION, "C"), (0.95, 1.8, 3.4, 5.8)),
+    *(_at_most(f"{SMALL[name]}, µs above an empty graph's", _above_floor(name), 6.0, form=".1f") for name in ("b1-512", "b1-4096")),
+    _at_most("one of 131072 among 63 of 1024, time for that of even bytes", _times("us", "ragged", "even"), 1.15),
+    _at_most("4 query rows, time for one row's", _times("us", "A-q4", "A"), 1.05, 1.05, 1.05, 1.1),
+    _at_most("8 query rows, time for one row's", _times("us", "A-q8", "A"), 1.15, 1.15, 1.15, 1.3),
     *(
         Goal(f"{OTHERS[name]}, share of memory for A's", _times("hbm", name, "A"), (0.8,))
         for name in ("A-d64", "A-d96", "A-d192", "A-d256", "A-g1", "A-g7", "A-g16")
     ),
-    *(Goal(f"{OTHERS[name]}, time for 16's", _times("us", name, "A"), (1.0,), at_most=True) for name in ("A-p32", "A-p64", "A-p128")),
+    *(_at_most(f"{OTHERS[name]}, time for 16's", _times("us", name, "A"), 1.0) for name in ("A-p32", "A-p64", "A-p128")),
+    *(_at_most(f"{OTHERS[name]}, time for A's", _times("us", name, "A"), 1.05) for name in ("A-window", "A-softcap", "A-sinks", "A-alibi")),
+    *(_at_most(f"{OTHERS[name]}, time for A's", _times("us", name, "A"), 1.1) for name in ("A-token-major", "A-cells")),
+    _at_most("a window of 1024 over 131072, time for 1 x 1024's", _times("us", "B-window-1024", "b1-1024"), 1.05),
     *(
-        Goal(f"{OTHERS[name]}, time for A's", _times("us", name, "A"), (1.05,), at_most=True)
-        for name in ("A-window", "A-softcap", "A-sinks", "A-alibi")
+        Goal(f"prefill of {what}, x FlashAttention 3", _beside(FLASHATTENTION, name), (0.95, 1.0, 0.9, 0.9))
+        for name, what in PREFILL.items()
     ),
-    Goal("a window of 1024 over 131072, time for 1 x 1024's", _times("us", "B-window-1024", "b1-1024"), (1.05,), at_most=True),
-    *(Goal(f"prefill of {what}, TFLOP/s", _figure("tflops", name), (400.0,), form=".0f") for name, what in PREFILL.items()),
-    Goal("write of 8192 tokens, µs", _figure("us", "w8192"), (18.0,), at_most=True, form=".1f"),
-    Goal("write of 64 tokens, x FlashInfer's bf16 write", _beside(FLASHINFER, "w64"), (1.0,)),
-    Goal("write of 64 tokens, x torch's copy without slots", _beside(COPY, "w64"), (1.0,)),
+    *(Goal(f"write of {WRITES[name]}, x torch's copy without slots", _beside(COPY, name), (1.0,)) for name in ("w64", "w8192")),
 )
 
 
-def goals(runs: dict[str, Run]) -> str:
-    """``runs`` by GPU. How many goals every mode meets, and a line for each of the others, with what misses it."""
-    missed: list[list[str]] = []
-    for goal in GOALS:
-        misses = [", ".join(goal.misses(run)) for run in runs.values()]
-        if any(misses):
-            missed.append([goal.what, goal.wanted, *misses])
+def goals(run: Run) -> str:
+    """How many goals every mode meets, and a line for each of the others, with what misses it."""
+    missed = [[goal.what, goal.wanted, ", ".join(misses)] for goal in GOALS if (misses := goal.misses(run))]
     return f"""\
-Every mode meets {len(GOALS) - len(missed)} of the {len(GOALS)} goals on both GPUs. The others, with the modes that miss them:
+Every mode meets {len(GOALS) - len(missed)} of the {len(GOALS)} goals. The others, with the modes that miss them:
 
-{_table(["missed", "goal", *runs], missed)}"""
+{_table(["missed", "goal", "by"], missed)}"""
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------------------
@@ -209,27 +216,28 @@ def versions(run: Run) -> str:
     """The GPU of a run, and what it ran with."""
     machine = run.machine
     torch, triton = (".".join(machine[name].split(".")[:2]) for name in ("torch", "triton"))
-    return f"{machine['gpu']} (torch {torch}, Triton {triton}, FlashInfer {machine['flashinfer']}"
+    flashinfer = f", FlashInfer {machine['flashinfer']}" if machine["flashinfer"] else ""
+    return f"{machine['gpu']} (torch {torch}, Triton {triton}{flashinfer}"
 
 
 def abc(run: Run) -> str:
-    """Decode in settings A, B and C."""
+    """Decode in settings A, B and C, of the modes that the run has."""
     body = []
-    for mode, name in {FLASHINFER: "FlashInfer bf16", **{mode: f"`{mode}`" for mode in MODES}}.items():
+    known = {mode: f"`{mode}`" for mode in MODES if run.has("A", mode)}
+    for mode, name in {run.peer: f"{PEERS[run.peer]} bf16", **known}.items():
         share = f"{100 * run.of('A', mode, 'hbm'):.0f} %"
-        # FlashInfer's bf16 kernel is a row beside the others, and its own peer.
-        times_as_fast = [format(run.of(setting, mode, "x_peer"), ".2f") for setting in "ABC"]
+        times_as_fast = [format(run.of(setting, run.peer) / run.of(setting, mode), ".2f") for setting in "ABC"]
         a, b, c = (format(run.of(setting, mode), ".1f") for setting in "ABC")
         body.append([name, a, share, times_as_fast[0], b, times_as_fast[1], c, times_as_fast[2]])
     head = [
         "cache",
         "batch 64, context 8192: µs",
         f"of {run.machine['hbm'] / 1e12:.1f} TB/s",
-        "x FlashInfer bf16",
+        f"x {PEERS[run.peer]} bf16",
         "batch 1, context 131072: µs",
-        "x FlashInfer",
+        f"x {PEERS[run.peer]}",
         "batch 128, 4096, 64/8 heads: µs",
-        "x FlashInfer",
+        f"x {PEERS[run.peer]}",
     ]
     return _table(head, body)
 
@@ -239,29 +247,29 @@ def headline(run: Run) -> str:
     return f"""\
 Decode on one {versions(run)}; 32/8 heads of 128 and blocks of 16 unless said), split-KV combine and
 launches included, median of CUDA-graph replays with a cold cache, from one run of
-`python benchmarks/run.py --settings decode,prefill,write,more` at commit `{run.machine["commit"]}`:
+`python benchmarks/run.py --settings decode,prefill,write,more` at commit `{run.machine["commit"]}`. {PEERS[run.peer]} is vLLM 0.26's build:
 
 {abc(run)}"""
 
 
 def elsewhere(run: Run) -> str:
     """The same table of another GPU, whose page says the conditions."""
-    return f"One {versions(run)}), commit `{run.machine['commit']}`, otherwise as on the H200:\n\n{abc(run)}"
+    return f"One {versions(run)}), commit `{run.machine['commit']}`, otherwise as on the H100:\n\n{abc(run)}"
 
 
-def pages(run: Run, h100: Run) -> dict[Path, dict[Marks, str]]:
+def pages(run: Run, h200: Run) -> dict[Path, dict[Marks, str]]:
     """By page, what is generated, by the marks before and behind it."""
     return {
         PAGE: {
             _marks("headline"): headline(run),
         },
         FIGURES: {
-            _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL}, "decode", FLASHINFER),
-            _marks("prefill"): figures(run, PREFILL, "prefill", FLASHINFER, figure="tflops", form=".0f"),
-            _marks("writes"): figures(run, WRITES, "write", FLASHINFER, COPY),
-            _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", FLASHINFER),
-            _marks("goals"): goals({"H200": run, "H100": h100}),
-            _marks("h100"): elsewhere(h100),
+            _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL}, "decode", run.peer),
+            _marks("prefill"): figures(run, PREFILL, "prefill", run.peer, figure="tflops", form=".0f"),
+            _marks("writes"): figures(run, WRITES, "write", COPY),
+            _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", run.peer),
+            _marks("goals"): goals(run),
+            _marks("h200"): elsewhere(h200),
         },
     }
 
@@ -275,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("benchmarks", nargs="?", type=Path, help="a run's figures, to be shown instead")
     given = parser.parse_args(argv).benchmarks
     try:
-        generated = pages(Run(report.load(given or DATA)), Run(report.load(H100)))
+        generated = pages(Run(report.load(given or DATA)), Run(report.load(H200)))
     except ValueError as problem:
         parser.error(str(problem))
     for path, parts in generated.items():

@@ -31,7 +31,7 @@ THEMES = {"light": ("#1b1f24", "#5b7fb4"), "dark": ("#d6dae0", "#7ea6e0")}
 
 @dataclass(frozen=True)
 class Bar:
-    """One mode: how many times smaller than bf16, decode against FlashInfer bf16, and loss in % of bits per byte."""
+    """One mode: how many times smaller than bf16, decode against FlashAttention 3 bf16, and loss in % of bits per byte."""
 
     mode: str
     times_smaller: float
@@ -44,7 +44,7 @@ def bars() -> list[Bar]:
     accuracy, performance = ((DOCS / page).read_text(encoding="utf-8") for page in ("accuracy.md", "performance.md"))
     smaller = {row["mode"]: row["times smaller"] for row in table(accuracy, "mode")}
     loss = {row["cache"]: row["in %"] for row in table(accuracy, "cache", "<!-- demo-table -->")}
-    speed = {row["cache"]: row["x FlashInfer bf16"] for row in table(performance, "cache", "<!-- headline:")}
+    speed = {row["cache"]: row["x FlashAttention 3 bf16"] for row in table(performance, "cache", "<!-- headline:")}
     return [Bar(mode, float(smaller[mode]), float(speed[mode]), float(loss[mode] or 0)) for mode in smaller]
 
 
@@ -58,7 +58,7 @@ def draw(found: list[Bar], fill: str) -> Any:
     figure, axes = plt.subplots(1, 3, figsize=(7.6, 2.6), sharey=True, layout="constrained")
     panels = (
         ("cache, times smaller\nthan bf16", [bar.times_smaller for bar in found], "{:.2f}"),
-        ("decode, times as fast as\nFlashInfer bf16", [bar.times_as_fast for bar in found], "{:.2f}"),
+        ("decode, times as fast as\nFlashAttention 3 bf16", [bar.times_as_fast for bar in found], "{:.2f}"),
         ("loss of a small model,\nbits per byte", [bar.loss for bar in found], "+{:.1f} %"),
     )
     for ax, (title, values, form) in zip(axes, panels, strict=True):

@@ -1,4 +1,5 @@
-"""The buffers that split attention leaves its partials in: kept per device and stream, grown, never freed.
+"""The buffers that split attention leaves its partials in, and long prompts their staged tiles: kept per device and stream, grown, never
+freed.
 
 Never freed, because a captured CUDA graph may go on using a buffer after a larger one has taken its place; growing by half at least
 bounds what that costs. Two streams never share one, so that concurrent calls do not meet. Threads on one stream (each starts on the same

@@ -4,6 +4,7 @@ And the workspaces: kept, grown, apart from each other, and apart from every CUD
 """
 
 import functools
+import threading
 import time
 from typing import Any
 
@@ -78,6 +79,26 @@ def test_kept_and_grown_for_each_stream(workspaces: workspace._Workspaces) -> No
     assert larger is not first and larger.numel() == LEAST * 3 // 2
     assert workspaces.get(CPU, 10) is larger
     assert any(kept is first for buffers in workspaces._kept.values() for kept in buffers), "a graph may still use it"
+
+
+@pytest.mark.quick
+def test_provided_buffers_are_their_threads_own(workspaces: workspace._Workspaces) -> None:
+    """Whichever thread's block ends first, and nothing is left of it: suites on several threads provide buffers of their own."""
+    inside = threading.Barrier(2)
+    ended = threading.Event()
+
+    def reading(first: bool) -> bool:
+        own = torch.empty(1)
+        with workspace.provided(lambda device, size: own):
+            inside.wait()
+            if not first:
+                ended.wait(10)
+            seen = workspace.kept_buffer(CPU, 1) is own
+        ended.set()
+        return seen and workspace.kept_buffer(CPU, 1) is workspaces.get(CPU, 1)
+
+    assert in_threads([functools.partial(reading, True), functools.partial(reading, False)]) == [True, True]
+    assert workspace.kept_buffer(CPU, 1) is workspaces.get(CPU, 1)
 
 
 @pytest.mark.quick

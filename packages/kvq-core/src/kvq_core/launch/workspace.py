@@ -18,13 +18,16 @@ is left: graphs it captures on another stream then bake that one in, too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from itertools import accumulate
 
 import torch
 
+Make = Callable[[torch.device, int], torch.Tensor]
+_PROVIDED: ContextVar[Make | None] = ContextVar("_PROVIDED", default=None)
 _ALIGNMENT = 64
 """Elements that parts of a buffer start at a multiple of."""
 
@@ -114,7 +117,18 @@ _WORKSPACES = _Workspaces()
 
 def kept_buffer(device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
     """A float32 buffer of at least ``size`` elements for the current stream: what :func:`workspace` cuts up."""
-    return _WORKSPACES.get(device, size, stream)
+    make = _PROVIDED.get()
+    return _WORKSPACES.get(device, size, stream) if make is None else make(device, size)
+
+
+@contextmanager
+def provided(make: Make) -> Iterator[None]:
+    """Within the block this thread's calls get their buffers from ``make(device, elements)``."""
+    before = _PROVIDED.set(make)
+    try:
+        yield
+    finally:
+        _PROVIDED.reset(before)
 
 
 def reserve(device: torch.device, size: int) -> int:

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvq_core.launch.workspace import provided
 from kvq_core.testing import layouts, scene
 from kvq_core.testing.cases import LAYOUTS, Case
 from kvq_core.testing.launches import noted_launches
 from kvq_core.testing.places import Place
-from kvq_core.testing.spaces import workspaces
 
 if TYPE_CHECKING:
     from kvq_core.testing.scene import Scene
@@ -90,7 +90,7 @@ def run(subject: Any, case: Case, options: dict[str, Any], device: torch.device)
         options |= {name: torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x for name, x in scratch.items()}
     read = {name: there(x) for name, x in built.read_arguments().items() if "cache" not in name}
     out = torch.empty(*built.q.shape[:2], case.value_size, dtype=case.output or case.dtype, device=device)
-    with workspaces(lambda where, size: torch.empty(size, dtype=torch.float32, device=where)):
+    with provided(lambda where, size: torch.empty(size, dtype=torch.float32, device=where)):
         backend.unified_attention(out=out, k_cache=caches["key_cache"], v_cache=caches["value_cache"], **scales, **read, **options)
     if device.type == "cuda":
         torch.cuda.synchronize()

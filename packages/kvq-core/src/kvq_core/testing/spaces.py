@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvq_core.launch import workspace
+from kvq_core.launch.workspace import provided
 from kvq_core.testing.poison import Poisoned, lay_out
 
-Make = Callable[[torch.device, int], torch.Tensor]
 Fill = Callable[[torch.Tensor], object]
 """Given a workspace [elements] float32 to write something into."""
 _FILLS: list[Fill] = []
@@ -24,22 +23,6 @@ def leftovers(fill: Fill) -> Iterator[None]:
         yield
     finally:
         _FILLS.pop()
-
-
-@contextlib.contextmanager
-def workspaces(make: Make) -> Iterator[None]:
-    """Within the block ``make(device, elements)`` provides each float32 buffer that :mod:`kvq_core.launch.workspace` is asked for."""
-
-    class Provider(workspace._Workspaces):
-        def get(self, device: torch.device, size: int, stream: int | None = None) -> torch.Tensor:
-            return make(device, size)
-
-    kept = workspace._WORKSPACES
-    workspace._WORKSPACES = Provider()
-    try:
-        yield
-    finally:
-        workspace._WORKSPACES = kept
 
 
 @contextlib.contextmanager
@@ -57,7 +40,7 @@ def guarded_workspaces(what: str) -> Iterator[None]:
             fill(given[-1]["space"])
         return given[-1]["space"]
 
-    with workspaces(make):
+    with provided(make):
         yield
     for memory in given:
         memory.assert_only_changed({"space": (slice(None),)}, f"{what} (around the workspace)")

@@ -112,7 +112,6 @@ STAGED = replace(
     PREFILL,
     name="staged",
     modes=PACKED,
-    kernels=(*PREFILL.kernels, "kvq_core.kernels.sm90.staged"),
     choice=STAGED_GROUPS,
     table=Table("sm_90", {"groups": (Entry({}, STAGED_GROUPS),)}),
 )

@@ -1,4 +1,4 @@
-"""Packed pages as float16 tiles in a workspace, unpacked once for all row blocks of a prompt (:mod:`kvq_core.kernels.sm90.staged`).
+"""Packed pages as float16 tiles in a workspace, unpacked once for all row blocks of a prompt (:mod:`kvq_core.kernels.sm90.plain`).
 
 A tile holds 128 keys of one kv head, or their values, in the basis and the order of the model's channels, so that attention knows nothing
 of the mode. A key keeps its row's scale, and is exact: codes less their zero point, or the sums of these that a Hadamard transform takes,

@@ -33,7 +33,7 @@ def sm90_reads(kernels: Kernels, attention: Attention) -> Sm90Kernels:
     found = kernels.sm90() if kernels.sm90 is not None and (prefill or multirow) else Sm90Kernels()
     staged = None
     if staging:
-        from kvq_core.kernels.sm90.staged import attend as staged
+        from kvq_core.kernels.sm90.plain import attend as staged
     return Sm90Kernels(found.prefill if prefill else None, found.decode_multirow if multirow else None, staged=staged)
 
 

@@ -13,11 +13,10 @@ from kvq_core.kernels.config import ReadConfig
 from kvq_core.kernels.formats import Format, PlaneFormat
 from kvq_core.kernels.staging import Staged, stage_kernel
 from kvq_core.launch.replay import LaunchRecord
+from kvq_core.plan.planner import GROUPS_TILE
 
 MOST_BYTES: Final = 256 << 20
 """Of a workspace for staged tiles: 65,536 keys of eight kv heads."""
-_KEYS: Final = 128
-"""Of a tile."""
 _WARPS: Final = 8
 _UNBOUNDED: Final = 2**23
 """Blocks, of which no table has so many."""
@@ -28,12 +27,12 @@ _FORMAT: Final = Format(_ROWS, _ROWS)
 def most_tiles(attention: Attention) -> int:
     """Tiles of every kv head that the largest workspace holds."""
     head = attention.q.shape[2]
-    return MOST_BYTES // (attention.keys.num_kv_heads * 2 * _KEYS * (2 * head + 4))
+    return MOST_BYTES // (attention.keys.num_kv_heads * 2 * GROUPS_TILE * (2 * head + 4))
 
 
 @dataclass(frozen=True)
 class StagedCache:
-    """Staged tiles as a paged cache with blocks of :data:`_KEYS` tokens."""
+    """Staged tiles as a paged cache with blocks of a tile's tokens."""
 
     keys: args.Plane
     values: args.Plane
@@ -53,7 +52,7 @@ def stage(
 ) -> StagedCache:
     """Launch the kernel that stages the keys of long prompts, up to ``capacity`` tiles of every kv head."""
     batch, heads, head_size = attention.batch, attention.keys.num_kv_heads, attention.q.shape[2]
-    rows = capacity * heads * _KEYS
+    rows = capacity * heads * GROUPS_TILE
     sizes = (*[rows * head_size // 2] * 2, *[rows] * 2, heads * capacity, batch.num_seqs, batch.num_seqs)
     keys, values, k_scales, v_scales, *indices = record.buffers(sizes)
     keys, values = keys.view(torch.float16), values.view(torch.float16)
@@ -73,7 +72,7 @@ def stage(
         C=config,
         num_warps=_WARPS,
     )
-    strides = (heads * _KEYS * head_size, head_size, _KEYS * head_size, heads * _KEYS, 1, _KEYS)
+    strides = (heads * GROUPS_TILE * head_size, head_size, GROUPS_TILE * head_size, heads * GROUPS_TILE, 1, GROUPS_TILE)
     return StagedCache(
         args.Plane(keys, k_scales, *strides),
         args.Plane(values, v_scales, *strides),
@@ -84,5 +83,5 @@ def stage(
 
 def staged_config(config: ReadConfig) -> ReadConfig:
     """Of a kernel that reads staged rows: the same, whatever the pages were."""
-    shape = replace(config.shape, block_size=_KEYS, same_strides=True, row_bytes=16, wide_planes=False, wide_pages=False)
+    shape = replace(config.shape, block_size=GROUPS_TILE, same_strides=True, row_bytes=16, wide_planes=False, wide_pages=False)
     return replace(config, format=_FORMAT, shape=shape)

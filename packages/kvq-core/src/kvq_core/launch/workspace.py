@@ -155,18 +155,18 @@ def sole_use(device: torch.device, stream: int | None = None) -> AbstractContext
 
 def buffers(device: torch.device, sizes: Sequence[int]) -> tuple[int, tuple[torch.Tensor, ...]]:
     """(elements of the buffer behind them, uninitialized float32 buffers of so many elements for the current stream)."""
-    ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-    buffer = kept_buffer(device, ends[-1])
-    return ends[-1], tuple(buffer[end - -(-size // _ALIGNMENT) * _ALIGNMENT :][:size] for size, end in zip(sizes, ends, strict=True))
+    starts = [0, *accumulate(map(_aligned, sizes))]
+    buffer = kept_buffer(device, starts[-1])
+    return starts[-1], tuple(buffer[start : start + size] for start, size in zip(starts, sizes, strict=False))
 
 
-def _noted(row_blocks: int) -> int:
-    return -(-row_blocks * 2 // 64) * 64
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def workspace_size(row_blocks: int, rows: int, head_size_v: int) -> int:
     """Elements of the buffer behind such a workspace."""
-    return _noted(row_blocks) + rows * (head_size_v + 2)
+    return _aligned(2 * row_blocks) + rows * (head_size_v + 2)
 
 
 def workspace(
@@ -176,7 +176,7 @@ def workspace(
 
     plan [row_blocks * 2] int32, acc [rows * head_size_v], max [rows] and sum [rows] float32.
     """
-    noted = _noted(row_blocks)
+    noted = _aligned(2 * row_blocks)
     acc = noted + rows * head_size_v
     buffer = kept_buffer(device, workspace_size(row_blocks, rows, head_size_v))
     return buffer[:noted].view(torch.int32), buffer[noted:acc], buffer[acc : acc + rows], buffer[acc + rows : acc + 2 * rows]

@@ -1,4 +1,4 @@
-"""Prefill over unquantized pages by warp groups: tiles are copied, not unpacked."""
+"""Prefill by warp groups over tiles that are copied, not unpacked: of unquantized pages, or staged (:mod:`kvq_core.kernels.staging`)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,5 +14,6 @@ def attend(
 ):  # fmt: skip
     attend_in_groups(
         queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
-        1.0, 1.0, SCALED=False, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True, UNPACK=as_stored, SCALE_OF=as_stored, C=C, COPIED=True,
+        1.0, 1.0, SCALED=C.format.key.staged, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True, UNPACK=as_stored, SCALE_OF=as_stored, C=C,
+        COPIED=True,
     )  # fmt: skip

@@ -252,6 +252,7 @@ def parametrize(*params: Any) -> Any:
     *each(STAGED, ONE_HEAD, interpret=COMPOSED[:1], gpu=COMPOSED),
     *(one for n, case in enumerate(INTERPRETED_PROMPTS[1:]) for one in each(STAGED, case, interpret=(STAGED.modes[n % 6],))),
     *each(STAGED, *LARGE_PROMPTS, interpret=()),
+    *each(STAGED, *ROTARY_PROMPTS, interpret=(INT8, INT2)),
     *each(MULTIROW, *MULTIROW_CASES[:2]),
     # Further ones with one of the modes in turn.
     *(one for n, case in enumerate(MULTIROW_CASES[2:]) for one in each(MULTIROW, case, interpret=(MULTIROW.modes[n % 5],))),
@@ -270,6 +271,7 @@ def test_attention(mode: str, case: Case, where: Where) -> None:
 @parametrize(
     *each(PREFILL, ONE_HEAD, replace(ONE_HEAD, smoothing="mean"), interpret=("none", INT4)),
     *each(STAGED, ONE_HEAD, replace(ONE_HEAD, smoothing="mean"), interpret=(INT4,)),
+    *each(STAGED, replace(ONE_HEAD, smoothing="rotary", key_stops=(330, 0)), interpret=(INT4,), gpu=PACKED),
     *each(PREFILL, replace(ONE_HEAD, smoothing="rotary", key_stops=(330, 0)), interpret=(INT3,), gpu=PACKED),
     *each(MULTIROW, replace(ROWS, smoothing="balanced", key_stops=(333, 0, 64)), interpret=(INT2,)),
 )
@@ -408,6 +410,22 @@ def test_keys_far_apart(mode: str, case: Case, apart: int, where: Where) -> None
     built.q += 2 * direction.repeat_interleave(built.case.queries_per_kv, 0)
     built.fill()
     where.read_exactly(mode, built)
+
+
+@parametrize(
+    *each(STAGED, replace(ONE_HEAD, smoothing="rotary", dtype=torch.float32), interpret=(INT8, INT4), gpu=(INT8, FP8[0], INT4, INT3, INT2))
+)
+def test_keys_much_smaller_than_their_rotary_mean(mode: str, case: Case, where: Where) -> None:
+    """In units of such a row's scale float16 does not hold the mean. Some rows are zeros, and so may be the mean."""
+    built = where.build(mode, case)
+    scales = built.scales["k_scale_cache"]
+    for first, factor in enumerate((2.0**-12, 2.0**-70, 0.0)):
+        scales[:, first::4] *= factor
+    built.pages.settle()
+    where.read_exactly(mode, built)
+    rotary = built.smoothing.rotary
+    without = replace(built.smoothing, rotary=replace(rotary, bias=torch.zeros_like(rotary.bias)))
+    where.read_exactly(mode, built, smoothing=without)
 
 
 @parametrize(*each(STAGED, replace(PROMPTS, seq_lens=(400, 300), dtype=torch.float32), interpret=(INT8, INT4)))

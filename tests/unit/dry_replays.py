@@ -32,6 +32,7 @@ CASES = {
     "options": Case(query_lens=(2,) * 2, seq_lens=(300,) * 2, window=100, softcap=30.0, qq_bias=8, **EVERY, **COMMON),
     # Launches of one call with parts of its workspace at one address: partial results, then staged tiles.
     "staged": Case(query_lens=(1, 1024), seq_lens=(2100, 1030), queries_per_kv=4, **COMMON | {"head_size": 128}),
+    "staged, rotary mean": Case(query_lens=(1024,), seq_lens=(1030,), smoothing="rotary", queries_per_kv=4, **COMMON | {"head_size": 128}),
     "one of each": Case(query_lens=(1,), seq_lens=(16,), num_kv_heads=1, queries_per_kv=1, **COMMON),
 }
 Variation = tuple[str, dict[str, Any]]

@@ -1,8 +1,12 @@
-"""Keys by which Triton finds kernels on disk, of all modes' kernels on an H100 that is not there, met in an order of the given seed."""
+"""Keys by which Triton finds kernels on disk, of all modes' kernels on an H100 that is not there, met in an order of the given seed.
+
+Fails where constants of one name in a kernel's modules have different values: a key has them in the order of their modules' addresses.
+"""
 
 import json
 import random
 import sys
+from collections import defaultdict
 
 from kvq_core.kernels.formats import Constant
 from kvq_core.launch.offline import planning_for
@@ -26,6 +30,10 @@ def main() -> None:
                 constants = [value for value in (*arguments, *options.values()) if isinstance(value, Constant)]
                 # As Triton does, to look for the kernel in memory first.
                 hash(tuple(constants))
+                values = defaultdict(set)
+                for (name, _), (value, _) in kernel.used_global_vals.items():
+                    values[name].add(str(value))
+                assert not [name for name, found in values.items() if len(found) > 1], kernel
                 keys.add(" ".join([kernel.cache_key, *(constant.cache_key for constant in constants)]))
     print(json.dumps(sorted(keys)))
 

@@ -259,6 +259,11 @@ class ReadConfig(Constant):
         return math.gcd(self.shape.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
 
     @property
+    def staged_key_size(self) -> int:
+        """Channels of a staged key (:mod:`.staging`)."""
+        return self.shape.head_size + 2 * self.features.rotary_pairs
+
+    @property
     def key_gains(self) -> tuple[float, ...]:
         """:attr:`PlaneFormat.gains`, of every way."""
         return self._gains(self.format.key)

@@ -5,6 +5,9 @@ of the mode. A key keeps its row's scale, and is exact: codes less their zero po
 are numbers that float16 holds (of int2's sums those up to 4096; larger ones are rounded). Values are over a power of two that the tile's
 rows share, so that each is rounded once, relative to itself.
 
+A rotary mean (:mod:`.rotary`) is given back as further channels of the keys: R_j b in its pairs, which a reader multiplies by the
+query's channels once more. Such a row is over its scale times a power of two that keeps the mean in float16's range.
+
 Staged tiles are a cache of their own, with blocks of 128 tokens, a scale for each row, a block table for each kv head, and a stop for each
 sequence. A tile with rows that are missing, or values too large or small to share a power of two, has no entry in that table, which makes
 its readers go by the scales of the values' rows: there each row has its own.
@@ -20,6 +23,7 @@ from kvq_core.kernels.dots import dot_signs
 from kvq_core.kernels.hadamard import apply_way_signs, butterfly, lane_matrix
 from kvq_core.kernels.packing import interleave
 from kvq_core.kernels.paged_kv import key_tile, load_chunks, page_offset, row_offset, side_selectors
+from kvq_core.kernels.rotary import cosine_sine
 from kvq_core.kernels.scheduler import SCAN, sequence_facts
 
 GAIN = tl.constexpr(64.0)
@@ -27,14 +31,18 @@ GAIN = tl.constexpr(64.0)
 the largest as much as of the weights times scales that other kernels multiply."""
 FARTHEST = tl.constexpr(2.0**30)
 """Powers of two beyond it, or below its inverse, are not shared: float32 holds what is multiplied by the quotient of any two others."""
+MEAN_SHARE = tl.constexpr(2.0**8)
+"""What queries' channels are multiplied by for a rotary mean's, which lack it: float16 then holds small ones of either."""
+LARGEST_MEAN = tl.constexpr(2.0**14)
+"""Half of what a rotary mean is at most, in units of its row."""
 LARGEST = tl.constexpr(2.0**120)
 """No power of two that rows are over is larger: it and its inverse are normal numbers."""
 
 
 class Staged(NamedTuple):
-    """Where staged tiles go. ``k_tiles``, ``v_tiles`` [capacity, kv heads, 128, 128] float16; ``k_scales``, ``v_scales`` [capacity, heads,
-    128] float32: negative for a key that is missing; ``table`` [kv heads, capacity] int32; ``firsts`` [num_seqs] int32: a sequence's first
-    tile, -1 if it has none; ``stops`` [num_seqs] int32: the end of its keys.
+    """Where staged tiles go. ``k_tiles``, ``v_tiles`` [capacity, kv heads, 128, 128] float16, the keys with two channels more for each pair
+    of a rotary mean; ``k_scales``, ``v_scales`` [capacity, heads, 128] float32: negative for a key that is missing; ``table`` [kv heads,
+    capacity] int32; ``firsts`` [num_seqs] int32: a sequence's first tile, -1 if it has none; ``stops`` [num_seqs] int32: its keys' end.
     """
 
     k_tiles: Any
@@ -48,9 +56,10 @@ class Staged(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "table_width", "num_blocks", "capacity"])
 def stage_kernel(
-    keys, values, staged, batch, scoring, num_seqs, table_stride, table_width, num_blocks, capacity, C: tl.constexpr
+    keys, values, staged, factor, rotary, batch, scoring, num_seqs, table_stride, table_width, num_blocks, capacity, C: tl.constexpr
 ):  # fmt: skip
-    """Stage one tile of one kv head; the first program also notes where each sequence's tiles are."""
+    """Stage one tile of one kv head; the first program also notes where each sequence's tiles are. ``factor``, ``rotary``: the queries'
+    (:class:`~kvq_core.kernels.args.Rows`)."""
     number, kv_head = tl.program_id(0), tl.program_id(1)
     found, seq, first, stop = staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C)
     if found:
@@ -58,7 +67,11 @@ def stage_kernel(
         work = WorkTile(seq, 0, 0, 0, 0, 0, 0, stop, 0, 0, 0)
         tile = key_tile(t, Tiles(t, t, t + 1, 0), work, batch, table_stride, num_blocks, scoring, tl.constexpr(C.tile.loops - 1), C)
         row = (number.to(tl.int64) * tl.num_programs(1) + kv_head) * C.tile.keys
-        stage_keys(keys, tile, kv_head, num_blocks, staged.k_tiles, staged.k_scales, row, C)
+        mean = None
+        if C.features.rotary_pairs > 0:
+            start = tl.load(batch.first_positions + seq) if batch.first_positions is not None else 0
+            mean = pair_means(factor, rotary + kv_head * (5 * C.features.rotary_pairs), kv_head, start + tile.position, C)
+        stage_keys(keys, tile, kv_head, num_blocks, mean, staged.k_tiles, staged.k_scales, row, C)
         alike = stage_values(values, tile, kv_head, num_blocks, staged.v_tiles, staged.v_scales, row, C)
         tl.store(staged.table + kv_head * capacity + number, tl.where(alike, number, -1))
 
@@ -92,10 +105,52 @@ def staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_wid
 
 
 @triton.jit
-def stage_keys(plane, tile, kv_head, num_blocks, out, out_scales, row, C: tl.constexpr):
-    """Stage a tile's keys, to row ``row`` and after it: integers, or e4m3's numbers."""
+def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: tl.constexpr):
+    """Stage a tile's keys, to row ``row`` and after it: integers, or e4m3's numbers, beside a rotary ``mean`` times a power of two."""
+    SIZE: tl.constexpr = C.shape.head_size
     x, scale = staged_numbers(plane, tile, kv_head, num_blocks, False, C)
-    store_rows(x, tl.where(tile.valid, scale * C.key_number_scale, -1.0), out, out_scales, row, tile, C.shape.head_size, C)
+    scale = scale * C.key_number_scale
+    if mean is not None:
+        x_mean, y_mean, largest = mean
+        share, scale = mean_unit(scale, largest)
+        x = x * share[:, None]
+        unit = (1.0 / (scale * MEAN_SHARE))[:, None]
+        pair = SIZE + tl.arange(0, C.features.rotary_pairs)
+        store_channels(x_mean * unit, pair, out, row, tile, C.staged_key_size)
+        store_channels(y_mean * unit, pair + C.features.rotary_pairs, out, row, tile, C.staged_key_size)
+    store_channels(x, tl.arange(0, SIZE), out, row, tile, C.staged_key_size)
+    tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, scale, -1.0))
+
+
+@triton.jit
+def pair_means(factor, table, kv_head, position, C: tl.constexpr):
+    """(first, second channels of the pairs of R_j b at ``position`` [KEYS], float32 [KEYS, PAIRS], at most what they can be), as smoothed
+    keys have their channels; ``table``: a RotaryMean's pair_table, of one head."""
+    PAIRS: tl.constexpr = C.features.rotary_pairs
+    p = table + tl.arange(0, PAIRS)
+    b_x, b_y = tl.load(p + 2 * PAIRS), tl.load(p + 3 * PAIRS)
+    cosine, sine = cosine_sine(tl.load(p + 4 * PAIRS).to(tl.int32, bitcast=True)[None, :] * position[:, None], C.features.use_asm)
+    x = b_x[None, :] * cosine - b_y[None, :] * sine
+    y = b_y[None, :] * cosine + b_x[None, :] * sine
+    largest = tl.abs(b_x) + tl.abs(b_y)
+    if factor is not None:
+        # Queries' channels are multiplied by it.
+        own = factor + kv_head * C.shape.head_size
+        by_x = 1.0 / tl.load(own + tl.load(p).to(tl.int32, bitcast=True))
+        by_y = 1.0 / tl.load(own + tl.load(p + PAIRS).to(tl.int32, bitcast=True))
+        x, y = x * by_x[None, :], y * by_y[None, :]
+        largest = largest * tl.maximum(by_x, by_y)
+    return x, y, tl.max(largest, 0)
+
+
+@triton.jit
+def mean_unit(scale, largest):
+    """(a power of two for numbers of rows of ``scale`` [KEYS], the rows' new scale), for a mean of at most ``largest``."""
+    most = power_of_two(tl.maximum(largest, 2.0**-100)) / LARGEST_MEAN
+    times = tl.minimum(tl.maximum(most * inverse_power(power_of_two(scale)), 1.0), 2.0**100)
+    # Of rows so much smaller nothing would be left, and zeros have no scale.
+    small = (scale == 0.0) | (times > 2.0**60)
+    return tl.where(small, 0.0, inverse_power(times)), tl.where(small, most, scale * times)
 
 
 @triton.jit
@@ -103,9 +158,11 @@ def stage_values(plane, tile, kv_head, num_blocks, out, out_scales, row, C: tl.c
     """Stage a tile's values; whether they are all there, over one power of two."""
     x, scale = staged_numbers(plane, tile, kv_head, num_blocks, True, C)
     unit, alike = shared_unit(scale, tile)
-    # A power of two's inverse, and its product with a scale, are exact.
-    factor = (scale * ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)) * (GAIN * C.value_number_scale)
-    store_rows(x * factor[:, None], tl.where(tile.valid, unit * (1.0 / GAIN), 0.0), out, out_scales, row, tile, C.shape.head_size_v, C)
+    # The product is exact.
+    factor = (scale * inverse_power(unit)) * (GAIN * C.value_number_scale)
+    SIZE: tl.constexpr = C.shape.head_size_v
+    store_channels(x * factor[:, None], tl.arange(0, SIZE), out, row, tile, SIZE)
+    tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, unit * (1.0 / GAIN), 0.0))
     return alike
 
 
@@ -134,12 +191,10 @@ def staged_numbers(plane, tile, kv_head, num_blocks, IS_VALUE: tl.constexpr, C: 
 
 
 @triton.jit
-def store_rows(x, scale, out, out_scales, row, tile, SIZE: tl.constexpr, C: tl.constexpr):
-    """Store a tile's rows, zeros for those that are missing, and their scales."""
-    index = tl.arange(0, C.tile.keys)
-    x = tl.where(tile.valid[:, None], x, 0.0).to(tl.float16)
-    tl.store(out + ((row + index)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]), x)
-    tl.store(out_scales + row + index, scale)
+def store_channels(x, channel, out, row, tile, SIZE: tl.constexpr):
+    """Store channels of a tile's rows of SIZE, zeros for those that are missing."""
+    index = row + tl.arange(0, x.shape[0])
+    tl.store(out + (index[:, None] * SIZE + channel[None, :]), tl.where(tile.valid[:, None], x, 0.0).to(tl.float16))
 
 
 @triton.jit
@@ -188,3 +243,9 @@ def power_of_two(x):
     """The power of two in ``x``, in what float32's normal numbers hold and :data:`LARGEST`."""
     x = tl.minimum(tl.maximum(x, 2.0**-126), LARGEST)
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power(x):
+    """1 / x of a power of two, exactly."""
+    return ((254 << 23) - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

@@ -92,12 +92,13 @@ _SCORED_AND_SHAPED: Final = (
     Rule("output of 16 or 32 bits", lambda call: call.attention.output_scale is None and call.attention.out.element_size() > 1),
     Rule("heads of 128, at most 128 query heads to one of K", _has_heads_of_128),
 )
+_ROTARY_MEAN: Final = Rule("a rotary mean, if any, of 16 pairs, of packed keys", _rotary_mean_fits)
 _SM90_CALL: Final = (
     *_SCORED_AND_SHAPED,
     Rule("bf16 or fp16 rows in mode none", _has_16_bit_rows),
     Rule("rows of codes that start at multiples of 16 bytes", lambda call: call.row_bytes == 16),
     Rule("blocks of less than 2^31 elements", lambda call: call.block_reach < 2**31),
-    Rule("a rotary mean, if any, of 16 pairs, of packed keys", _rotary_mean_fits),
+    _ROTARY_MEAN,
 )
 KERNELS: Final = Family(
     "Triton kernels",
@@ -112,7 +113,7 @@ STAGED_PREFILL: Final = Family(
     (
         *_SCORED_AND_SHAPED,
         Rule("packed pages", lambda call: not call.unquantized),
-        Rule("no rotary mean", lambda call: call.attention.smoothing is None or call.attention.smoothing.rotary is None),
+        _ROTARY_MEAN,
     ),
 )
 SM90_DECODE_MULTIROW: Final = Family("sm_90 multi-row decode kernels", "decode of several tokens a sequence", _HOPPER, _SM90_CALL)

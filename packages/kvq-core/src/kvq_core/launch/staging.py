@@ -26,8 +26,9 @@ _FORMAT: Final = Format(_ROWS, _ROWS)
 
 def most_tiles(attention: Attention) -> int:
     """Tiles of every kv head that the largest workspace holds."""
-    head = attention.q.shape[2]
-    return MOST_BYTES // (attention.keys.num_kv_heads * 2 * GROUPS_TILE * (2 * head + 4))
+    smoothing = attention.smoothing
+    channels = 2 * attention.q.shape[2] + (0 if smoothing is None else 2 * smoothing.num_pairs)
+    return MOST_BYTES // (attention.keys.num_kv_heads * GROUPS_TILE * (2 * channels + 8))
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,20 @@ def stage(
 ) -> StagedCache:
     """Launch the kernel that stages the keys of long prompts, up to ``capacity`` tiles of every kv head."""
     batch, heads, head_size = attention.batch, attention.keys.num_kv_heads, attention.q.shape[2]
+    key_size = config.staged_key_size
     rows = capacity * heads * GROUPS_TILE
-    sizes = (*[rows * head_size // 2] * 2, *[rows] * 2, heads * capacity, batch.num_seqs, batch.num_seqs)
+    sizes = (rows * key_size // 2, rows * head_size // 2, rows, rows, heads * capacity, batch.num_seqs, batch.num_seqs)
     keys, values, k_scales, v_scales, *indices = record.buffers(sizes)
     keys, values = keys.view(torch.float16), values.view(torch.float16)
     table, firsts, stops = (part.view(torch.int32) for part in indices)
+    smoothing = attention.smoothing if config.features.rotary_pairs else None
     record.start(
         stage_kernel,
         (capacity, heads),
         *planes,
         Staged(keys, values, k_scales, v_scales, table, firsts, stops),
+        None if smoothing is None else smoothing.factor,
+        None if smoothing is None else smoothing.rotary,
         lengths,
         scoring,
         batch.num_seqs,
@@ -72,10 +77,10 @@ def stage(
         C=config,
         num_warps=_WARPS,
     )
-    strides = (heads * GROUPS_TILE * head_size, head_size, GROUPS_TILE * head_size, heads * GROUPS_TILE, 1, GROUPS_TILE)
+    k_strides, v_strides = ((heads * GROUPS_TILE * size, size, GROUPS_TILE * size) for size in (key_size, head_size))
     return StagedCache(
-        args.Plane(keys, k_scales, *strides),
-        args.Plane(values, v_scales, *strides),
+        args.Plane(keys, k_scales, *k_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
+        args.Plane(values, v_scales, *v_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
         args.Batch(lengths.cu_seqlens_q, lengths.seqused_k, table, stops, None, firsts),
         (capacity, _UNBOUNDED, capacity),
     )

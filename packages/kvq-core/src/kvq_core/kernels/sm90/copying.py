@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, lane_row_places
 from kvq_core.kernels.sm90.layouts import HALF, QUERY, REST, VECTOR
+from kvq_core.kernels.sm90.rotary import PAIRS
 
 
 @gluon.jit
@@ -55,10 +56,12 @@ def copy_staged(keys, values, span, shared, C: gl.constexpr):
         # Of a tile whose rows share one, the largest is it.
         shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + gl.max(v_scale, 0))
         mbarrier.arrive(shared.k_full.index(at), count=1)
-        copy_block(shared.k.index(at), keys, span.first + n, C)
+        copy_block(shared.k.index(at), keys, span.first + n, 0, C.shape.head_size, C.staged_key_size, C)
+        if C.features.rotary_pairs > 0:
+            copy_block(shared.rotary.index(at), keys, span.first + n, C.shape.head_size, 2 * PAIRS, C.staged_key_size, C)
         async_copy.mbarrier_arrive(shared.k_full.index(at), increment_count=False)
         mbarrier.wait(shared.v_free.index(at), free)
-        copy_block(shared.v.index(at), values, span.first + n, C)
+        copy_block(shared.v.index(at), values, span.first + n, 0, C.shape.head_size, C.shape.head_size, C)
         async_copy.mbarrier_arrive(shared.v_full.index(at), increment_count=False)
         k_scale, v_scale = load_staged_scales(gl.minimum(n + 1, span.last - 1), keys, values, span, C)
     async_copy.wait_group(0)
@@ -72,11 +75,11 @@ def load_staged_scales(n, keys, values, span, C: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(target, plane, block, C: gl.constexpr):
-    """Begin to copy a staged tile's rows, which lie side by side."""
-    D: gl.constexpr = C.shape.head_size
-    row = gl.arange(0, C.tile.keys, gl.SliceLayout(1, QUERY))
-    channel = gl.arange(0, D, gl.SliceLayout(0, QUERY))
+def copy_block(target, plane, block, FIRST: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
+    """Begin to copy COUNT channels, from FIRST on, of a staged tile's rows of SIZE, which lie side by side."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COUNT, COUNT // 8], [4, 1], [1, 0])
+    row = gl.arange(0, C.tile.keys, gl.SliceLayout(1, LAYOUT))
+    channel = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     start = plane.codes + block.to(gl.int64) * plane.block_stride
-    async_copy.async_copy_global_to_shared(target, start + (row[:, None] * D + channel[None, :]))
+    async_copy.async_copy_global_to_shared(target, start + (row[:, None] * SIZE + channel[None, :]))
     async_copy.commit_group()

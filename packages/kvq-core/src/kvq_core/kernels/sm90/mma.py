@@ -8,7 +8,7 @@ from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, REST, ROWS, WEIGHTS
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
-from kvq_core.kernels.sm90.rotary import load_rotary_queries
+from kvq_core.kernels.sm90.rotary import load_mean_queries, load_rotary_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
 
 LOG2E = gl.constexpr(_LOG2E.value)
@@ -31,9 +31,12 @@ def multiply_tiles(
     score_scale = load_queries(work, GROUP, BALANCED, ADJACENT, C)
     row_scale = score_scale
     if C.features.rotary_pairs > 0:
-        # In log2 units, as what joins the scores is.
-        load_rotary_queries(work, rotary, GROUP, C)
-        score_scale = gl.full_like(row_scale, 1.0)
+        if COPIED:
+            load_mean_queries(work, rotary, score_scale, GROUP, BALANCED, C)
+        else:
+            # In log2 units, as what joins the scores is.
+            load_rotary_queries(work, rotary, GROUP, C)
+            score_scale = gl.full_like(row_scale, 1.0)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
     acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
@@ -53,7 +56,7 @@ def multiply_tiles(
             )
     else:
         acc, top, total, largest = multiply_pingpong(
-            GROUP, whole, acc, top, total, largest, score_scale, position, query, span, shared, SCALED, C
+            GROUP, whole, acc, top, total, largest, score_scale, position, query, rotary_query, span, shared, SCALED, C
         )
     if COPIED and SCALED:
         total = total * (1.0 / 2.0**WEIGHT_BITS)
@@ -138,8 +141,9 @@ def softmax_step(s, top, total, score_scale, C: gl.constexpr):
 
 @gluon.jit
 def multiply_pingpong(
-    GROUP: gl.constexpr, whole, acc, top, total, largest, score_scale, position, query, span, shared, SCALED: gl.constexpr, C: gl.constexpr
-):
+    GROUP: gl.constexpr, whole, acc, top, total, largest, score_scale, position, query, rotary_query, span, shared,
+    SCALED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     """Tiles that were copied, at least one, with FlashAttention 3's ping-pong schedule: a group issues two products in its turn, PV of
     a tile and QK of the next, and computes its softmax during the other group's turn. Without it both groups multiply at the same time, and
     the tensor cores idle during both softmaxes.
@@ -151,26 +155,26 @@ def multiply_pingpong(
     mbarrier.wait(shared.k_full.index(0), 0)
     fence_async_shared()
     take_turn(0, GROUP, shared)
-    s = begin_scores(0, query, shared, C)
+    s = begin_scores(0, query, rotary_query, shared, C)
     end_turn(GROUP, shared)
     s = warpgroup_mma_wait(0, deps=(s,))
     for n in range(0, whole):
         s, acc, top, total, largest = multiply_ahead(
-            n, s, acc, top, total, largest, score_scale, position, query, shared, SCALED, GROUP, False, False, C
+            n, s, acc, top, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, False, False, C
         )
     for n in range(whole, final):
         s, acc, top, total, largest = multiply_ahead(
-            n, s, acc, top, total, largest, score_scale, position, query, shared, SCALED, GROUP, True, False, C
+            n, s, acc, top, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, True, False, C
         )
     s, acc, top, total, largest = multiply_ahead(
-        final, s, acc, top, total, largest, score_scale, position, query, shared, SCALED, GROUP, True, True, C
+        final, s, acc, top, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, True, True, C
     )
     return acc, top, total, largest
 
 
 @gluon.jit
 def multiply_ahead(
-    n, s, acc, top, total, largest, score_scale, position, query, shared,
+    n, s, acc, top, total, largest, score_scale, position, query, rotary_query, shared,
     SCALED: gl.constexpr, GROUP: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile from its scores ``s``: softmax, weighted values and, unless FINAL, the next tile's scores.
@@ -215,7 +219,7 @@ def multiply_ahead(
         end_turn(GROUP, shared)
         acc = warpgroup_mma_wait(0, deps=(acc,))
     else:
-        s = begin_scores(n + 1, query, shared, C)
+        s = begin_scores(n + 1, query, rotary_query, shared, C)
         end_turn(GROUP, shared)
         acc, s = warpgroup_mma_wait(0, deps=(acc, s))
     mbarrier.arrive(shared.v_free.index(at), count=1)
@@ -234,11 +238,15 @@ def staged_softmax_step(s, top, total, unit):
 
 
 @gluon.jit
-def begin_scores(n, query, shared, C: gl.constexpr):
+def begin_scores(n, query, rotary_query, shared, C: gl.constexpr):
     """Issue QK of tile n; the result must be waited for."""
     KEYS: gl.constexpr = C.tile.keys
+    at = n % C.tile.stages
     nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
-    return warpgroup_mma(query, shared.k.index(n % C.tile.stages).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(query, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if C.features.rotary_pairs > 0:
+        s = warpgroup_mma(rotary_query, shared.rotary.index(at).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit

@@ -10,11 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.rotary import SHARE as _SHARE
 from kvq_core.kernels.rotary import cosine_sine, pair_products
-from kvq_core.kernels.sm90.layouts import ROTARY_ROWS, RotaryArgs
-from kvq_core.kernels.sm90.queries import rows_of
+from kvq_core.kernels.sm90.layouts import QUERY, ROTARY_ROWS, RotaryArgs
+from kvq_core.kernels.sm90.queries import load_rows, rows_of
+from kvq_core.kernels.staging import MEAN_SHARE as _MEAN_SHARE
 
 PAIRS = gl.constexpr(16)
 SHARE = gl.constexpr(_SHARE.value)
+MEAN_SHARE = gl.constexpr(_MEAN_SHARE.value)
 LOG2E = gl.constexpr(_LOG2E.value)
 
 
@@ -24,7 +26,7 @@ def rotary_of(queries, kv_head, seq, softmax_scale, tile, batch, C: gl.constexpr
     table = queries.ptr
     first = 0
     if C.features.rotary_pairs > 0:
-        gl.static_assert(C.features.rotary_pairs == PAIRS and C.format.key.packed, "a rotary mean of 16 pairs, of packed keys")
+        gl.static_assert(C.features.rotary_pairs == PAIRS and C.format.key.in_float16, "a rotary mean of 16 pairs, of packed keys")
         table = queries.rotary + kv_head * (5 * PAIRS)
         if batch.first_positions is not None:
             first = gl.load(batch.first_positions + seq)
@@ -53,6 +55,19 @@ def load_rotary_queries(work, rotary, GROUP: gl.constexpr, C: gl.constexpr):
     tile = rotary.tile.index(GROUP)
     tile.slice(0, PAIRS, dim=1).store(along)
     tile.slice(PAIRS, PAIRS, dim=1).store(across)
+    fence_async_shared()
+
+
+@gluon.jit
+def load_mean_queries(work, rotary, score_scale, GROUP: gl.constexpr, BALANCED: gl.constexpr, C: gl.constexpr):
+    """The channels of a group's rows that a rotary mean has, in units of ``score_scale`` [HALF] as the rows are, into the group's part of
+    ``rotary.tile`` [HALF, 2 PAIRS]: for staged keys."""
+    channel = gl.load(rotary.table + gl.arange(0, 2 * PAIRS, gl.SliceLayout(0, QUERY))).to(gl.int32, bitcast=True)
+    x = load_rows(work, channel, GROUP, C).to(gl.float32)
+    if BALANCED:
+        x = x * gl.load(work.factor + work.kv_head * C.shape.head_size + channel)[None, :]
+    unit = gl.convert_layout(work.score_unit * (MEAN_SHARE / score_scale), gl.SliceLayout(1, QUERY))
+    rotary.tile.index(GROUP).store((x * unit[:, None]).to(gl.float16))
     fence_async_shared()
 
 

@@ -45,6 +45,11 @@ class Heads:
         return finer if fits else self
 
 
+def tile_channels(head_size: int) -> int:
+    """Channels of a head in the tiles of warp groups, which zeros fill up."""
+    return 64 if head_size <= 64 else 128
+
+
 def multiplied_lanes(lanes: int) -> int:
     """Lanes that products take for a row of so many: no more if 16 divides it, in chunks (:mod:`.lane_chunks`), else a power of two."""
     return lanes if lanes % 16 == 0 else max(16, triton.next_power_of_2(lanes))
@@ -259,9 +264,14 @@ class ReadConfig(Constant):
         return math.gcd(self.shape.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
 
     @property
+    def channels(self) -> int:
+        """:func:`tile_channels`."""
+        return tile_channels(self.shape.head_size)
+
+    @property
     def staged_key_size(self) -> int:
         """Channels of a staged key (:mod:`.staging`)."""
-        return self.shape.head_size + 2 * self.features.rotary_pairs
+        return self.channels + 2 * self.features.rotary_pairs
 
     @property
     def key_gains(self) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 A tile holds 128 keys of one kv head, or their values, in the basis and the order of the model's channels, so that attention knows nothing
 of the mode. A key keeps its row's scale, and is exact: codes less their zero point, or the sums of these that a Hadamard transform takes,
 are numbers that float16 holds (of int2's sums those up to 4096; larger ones are rounded). Values are over a power of two that the tile's
-rows share, so that each is rounded once, relative to itself.
+rows share, so that each is rounded once, relative to itself. Heads smaller than a tile's 64 or 128 channels are filled up with zeros.
 
 A rotary mean (:mod:`.rotary`) is given back as further channels of the keys: R_j b in its pairs, which a reader multiplies by the
 query's channels once more. Such a row is over its scale times a power of two that keeps the mean in float16's range.
@@ -40,8 +40,8 @@ LARGEST = tl.constexpr(2.0**120)
 
 
 class Staged(NamedTuple):
-    """Where staged tiles go. ``k_tiles``, ``v_tiles`` [capacity, kv heads, 128, 128] float16, the keys with two channels more for each pair
-    of a rotary mean; ``k_scales``, ``v_scales`` [capacity, heads, 128] float32: negative for a key that is missing; ``table`` [kv heads,
+    """Where staged tiles go. ``k_tiles``, ``v_tiles`` [capacity, kv heads, 128, C.channels] float16, keys with two more for each pair of
+    a rotary mean; ``k_scales``, ``v_scales`` [capacity, heads, 128] float32: negative for a key that is missing; ``table`` [kv heads,
     capacity] int32; ``firsts`` [num_seqs] int32: a sequence's first tile, -1 if it has none; ``stops`` [num_seqs] int32: its keys' end.
     """
 
@@ -107,7 +107,6 @@ def staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_wid
 @triton.jit
 def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: tl.constexpr):
     """Stage a tile's keys, to row ``row`` and after it: integers, or e4m3's numbers, beside a rotary ``mean`` times a power of two."""
-    SIZE: tl.constexpr = C.shape.head_size
     x, scale = staged_numbers(plane, tile, kv_head, num_blocks, False, C)
     scale = scale * C.key_number_scale
     if mean is not None:
@@ -115,10 +114,10 @@ def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: 
         share, scale = mean_unit(scale, largest)
         x = x * share[:, None]
         unit = (1.0 / (scale * MEAN_SHARE))[:, None]
-        pair = SIZE + tl.arange(0, C.features.rotary_pairs)
-        store_channels(x_mean * unit, pair, out, row, tile, C.staged_key_size)
-        store_channels(y_mean * unit, pair + C.features.rotary_pairs, out, row, tile, C.staged_key_size)
-    store_channels(x, tl.arange(0, SIZE), out, row, tile, C.staged_key_size)
+        PAIRS: tl.constexpr = C.features.rotary_pairs
+        store_rows(x_mean * unit, PAIRS, out + C.channels, row, tile, C.staged_key_size, C)
+        store_rows(y_mean * unit, PAIRS, out + (C.channels + PAIRS), row, tile, C.staged_key_size, C)
+    store_rows(x, C.shape.head_size, out, row, tile, C.staged_key_size, C)
     tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, scale, -1.0))
 
 
@@ -160,8 +159,7 @@ def stage_values(plane, tile, kv_head, num_blocks, out, out_scales, row, C: tl.c
     unit, alike = shared_unit(scale, tile)
     # The product is exact.
     factor = (scale * inverse_power(unit)) * (GAIN * C.value_number_scale)
-    SIZE: tl.constexpr = C.shape.head_size_v
-    store_channels(x * factor[:, None], tl.arange(0, SIZE), out, row, tile, SIZE)
+    store_rows(x * factor[:, None], C.shape.head_size_v, out, row, tile, C.channels, C)
     tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, unit * (1.0 / GAIN), 0.0))
     return alike
 
@@ -191,10 +189,18 @@ def staged_numbers(plane, tile, kv_head, num_blocks, IS_VALUE: tl.constexpr, C: 
 
 
 @triton.jit
-def store_channels(x, channel, out, row, tile, SIZE: tl.constexpr):
-    """Store channels of a tile's rows of SIZE, zeros for those that are missing."""
-    index = row + tl.arange(0, x.shape[0])
-    tl.store(out + (index[:, None] * SIZE + channel[None, :]), tl.where(tile.valid[:, None], x, 0.0).to(tl.float16))
+def store_rows(x, SIZE: tl.constexpr, out, row, tile, STRIDE: tl.constexpr, C: tl.constexpr):
+    """Store a tile's rows [KEYS, channels], STRIDE apart: zeros for those that are missing, and for channels that are not among SIZE."""
+    channel = tl.arange(0, x.shape[1])
+    exists = tile.valid[:, None]
+    if x.shape[1] != SIZE:
+        exists = exists & (channel < SIZE)[None, :]
+    x = tl.where(exists, x, 0.0).to(tl.float16)
+    at = out + ((row + tl.arange(0, C.tile.keys))[:, None] * STRIDE + channel[None, :])
+    if x.shape[1] > C.channels:
+        tl.store(at, x, mask=(channel < C.channels)[None, :])
+    else:
+        tl.store(at, x)
 
 
 @triton.jit

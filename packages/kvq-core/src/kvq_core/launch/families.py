@@ -68,8 +68,17 @@ def _rotary_mean_fits(call: Sm90Call) -> bool:
     return smoothing is None or smoothing.rotary is None or (smoothing.num_pairs == 16 and not call.unquantized)
 
 
+def _has_heads_that_fit(call: Sm90Call) -> bool:
+    size = call.attention.q.shape[2]
+    return 32 < size <= 128 and size == call.attention.out.shape[2] and call.attention.queries_per_kv <= 128
+
+
 def _has_heads_of_128(call: Sm90Call) -> bool:
-    return call.attention.q.shape[2] == call.attention.out.shape[2] == 128 and call.attention.queries_per_kv <= 128
+    return call.attention.q.shape[2] == 128 and _has_heads_that_fit(call)
+
+
+def _has_heads_for_prefill(call: Sm90Call) -> bool:
+    return _has_heads_that_fit(call) if call.unquantized else _has_heads_of_128(call)
 
 
 def _has_16_bit_rows(call: Sm90Call) -> bool:
@@ -87,14 +96,13 @@ _HOPPER: Final = (
     Rule("compiled kernels, not TRITON_INTERPRET", lambda machine: not machine.interpreting),
     Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
 )
-_SCORED_AND_SHAPED: Final = (
+_SCORED: Final = (
     Rule("full causal attention: no window, softcap, ALiBi, bias or prefix ranges", _is_plain),
     Rule("output of 16 or 32 bits", lambda call: call.attention.output_scale is None and call.attention.out.element_size() > 1),
-    Rule("heads of 128, at most 128 query heads to one of K", _has_heads_of_128),
 )
 _ROTARY_MEAN: Final = Rule("a rotary mean, if any, of 16 pairs, of packed keys", _rotary_mean_fits)
 _SM90_CALL: Final = (
-    *_SCORED_AND_SHAPED,
+    *_SCORED,
     Rule("bf16 or fp16 rows in mode none", _has_16_bit_rows),
     Rule("rows of codes that start at multiples of 16 bytes", lambda call: call.row_bytes == 16),
     Rule("blocks of less than 2^31 elements", lambda call: call.block_reach < 2**31),
@@ -105,18 +113,29 @@ KERNELS: Final = Family(
     "reads and writes",
     (Rule("a GPU that torch can use, or TRITON_INTERPRET=1", lambda machine: bool(machine.arch) or machine.interpreting),),
 )
-SM90_PREFILL: Final = Family("sm_90 prefill kernels", "prefill", _HOPPER, _SM90_CALL)
+SM90_PREFILL: Final = Family(
+    "sm_90 prefill kernels",
+    "prefill",
+    _HOPPER,
+    (*_SM90_CALL, Rule("heads of 128, in mode none of 40 to 128, at most 128 query heads to one of K", _has_heads_for_prefill)),
+)
 STAGED_PREFILL: Final = Family(
     "sm_90 staged prefill kernels",
     "prefill of long prompts",
     _HOPPER,
     (
-        *_SCORED_AND_SHAPED,
+        *_SCORED,
+        Rule("heads of 40 to 128, at most 128 query heads to one of K", _has_heads_that_fit),
         Rule("packed pages", lambda call: not call.unquantized),
         _ROTARY_MEAN,
     ),
 )
-SM90_DECODE_MULTIROW: Final = Family("sm_90 multi-row decode kernels", "decode of several tokens a sequence", _HOPPER, _SM90_CALL)
+SM90_DECODE_MULTIROW: Final = Family(
+    "sm_90 multi-row decode kernels",
+    "decode of several tokens a sequence",
+    _HOPPER,
+    (*_SM90_CALL, Rule("heads of 128, at most 128 query heads to one of K", _has_heads_of_128)),
+)
 STORE_MMA: Final = Family(
     "sm_90 writes in the MMA layout",
     "writes of rotated modes",

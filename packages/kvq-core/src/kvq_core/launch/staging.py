@@ -9,7 +9,7 @@ import torch
 
 from kvq_core.call.spec import Attention
 from kvq_core.kernels import args
-from kvq_core.kernels.config import ReadConfig
+from kvq_core.kernels.config import ReadConfig, tile_channels
 from kvq_core.kernels.formats import Format, PlaneFormat
 from kvq_core.kernels.staging import Staged, stage_kernel
 from kvq_core.launch.replay import LaunchRecord
@@ -27,7 +27,7 @@ _FORMAT: Final = Format(_ROWS, _ROWS)
 def most_tiles(attention: Attention) -> int:
     """Tiles of every kv head that the largest workspace holds."""
     smoothing = attention.smoothing
-    channels = 2 * attention.q.shape[2] + (0 if smoothing is None else 2 * smoothing.num_pairs)
+    channels = 2 * tile_channels(attention.q.shape[2]) + (0 if smoothing is None else 2 * smoothing.num_pairs)
     return MOST_BYTES // (attention.keys.num_kv_heads * GROUPS_TILE * (2 * channels + 8))
 
 
@@ -52,10 +52,10 @@ def stage(
     config: ReadConfig,
 ) -> StagedCache:
     """Launch the kernel that stages the keys of long prompts, up to ``capacity`` tiles of every kv head."""
-    batch, heads, head_size = attention.batch, attention.keys.num_kv_heads, attention.q.shape[2]
-    key_size = config.staged_key_size
+    batch, heads = attention.batch, attention.keys.num_kv_heads
+    key_size, value_size = config.staged_key_size, config.channels
     rows = capacity * heads * GROUPS_TILE
-    sizes = (rows * key_size // 2, rows * head_size // 2, rows, rows, heads * capacity, batch.num_seqs, batch.num_seqs)
+    sizes = (rows * key_size // 2, rows * value_size // 2, rows, rows, heads * capacity, batch.num_seqs, batch.num_seqs)
     keys, values, k_scales, v_scales, *indices = record.buffers(sizes)
     keys, values = keys.view(torch.float16), values.view(torch.float16)
     table, firsts, stops = (part.view(torch.int32) for part in indices)
@@ -77,7 +77,7 @@ def stage(
         C=config,
         num_warps=_WARPS,
     )
-    k_strides, v_strides = ((heads * GROUPS_TILE * size, size, GROUPS_TILE * size) for size in (key_size, head_size))
+    k_strides, v_strides = ((heads * GROUPS_TILE * size, size, GROUPS_TILE * size) for size in (key_size, value_size))
     return StagedCache(
         args.Plane(keys, k_scales, *k_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
         args.Plane(values, v_scales, *v_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),

@@ -41,8 +41,10 @@ INVARIANT_CHUNK = 2048
 # Rows on a multiprocessor that the combine kernel of such a split is planned for, whatever is there.
 INVARIANT_ROWS = 64
 UNLIMITED = 2**30
-# Row blocks of a prompt from which its keys are staged (kvq_core.kernels.staging): each of fewer may as well unpack them itself.
+# Row blocks of a prompt from which its keys are staged (kvq_core.kernels.staging). Each of fewer may as well unpack them itself, in the
+# mode's own kernel for sm_90. What that does not take would take the Triton kernel.
 STAGED_ROW_BLOCKS = 32
+STAGED_ROW_BLOCKS_OR_TRITON = 8
 
 
 class KernelFamily(Enum):
@@ -270,16 +272,22 @@ def _staged(problem: Problem, shortest: int) -> Launch | None:
     """The launch for prompts long enough to stage their keys, if there are any and the table wants it."""
     tokens = GROUPS_TILE // problem.group
     row_blocks = -(-problem.max_seqlen_q // max(1, tokens))
-    if not problem.most_staged or problem.batch_invariant or row_blocks < STAGED_ROW_BLOCKS:
+    least = staged_row_blocks(problem)
+    if not problem.most_staged or problem.batch_invariant or row_blocks < least:
         return None
     way = lookup.choose(problem.arch, choices.Groups, {**problem.prompt_facts, "stageable": True})
     if not way.staged:
         return None
     tile = _tile_of_groups(way)
-    shortest = max(shortest, (STAGED_ROW_BLOCKS - 1) * tokens + 1)
+    shortest = max(shortest, (least - 1) * tokens + 1)
     # Whatever max_seqlen_k says: no sequence has more keys than its row of the block table.
     tiles = problem.num_seqs * -(-problem.max_keys // tile.keys)
     return Launch(tile, shortest, UNLIMITED, row_blocks, staged=min(tiles, problem.most_staged))
+
+
+def staged_row_blocks(problem: Problem) -> int:
+    """Those of the shortest prompt whose keys are staged."""
+    return STAGED_ROW_BLOCKS if problem.sm90_fits else STAGED_ROW_BLOCKS_OR_TRITON
 
 
 def decode_tile(problem: Problem, query_rows: int) -> Tile:

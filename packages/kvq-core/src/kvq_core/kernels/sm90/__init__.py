@@ -10,7 +10,8 @@ The consumers never wait for each other, so one's products overlap the other's s
 ``wgmma`` reads, [KEYS, channels] in 16 bits, the channels in whatever order unpacks cheapest: queries are brought into that order once,
 outputs out of it (queries.py). A mode brings an unpacking function and the scale of its operands (prefill.py).
 
-Heads of 128 channels, plain causal attention; everything else runs the Triton kernels (:func:`kvq_core.launch.families.SM90_PREFILL`).
+Plain causal attention over heads of 128 channels, or fewer where tiles are copied (copying.py); everything else runs the Triton kernels
+(:data:`kvq_core.launch.families.FAMILIES`).
 
 Gluon cannot call Triton functions that create tensors, which have no layout there. A few are therefore repeated in Gluon: the scan over
 sequences (scheduler.py), and the rotation's signs (hadamard.py).

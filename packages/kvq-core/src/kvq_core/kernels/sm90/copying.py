@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, lane_row_places
-from kvq_core.kernels.sm90.layouts import HALF, QUERY, REST, VECTOR
+from kvq_core.kernels.sm90.layouts import HALF, REST, VECTOR, row_layout
 from kvq_core.kernels.sm90.rotary import PAIRS
 
 
@@ -19,7 +19,7 @@ def copy_tiles(keys, values, span, shared, C: gl.constexpr):
     for n in range(0, span.last):
         at = n % C.tile.stages
         free = (n // C.tile.stages) & 1 ^ 1
-        block, slot, seen, _ = key_positions(n, span, gl.SliceLayout(1, QUERY), C)
+        block, slot, seen, _ = key_positions(n, span, gl.SliceLayout(1, row_layout(C.channels)), C)
         _, _, key_seen, key_position = key_positions(n, span, VECTOR, C)
         mbarrier.wait(shared.k_free.index(at), free)
         shared.positions.index(at).store(gl.where(key_seen, key_position, UNSEEN))
@@ -34,10 +34,13 @@ def copy_tiles(keys, values, span, shared, C: gl.constexpr):
 
 @gluon.jit
 def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
-    """Begin to copy a tile's rows; those of unseen keys become 0, since 0 * NaN is NaN."""
-    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
+    """Begin to copy a tile's rows; those of unseen keys become 0, since 0 * NaN is NaN, as do channels that a head has not."""
+    channel = gl.arange(0, C.channels, gl.SliceLayout(0, row_layout(C.channels)))
     at = plane.codes + (lane_row_places(block, slot, plane, C) * 8)[:, None] + channel[None, :]
-    async_copy.async_copy_global_to_shared(target, at, mask=seen[:, None])
+    mask = seen[:, None]
+    if C.channels != C.shape.head_size:
+        mask = mask & (channel < C.shape.head_size)[None, :]
+    async_copy.async_copy_global_to_shared(target, at, mask=mask)
     async_copy.commit_group()
 
 
@@ -56,12 +59,12 @@ def copy_staged(keys, values, span, shared, C: gl.constexpr):
         # Of a tile whose rows share one, the largest is it.
         shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + gl.max(v_scale, 0))
         mbarrier.arrive(shared.k_full.index(at), count=1)
-        copy_block(shared.k.index(at), keys, span.first + n, 0, C.shape.head_size, C.staged_key_size, C)
+        copy_block(shared.k.index(at), keys, span.first + n, 0, C.channels, C.staged_key_size, C)
         if C.features.rotary_pairs > 0:
-            copy_block(shared.rotary.index(at), keys, span.first + n, C.shape.head_size, 2 * PAIRS, C.staged_key_size, C)
+            copy_block(shared.rotary.index(at), keys, span.first + n, C.channels, 2 * PAIRS, C.staged_key_size, C)
         async_copy.mbarrier_arrive(shared.k_full.index(at), increment_count=False)
         mbarrier.wait(shared.v_free.index(at), free)
-        copy_block(shared.v.index(at), values, span.first + n, 0, C.shape.head_size, C.shape.head_size, C)
+        copy_block(shared.v.index(at), values, span.first + n, 0, C.channels, C.channels, C)
         async_copy.mbarrier_arrive(shared.v_full.index(at), increment_count=False)
         k_scale, v_scale = load_staged_scales(gl.minimum(n + 1, span.last - 1), keys, values, span, C)
     async_copy.wait_group(0)
@@ -77,7 +80,7 @@ def load_staged_scales(n, keys, values, span, C: gl.constexpr):
 @gluon.jit
 def copy_block(target, plane, block, FIRST: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
     """Begin to copy COUNT channels, from FIRST on, of a staged tile's rows of SIZE, which lie side by side."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COUNT, COUNT // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = row_layout(COUNT)
     row = gl.arange(0, C.tile.keys, gl.SliceLayout(1, LAYOUT))
     channel = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     start = plane.codes + block.to(gl.int64) * plane.block_stride

@@ -5,6 +5,7 @@ Bundles are flat, and hold no None: another pointer stands for one that is missi
 
 from typing import Any, NamedTuple
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 HALF = gl.constexpr(64)
@@ -18,14 +19,26 @@ THREADS = gl.constexpr(128)
 REST = gl.constexpr(2.0**10)
 """Scales of staged keys are over it, and the unit of scores is larger by it, so that sums of products times them are finite."""
 
-PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-"""Results of ``wgmma``: a row's columns lie in four threads of one warp."""
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Results of ``wgmma``: a row's columns lie in four threads of one warp, whatever their number."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def row_layout(channels):
+    """Rows as they come from memory, 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // channels, channels // 8], [4, 1], [1, 0])
+
+
+PRODUCT = gl.constexpr(product_layout(128))
+"""Scores."""
 ROWS = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
 """The left operand in registers: what PRODUCT holds, rounded, in the same threads."""
-QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-"""Rows as they come from memory, 16 bytes a thread."""
+QUERY = gl.constexpr(row_layout(128))
 ROTARY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 """Rows of 16 pairs: a thread has eight of one."""
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))

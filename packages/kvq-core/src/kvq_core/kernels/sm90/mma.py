@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
-from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, REST, ROWS, WEIGHTS
+from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, REST, ROWS, WEIGHTS, product_layout
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
 from kvq_core.kernels.sm90.rotary import load_mean_queries, load_rotary_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
@@ -27,7 +27,8 @@ def multiply_tiles(
     C: gl.constexpr,
 ):  # fmt: skip
     """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
-    D: gl.constexpr = C.shape.head_size
+    D: gl.constexpr = C.channels
+    OUTPUT: gl.constexpr = product_layout(D)
     score_scale = load_queries(work, GROUP, BALANCED, ADJACENT, C)
     row_scale = score_scale
     if C.features.rotary_pairs > 0:
@@ -38,7 +39,7 @@ def multiply_tiles(
             load_rotary_queries(work, rotary, GROUP, C)
             score_scale = gl.full_like(row_scale, 1.0)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
-    acc = gl.zeros([HALF, D], gl.float32, PRODUCT)
+    acc = gl.zeros([HALF, D], gl.float32, OUTPUT)
     top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
     total = gl.zeros([HALF], gl.float32, ROWS)
     largest = gl.full([HALF], 1e-30, gl.float32, ROWS)
@@ -73,7 +74,7 @@ def multiply_tiles(
     scale = scale * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
     if SCALED:
         scale = scale * largest
-    store_output(acc * scale[:, None], work, GROUP, ADJACENT, C)
+    store_output(acc * gl.convert_layout(scale, gl.SliceLayout(1, OUTPUT))[:, None], work, GROUP, ADJACENT, C)
 
 
 @gluon.jit
@@ -183,6 +184,7 @@ def multiply_ahead(
     largest so far. The accumulator is in units of ``largest``.
     """
     STAGES: gl.constexpr = C.tile.stages
+    OUTPUT: gl.constexpr = product_layout(C.channels)
     at = n % STAGES
     if EDGE:
         key_position = shared.positions.index(at).load(COLUMNS)
@@ -206,8 +208,8 @@ def multiply_ahead(
             p = p * (v_scale[None, :] * (1.0 / grown)[:, None])
         alpha = alpha * (largest / grown)
         largest = grown
-    weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
-    acc = acc * alpha[:, None]
+    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     mbarrier.wait(shared.v_full.index(at), (n // STAGES) & 1)
     if not FINAL:
         mbarrier.wait(shared.k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1)

@@ -51,11 +51,11 @@ def attend_in_groups(
     UNPACK(words [KEYS, n], scale words [KEYS]): operands in pairs, [KEYS, ..., n] 32-bit words whose dimensions between count a word's
     pairs. With side bytes it gets (words, bytes [KEYS, n]) for the words. ADJACENT: see queries.py.
     """
-    D: gl.constexpr = C.shape.head_size
+    D: gl.constexpr = C.channels
     KEYS: gl.constexpr = C.tile.keys
     STAGES: gl.constexpr = C.tile.stages
     STAGED: gl.constexpr = COPIED and SCALED
-    gl.static_assert(D == 128 and C.shape.head_size_v == 128, "heads of 128")
+    gl.static_assert(C.shape.head_size == C.shape.head_size_v and (COPIED or C.shape.head_size == 128), "heads of 128, if not copied")
     gl.static_assert(C.tile.rows == GROUPS * HALF and KEYS == 128, "tiles of 128 x 128")
     gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")

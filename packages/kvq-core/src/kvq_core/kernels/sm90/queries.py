@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from kvq_core.kernels.rounding import in_float16
-from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, OPERAND, PRODUCT, QUERY, ROWS, WEIGHTS
+from kvq_core.kernels.sm90.layouts import HALF, OPERAND, PRODUCT, QUERY, ROWS, WEIGHTS, product_layout
 
 
 @gluon.jit
@@ -44,15 +44,14 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     Rows for packed keys are brought to a peak of 1/2 to 1, so that no score overflows, by the score's factor and a power of two. That power
     of two is what is left, as in kvq_core.kernels.queries.row_factors. Rows for unquantized keys stay as they are.
     """
-    D: gl.constexpr = C.shape.head_size
-    channel = gl.arange(0, D, gl.SliceLayout(0, QUERY))
+    channel = gl.arange(0, C.channels, gl.SliceLayout(0, QUERY))
     if not C.format.key.rotated:
         channel = channel_at(channel, ADJACENT, C)
     x = load_rows(work, channel, GROUP, C)
     tile = work.tile.index(GROUP)
     y = x
     if BALANCED:
-        y = x.to(gl.float32) * gl.load(work.factor + work.kv_head * D + channel)[None, :]
+        y = x.to(gl.float32) * load_channels(work.factor, channel, work, C)[None, :]
     score_scale = gl.full([HALF], 0.0, gl.float32, ROWS) + work.score_unit
     if not C.format.key.in_float16:
         tile.store(y.to(x.dtype))
@@ -73,18 +72,26 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
 
 @gluon.jit
 def load_rows(work, channel, GROUP: gl.constexpr, C: gl.constexpr):
-    """These channels of a group's rows, in QUERY."""
+    """These channels of a group's rows, in QUERY; 0 for those that a head has not."""
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
     offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
-    return gl.load(work.queries + offset[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+    mask = valid[:, None]
+    if C.channels != C.shape.head_size:
+        mask = mask & (channel < C.shape.head_size)[None, :]
+    return gl.load(work.queries + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def load_channels(table, channel, work, C: gl.constexpr):
+    """What ``table`` [kv heads, head size] has of these channels, 0 for those that a head has not."""
+    return gl.load(table + work.kv_head * C.shape.head_size + channel, mask=channel < C.shape.head_size, other=0.0)
 
 
 @gluon.jit
 def score_shift(work, unit, GROUP: gl.constexpr, C: gl.constexpr):
     """What the smoothed keys' mean adds to all scores of a row, ``unit`` times q.mean, [HALF]."""
-    D: gl.constexpr = C.shape.head_size
-    channel = gl.arange(0, D, gl.SliceLayout(0, QUERY))
-    mean = gl.load(work.mean + work.kv_head * D + channel)
+    channel = gl.arange(0, C.channels, gl.SliceLayout(0, QUERY))
+    mean = load_channels(work.mean, channel, work, C)
     return gl.convert_layout(gl.sum(load_rows(work, channel, GROUP, C).to(gl.float32) * mean[None, :], 1) * unit, ROWS)
 
 
@@ -152,17 +159,21 @@ def sign_word(SIGNS: gl.constexpr, WORD: gl.constexpr, like):
 
 @gluon.jit
 def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
-    """A group's finished float32 rows [HALF, D]."""
-    channel = gl.arange(0, C.shape.head_size, COLUMNS)
+    """A group's finished float32 rows [HALF, C.channels]."""
+    OUTPUT: gl.constexpr = product_layout(C.channels)
+    channel = gl.arange(0, C.channels, gl.SliceLayout(0, OUTPUT))
     if C.format.key.rotated:
         # Two parts are sixteen bits, more than a 16-bit output keeps.
         PARTS: gl.constexpr = 3 if work.output.dtype.element_ty == gl.float32 else 2
         y = unrotated(y, work, PARTS, C)
     else:
         channel = channel_at(channel, ADJACENT, C)
-    token, head, _, valid = rows_of(work, GROUP, ROWS, C)
+    token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, OUTPUT), C)
     offset = token.to(gl.int64) * work.out_token_stride + head.to(gl.int64) * work.out_head_stride
     y = y.to(work.output.dtype.element_ty)
     if C.format.key.in_float16 and work.output.dtype.element_ty == gl.float16:
         y = in_float16(y)
-    gl.store(work.output + offset[:, None] + channel[None, :], y, mask=valid[:, None])
+    mask = valid[:, None]
+    if C.channels != C.shape.head_size:
+        mask = mask & (channel < C.shape.head_size)[None, :]
+    gl.store(work.output + offset[:, None] + channel[None, :], y, mask=mask)

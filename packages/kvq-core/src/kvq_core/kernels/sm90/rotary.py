@@ -11,7 +11,7 @@ from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.rotary import SHARE as _SHARE
 from kvq_core.kernels.rotary import cosine_sine, pair_products
 from kvq_core.kernels.sm90.layouts import QUERY, ROTARY_ROWS, RotaryArgs
-from kvq_core.kernels.sm90.queries import load_rows, rows_of
+from kvq_core.kernels.sm90.queries import load_channels, load_rows, rows_of
 from kvq_core.kernels.staging import MEAN_SHARE as _MEAN_SHARE
 
 PAIRS = gl.constexpr(16)
@@ -65,7 +65,7 @@ def load_mean_queries(work, rotary, score_scale, GROUP: gl.constexpr, BALANCED: 
     channel = gl.load(rotary.table + gl.arange(0, 2 * PAIRS, gl.SliceLayout(0, QUERY))).to(gl.int32, bitcast=True)
     x = load_rows(work, channel, GROUP, C).to(gl.float32)
     if BALANCED:
-        x = x * gl.load(work.factor + work.kv_head * C.shape.head_size + channel)[None, :]
+        x = x * load_channels(work.factor, channel, work, C)[None, :]
     unit = gl.convert_layout(work.score_unit * (MEAN_SHARE / score_scale), gl.SliceLayout(1, QUERY))
     rotary.tile.index(GROUP).store((x * unit[:, None]).to(gl.float16))
     fence_async_shared()

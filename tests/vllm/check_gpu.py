@@ -138,6 +138,10 @@ RANKS: Final[dict[str, Check]] = {
 """For two GPUs. ``fp8`` has fewer kv heads than there are ranks."""
 
 
+SERVER: Final = "server, over HTTP"
+"""``check_server.py``."""
+
+
 def place_of(folder: Path, name: str) -> Path:
     """Where a check leaves its files."""
     return folder / re.sub(r"[^A-Za-z0-9]+", "-", name)
@@ -168,15 +172,15 @@ def same_tokens(folder: Path, names: list[str]) -> bool:
 def run_all(names: list[str], folder: Path, limit: float) -> bool:
     """Run the checks side by side, print what they say, and tell whether all passed."""
     folder.mkdir(parents=True, exist_ok=True)
-    server, cores = "server, over HTTP", sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))
     share = max(2, len(cores) // len(names))
     running: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
-    for name in (*names, *([server] if names == list(CHECKS) else [])):
+    for name in names:
         place = place_of(folder, name)
         program = (
-            [str(Path(__file__).with_name("check_server.py")), str(place)] if name == server else [__file__, "--one", str(place), name]
+            [str(Path(__file__).with_name("check_server.py")), str(place)] if name == SERVER else [__file__, "--one", str(place), name]
         )
-        settings = (CHECKS | RANKS)[name].settings if name != server else {}
+        settings = (CHECKS | RANKS)[name].settings if name != SERVER else {}
         log = place.with_suffix(".log")
         with log.open("wb") as file:
             process = subprocess.Popen([sys.executable, *program], stdout=file, stderr=file, env=os.environ | settings, cwd="/")
@@ -200,7 +204,7 @@ def run_all(names: list[str], folder: Path, limit: float) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(CHECKS)}; {', '.join(RANKS)}")
+    parser.add_argument("names", nargs="*", help=f"of {'; '.join((*CHECKS, SERVER, *RANKS))}")
     parser.add_argument("--ranks", action="store_true", help="those of two GPUs")
     parser.add_argument("--limit", type=float, default=540, help="seconds")
     parser.add_argument("--one", action="store_true", help="in this process")
@@ -208,7 +212,9 @@ def main() -> None:
     if asked.one:
         print(f"CHECK {(CHECKS | RANKS)[asked.names[0]](asked.folder)}", flush=True)
         return
-    names = asked.names or list(RANKS if asked.ranks else CHECKS)
+    names = asked.names or (list(RANKS) if asked.ranks else [*CHECKS, SERVER])
+    if unknown := sorted({*names} - {*CHECKS, *RANKS, SERVER}):
+        parser.error(f"names: got {', '.join(map(repr, unknown))}, need some of {', '.join(map(repr, (*CHECKS, SERVER, *RANKS)))}")
     raise SystemExit(0 if run_all(names, asked.folder, asked.limit) else 1)
 
 

@@ -1,7 +1,7 @@
 """The Gluon kernels for sm_90: which reads take them, and that they compute float64 attention.
 
 Three families: prefill, which kvq's table for sm_90 plans from 256 query rows (tokens x heads of a group) of each sequence; staged prefill,
-over packed pages of eight row blocks or more, here of any number; and multi-row decode, from 17 to 64 rows over packed pages. Without a GPU
+over packed pages, of long prompts, here of any; and multi-row decode, from 17 to 64 rows over packed pages. Without a GPU
 in the interpreted Gluon, with fewer and shorter sequences.
 """
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, lane_row_places
 from kvq_core.kernels.sm90.layouts import HALF, REST, VECTOR, row_layout
+from kvq_core.kernels.sm90.queries import existing
 from kvq_core.kernels.sm90.rotary import PAIRS
 
 
@@ -37,10 +38,7 @@ def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
     """Begin to copy a tile's rows; those of unseen keys become 0, since 0 * NaN is NaN, as do channels that a head has not."""
     channel = gl.arange(0, C.channels, gl.SliceLayout(0, row_layout(C.channels)))
     at = plane.codes + (lane_row_places(block, slot, plane, C) * 8)[:, None] + channel[None, :]
-    mask = seen[:, None]
-    if C.channels != C.shape.head_size:
-        mask = mask & (channel < C.shape.head_size)[None, :]
-    async_copy.async_copy_global_to_shared(target, at, mask=mask)
+    async_copy.async_copy_global_to_shared(target, at, mask=existing(seen, channel, C))
     async_copy.commit_group()
 
 

@@ -8,7 +8,7 @@ from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, REST, ROWS, WEIGHTS, product_layout
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
-from kvq_core.kernels.sm90.rotary import load_mean_queries, load_rotary_queries
+from kvq_core.kernels.sm90.rotary import load_rotary_channels, load_rotary_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
 
 LOG2E = gl.constexpr(_LOG2E.value)
@@ -33,7 +33,7 @@ def multiply_tiles(
     row_scale = score_scale
     if C.features.rotary_pairs > 0:
         if COPIED:
-            load_mean_queries(work, rotary, score_scale, GROUP, BALANCED, C)
+            load_rotary_channels(work, rotary, score_scale, GROUP, BALANCED, C)
         else:
             # In log2 units, as what joins the scores is.
             load_rotary_queries(work, rotary, GROUP, C)

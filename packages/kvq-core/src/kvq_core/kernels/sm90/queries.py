@@ -29,6 +29,15 @@ def channel_at(index, ADJACENT: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def existing(rows, channel, C: gl.constexpr):
+    """Which elements there are, of ``rows`` that there are or not: the last channels of a tile may be beyond a head's."""
+    mask = rows[:, None]
+    if C.channels != C.shape.head_size:
+        mask = mask & (channel < C.shape.head_size)[None, :]
+    return mask
+
+
+@gluon.jit
 def rows_of(work, GROUP: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
     """(token, query head, position, whether there is such a row) of a group's rows, [HALF]."""
     row = GROUP * HALF + gl.arange(0, HALF, LAYOUT)
@@ -75,10 +84,7 @@ def load_rows(work, channel, GROUP: gl.constexpr, C: gl.constexpr):
     """These channels of a group's rows, in QUERY; 0 for those that a head has not."""
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, QUERY), C)
     offset = token.to(gl.int64) * work.token_stride + head.to(gl.int64) * work.head_stride
-    mask = valid[:, None]
-    if C.channels != C.shape.head_size:
-        mask = mask & (channel < C.shape.head_size)[None, :]
-    return gl.load(work.queries + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+    return gl.load(work.queries + offset[:, None] + channel[None, :], mask=existing(valid, channel, C), other=0.0)
 
 
 @gluon.jit
@@ -173,7 +179,4 @@ def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.con
     y = y.to(work.output.dtype.element_ty)
     if C.format.key.in_float16 and work.output.dtype.element_ty == gl.float16:
         y = in_float16(y)
-    mask = valid[:, None]
-    if C.channels != C.shape.head_size:
-        mask = mask & (channel < C.shape.head_size)[None, :]
-    gl.store(work.output + offset[:, None] + channel[None, :], y, mask=mask)
+    gl.store(work.output + offset[:, None] + channel[None, :], y, mask=existing(valid, channel, C))

@@ -59,7 +59,7 @@ def load_rotary_queries(work, rotary, GROUP: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def load_mean_queries(work, rotary, score_scale, GROUP: gl.constexpr, BALANCED: gl.constexpr, C: gl.constexpr):
+def load_rotary_channels(work, rotary, score_scale, GROUP: gl.constexpr, BALANCED: gl.constexpr, C: gl.constexpr):
     """The channels of a group's rows that a rotary mean has, in units of ``score_scale`` [HALF] as the rows are, into the group's part of
     ``rotary.tile`` [HALF, 2 PAIRS]: for staged keys."""
     channel = gl.load(rotary.table + gl.arange(0, 2 * PAIRS, gl.SliceLayout(0, QUERY))).to(gl.int32, bitcast=True)

@@ -58,11 +58,11 @@ class Staged(NamedTuple):
 def stage_kernel(
     keys, values, staged, factor, rotary, batch, scoring, num_seqs, table_stride, table_width, num_blocks, capacity, C: tl.constexpr
 ):  # fmt: skip
-    """Stage one tile of one kv head; the first program also notes where each sequence's tiles are. ``factor``, ``rotary``: the queries'
-    (:class:`~kvq_core.kernels.args.Rows`)."""
+    """Stage tiles of one kv head, as far apart as there are programs for it; the first of these also notes where each sequence's tiles
+    are. ``factor``, ``rotary``: the queries' (:class:`~kvq_core.kernels.args.Rows`)."""
     number, kv_head = tl.program_id(0), tl.program_id(1)
     found, seq, first, stop = staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C)
-    if found:
+    while found:
         t = number - first
         work = WorkTile(seq, 0, 0, 0, 0, 0, 0, stop, 0, 0, 0)
         tile = key_tile(t, Tiles(t, t, t + 1, 0), work, batch, table_stride, num_blocks, scoring, tl.constexpr(C.tile.loops - 1), C)
@@ -74,6 +74,8 @@ def stage_kernel(
         stage_keys(keys, tile, kv_head, num_blocks, mean, staged.k_tiles, staged.k_scales, row, C)
         alike = stage_values(values, tile, kv_head, num_blocks, staged.v_tiles, staged.v_scales, row, C)
         tl.store(staged.table + kv_head * capacity + number, tl.where(alike, number, -1))
+        number += tl.num_programs(0)
+        found, seq, first, stop = staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,12 +13,15 @@ from kvq_core.kernels import args
 from kvq_core.kernels.config import ReadConfig, tile_channels
 from kvq_core.kernels.formats import Format, PlaneFormat
 from kvq_core.kernels.staging import Staged, stage_kernel
+from kvq_core.launch.device import device_facts
 from kvq_core.launch.replay import LaunchRecord
 from kvq_core.plan.planner import GROUPS_TILE
 
 MOST_BYTES: Final = 256 << 20
 """Of a workspace for staged tiles: 65,536 keys of eight kv heads."""
 _WARPS: Final = 8
+PROGRAMS: Final[float] = 2
+"""For each multiprocessor, that take tile after tile: a block table has room for many more than most sequences have."""
 _UNBOUNDED: Final = 2**23
 """Blocks, of which no table has so many."""
 _ROWS: Final = PlaneFormat("staged", 1, staged=True)
@@ -62,7 +66,7 @@ def stage(
     smoothing = attention.smoothing if config.features.rotary_pairs else None
     record.start(
         stage_kernel,
-        (capacity, heads),
+        (min(capacity, math.ceil(PROGRAMS * device_facts(attention.q.device).num_sms / heads)), heads),
         *planes,
         Staged(keys, values, k_scales, v_scales, table, firsts, stops),
         None if smoothing is None else smoothing.factor,

@@ -42,10 +42,9 @@ INVARIANT_CHUNK = 2048
 INVARIANT_ROWS = 64
 UNLIMITED = 2**30
 # Row blocks of a prompt from which its keys are staged (kvq_core.kernels.staging): each of fewer may as well unpack them in the mode's own
-# kernel for sm_90. In place of the Triton kernel it pays earlier, if few of the launch's programs a multiprocessor may find nothing to do.
+# kernel for sm_90. In place of the Triton kernel it pays earlier.
 STAGED_ROW_BLOCKS = 32
 STAGED_ROW_BLOCKS_OR_TRITON = 8
-FEW_STAGING_PROGRAMS = 8
 
 
 class KernelFamily(Enum):
@@ -275,7 +274,7 @@ def _staged(problem: Problem, shortest: int) -> Launch | None:
     row_blocks = -(-problem.max_seqlen_q // max(1, tokens))
     # Whatever max_seqlen_k says: no sequence has more keys than its row of the block table.
     tiles = min(problem.num_seqs * -(-problem.max_keys // GROUPS_TILE), problem.most_staged)
-    least = staged_row_blocks(problem, tiles)
+    least = staged_row_blocks(problem)
     if not tiles or problem.batch_invariant or row_blocks < least:
         return None
     way = lookup.choose(problem.arch, choices.Groups, {**problem.prompt_facts, "stageable": True})
@@ -284,10 +283,9 @@ def _staged(problem: Problem, shortest: int) -> Launch | None:
     return Launch(_tile_of_groups(way), max(shortest, (least - 1) * tokens + 1), UNLIMITED, row_blocks, staged=tiles)
 
 
-def staged_row_blocks(problem: Problem, tiles: int) -> int:
-    """Those of the shortest prompt whose keys are staged, of at most so many tiles a kv head."""
-    early = not problem.sm90_fits and tiles * problem.num_kv_heads <= FEW_STAGING_PROGRAMS * problem.num_sms
-    return STAGED_ROW_BLOCKS_OR_TRITON if early else STAGED_ROW_BLOCKS
+def staged_row_blocks(problem: Problem) -> int:
+    """Those of the shortest prompt whose keys are staged."""
+    return STAGED_ROW_BLOCKS if problem.sm90_fits else STAGED_ROW_BLOCKS_OR_TRITON
 
 
 def decode_tile(problem: Problem, query_rows: int) -> Tile:

@@ -8,7 +8,7 @@ later row can see are given back: scores depend on the distance between position
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,8 @@ class Piece:
     def take(self, states: torch.Tensor) -> torch.Tensor:
         """The piece's tokens of ``states`` [batch_size, heads, columns, head_size]: [num_tokens, heads, head_size]."""
         if self.index is None:
-            return token_rows(states[:, :, self.first : self.last])
+            is_whole = self.last - self.first == states.shape[2]
+            return token_rows(states if is_whole else states[:, :, self.first : self.last])
         return token_rows(states)[self.index.to(states.device)]
 
     def put(self, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -94,7 +95,7 @@ class RowTable:
     def copy(self) -> RowTable:
         """A table of its own; the pages are the same."""
         twin = copy(self)
-        twin._sequences, twin._rows, twin._dropped, twin.pieces = deepcopy(self._sequences), self._rows[:], self._dropped[:], ()
+        twin._sequences, twin._rows, twin._dropped, twin.pieces = self._sequences.copy(), self._rows[:], self._dropped[:], ()
         twin._exact = None if self._exact is None else self._exact.copy()
         return twin
 
@@ -340,6 +341,8 @@ class GrowingForward(Forward):
 def token_rows(states: torch.Tensor) -> torch.Tensor:
     """[batch_size, heads, columns, head_size] -> [batch_size * columns, heads, head_size], without a copy where strides allow."""
     batch_size, heads, columns, head_size = states.shape
+    if columns == 1:
+        return states.squeeze(2)
     return states.transpose(1, 2).reshape(batch_size * columns, heads, head_size)
 
 

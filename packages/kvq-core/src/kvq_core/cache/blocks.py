@@ -15,6 +15,12 @@ class BlockPool:
         self._holders = array("i", [0]) * num_blocks
         self._free = array("i", range(num_blocks - 1, -1, -1))
 
+    def copy(self) -> BlockPool:
+        """A pool of its own with the same holders, which hands the same blocks out next."""
+        twin = BlockPool(0)
+        twin._holders, twin._free = self._holders[:], self._free[:]
+        return twin
+
     @property
     def num_blocks(self) -> int:
         return len(self._holders)

@@ -59,6 +59,13 @@ class SequenceTable:
         self._pool, self._counted = pool, True
         self._sequences: dict[int, Sequence] = {}
 
+    def copy(self) -> SequenceTable:
+        """A table of its own with the same sequences, over a pool of its own."""
+        twin = SequenceTable(self.pool.copy(), self.block_size)
+        twin.clock, twin.next_id = self.clock, self.next_id
+        twin._sequences = {of: Sequence(each.blocks[:], each.length, each.changed_at) for of, each in self._sequences.items()}
+        return twin
+
     @property
     def pool(self) -> BlockPool:
         """The blocks, as the sequences hold them."""

@@ -133,7 +133,11 @@ def padded_table(lists: Rows[array[int]]) -> torch.Tensor:
 
 
 def _slots(rows: Rows[GrownRow], block_size: int) -> torch.Tensor:
-    """Slots of all new tokens: the slots of every block they touch, less those before the first and after the last token."""
+    """[num_tokens] int64: the slots of every block that new tokens touch, less those before the first and after the last token."""
+    if all(row.end - row.start == 1 for row in rows):
+        # Of decode's rows without a tensor operation.
+        places = ((row.blocks[row.start // block_size], row.start % block_size) for row in rows)
+        return torch.frombuffer(array("q", (block * block_size + offset for block, offset in places)), dtype=torch.int64)
     touched, begin, end = array("i"), array("i"), array("i")
     for row in rows:
         first, last = row.start // block_size, (row.end - 1) // block_size

@@ -33,7 +33,6 @@ from kvq_core.kernels.paged_kv import (
     load_chunks,
     load_scales,
     seen_tiles,
-    side_selectors,
     tile_offsets,
     tiles_of,
     unmasked_tiles,
@@ -43,6 +42,7 @@ from kvq_core.kernels.queries import load_queries, query_ways, scaled_queries
 from kvq_core.kernels.rotary import rotary_rows
 from kvq_core.kernels.scheduler import assigned_range, next_work_tile, query_rows
 from kvq_core.kernels.scores import finish_scores, score_base, score_unit, softmax_unit
+from kvq_core.kernels.side_bytes import side_selectors
 from kvq_core.kernels.softmax import softmax_end, softmax_start, softmax_step
 
 UNSPECIALIZED = ("num_seqs", "table_stride", "table_width", "num_blocks")

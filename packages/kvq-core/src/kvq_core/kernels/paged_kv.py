@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq_core.kernels.args import KeyTile, Tiles
+from kvq_core.kernels.side_bytes import load_side_bytes
 
 BLOCKS = tl.constexpr(128)  # block ids looked at together
 
@@ -234,11 +235,15 @@ def load_lanes(
     ROW_BYTES: tl.constexpr = C.shape.row_bytes
     base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_BYTES)
     inside = lane < LANES
+    place = lane
+    if C.tile.fold > 1 and C.format.key.side_bytes:
+        # The first key's side bytes lie between.
+        place = lane + lane // HEADS.lanes * (HEADS.lanes // 2)
     if TRANSPOSED:
-        at = base + offset[None, :] + lane[:, None]
+        at = base + offset[None, :] + place[:, None]
         inside = inside[:, None]
     else:
-        at = base + offset[:, None] + lane[None, :]
+        at = base + offset[:, None] + place[None, :]
         inside = inside[None, :]
     if CLEAR:
         lanes = tl.load(at, mask=valid_lanes(tile, lane, TRANSPOSED, HEADS, C) & inside, other=0)
@@ -266,87 +271,13 @@ def valid_lanes(tile, lane, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, C: tl
 
 
 @triton.jit
-def load_side_bytes(
-    plane, offset, kv_head, selector, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """The bytes beside COUNT lanes of a tile's rows, from lane FIRST on, as uint16 in the shape of :func:`load_lanes`.
-
-    A 16-bit word has the bytes of two lanes half a row apart. A thread that has one of them in a product's operand has the other in another
-    register, in the same half: so a row of 16 or 32 lanes needs no exchange. Of invalid keys some existing block's bytes.
-    """
-    HALF: tl.constexpr = HEADS.lanes // 2
-    ALIGNMENT: tl.constexpr = C.side_alignment
-    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes, ALIGNMENT)
-    if COUNT == HEADS.lanes:
-        at = base + offset[:, None] + tl.arange(0, HALF)[None, :]
-        KEYS: tl.constexpr = at.shape[0]
-        if TRANSPOSED:
-            # In three dimensions Triton takes the order in shared memory from the load; in two from the product, in whose order rows
-            # cannot be copied asynchronously.
-            pair = tl.broadcast_to(tl.load(at[:, None, :]), [KEYS, 2, HALF])
-            words = tl.reshape(tl.permute(pair, (1, 2, 0)), [COUNT, KEYS])
-        else:
-            pair = tl.broadcast_to(tl.load(at)[:, None, :], [KEYS, 2, HALF])
-            words = tl.reshape(pair, [KEYS, COUNT])
-        side = selected_bytes(words, tl.broadcast_to(selector[:, None] if TRANSPOSED else selector[None, :], words.shape), C)
-    else:
-        lane = FIRST + tl.arange(0, COUNT)
-        if TRANSPOSED:
-            at, lane = base + offset[None, :], lane[:, None]
-        else:
-            at, lane = base + offset[:, None], lane[None, :]
-        # Two loads: of a remainder Triton would not see that neighbors lie side by side, and make keys the vectors.
-        low = tl.load(at + lane, mask=lane < HALF, other=0) & 0xFF
-        high = tl.load(at + (lane - HALF), mask=(lane >= HALF) & (lane < HEADS.lanes), other=0) >> 8
-        side = (low | high).to(tl.uint16)
-    return side
-
-
-@triton.jit
-def side_selectors(plane, num_blocks, HEADS: tl.constexpr, ROW: tl.constexpr):
-    """Which byte of its word is a lane's, for :func:`selected_bytes`: [COUNT] uint16 for each chunk of a row's lanes.
-
-    They come from a load that loads nothing, which the compiler cannot know. It carries a product's layout back through operations on
-    elements as far as loads, and not to indices: for these it would exchange all operands between threads instead.
-    """
-    result = ()
-    for i in tl.static_range(len(ROW.chunks)):
-        lane = ROW.chunk_starts[i] + tl.arange(0, tl.constexpr(ROW.chunks[i]))
-        selector = tl.where(lane < HEADS.lanes // 2, 0x4240, 0x4341).to(tl.uint16)
-        result = result + (tl.load(plane.codes + lane, mask=lane + num_blocks < 0, other=selector),)
-    return result
-
-
-SELECT = tl.constexpr("""
-    {
-    .reg .b32 both;
-    prmt.b32 both, $2, 0, 0x4430;
-    prmt.b32 $0, $1, 0, both;
-    }
-""")
-
-
-@triton.jit
-def selected_bytes(words, selector, C: tl.constexpr):
-    """The low bytes of 16-bit words where ``selector``, a byte permutation of a pair of words, is 0x4240, the high ones where 0x4341.
-
-    Two words that share a register need not be of one half: the first has its byte by its own selector, the second by its own."""
-    if C.features.use_asm:
-        x = tl.inline_asm_elementwise(SELECT, "=r,r,r", [words, selector], dtype=tl.uint16, is_pure=True, pack=2)
-    else:
-        x = ((words >> ((selector & 1) * 8).to(tl.uint16)) & 0xFF).to(tl.uint16)
-    return x
-
-
-@triton.jit
 def load_chunks(
     plane, tile, offset, kv_head, HEADS: tl.constexpr, ROW: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr,
     CLEAR: tl.constexpr, selectors=None,
 ):  # fmt: skip
     """The codes of a tile in the chunks that its rows are multiplied in, a tuple of what :func:`load_lanes` gives.
 
-    SIDE: of pairs, with :func:`load_side_bytes`; ``selectors``: :func:`side_selectors`."""
+    SIDE: of pairs, with :func:`load_side_bytes`; ``selectors``: :func:`.side_bytes.side_selectors`."""
     result = ()
     for i in tl.static_range(len(ROW.chunks)):
         chunk = load_lanes(plane, tile, offset, kv_head, HEADS, C, TRANSPOSED, CLEAR, ROW.chunk_starts[i], ROW.chunks[i])

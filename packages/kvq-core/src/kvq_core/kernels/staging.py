@@ -22,9 +22,10 @@ from kvq_core.kernels.args import Tiles, WorkTile
 from kvq_core.kernels.dots import dot_signs
 from kvq_core.kernels.hadamard import apply_way_signs, butterfly, lane_matrix
 from kvq_core.kernels.packing import interleave
-from kvq_core.kernels.paged_kv import key_tile, load_chunks, page_offset, row_offset, side_selectors
+from kvq_core.kernels.paged_kv import key_tile, load_chunks, page_offset, row_offset
 from kvq_core.kernels.rotary import cosine_sine
 from kvq_core.kernels.scheduler import SCAN, sequence_facts
+from kvq_core.kernels.side_bytes import side_selectors
 
 GAIN = tl.constexpr(64.0)
 """Staged values are so much larger than their numbers times less than two: float16 holds 448 of them, and of values 2^30 times smaller than

@@ -249,7 +249,12 @@ def _foldable(attention: Attention, form: Format) -> bool:
         return False
     lanes = size // form.key.ways
     spares = multiplied_lanes(2 * lanes) < 2 * multiplied_lanes(lanes)
-    return spares and all(plane.codes.stride(1) * plane.codes.element_size() == 2 * lanes for plane in (attention.keys, attention.values))
+    row_bytes = 2 * lanes
+    if form.key.side_bytes:
+        # Which of them belong to which lane is found for rows that need no padding.
+        spares = spares and 2 * lanes == triton.next_power_of_2(2 * lanes) == multiplied_lanes(2 * lanes)
+        row_bytes += lanes
+    return spares and all(plane.codes.stride(1) * plane.codes.element_size() == row_bytes for plane in (attention.keys, attention.values))
 
 
 def _splits(

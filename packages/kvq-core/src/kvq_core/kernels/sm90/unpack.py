@@ -101,7 +101,7 @@ def load_words(plane, block, slot, seen, FINITE: gl.constexpr, WORDS: gl.constex
 @gluon.jit
 def load_side_bytes(plane, block, slot, WORDS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
     """The bytes beside the lanes of a tile's rows, [KEYS, WORDS] of 32 bits: those of a word's two lanes in the low bytes of its halves.
-    Two words half a row apart have theirs in one (:func:`kvq_core.kernels.paged_kv.load_side_bytes`)."""
+    Two words half a row apart have theirs in one (:func:`kvq_core.kernels.side_bytes.load_side_bytes`)."""
     HALF: gl.constexpr = WORDS // 2
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)

@@ -80,3 +80,15 @@ def test_failures_deaths_and_hangs_are_told(tmp_path: Path, capsys: pytest.Captu
     assert told["done"] == {"int8_per_token_head": 2} and list(told["failures"]) == [f"int8_per_token_head:{n}" for n in range(3)]
     assert main([*command, "--minutes", "0"]) == 1
     assert "4 scenarios (int8_per_token_head 0), seed 0, interpret: 0 failures, 4 not run in 0 minutes" in capsys.readouterr().out
+
+
+def test_a_suite_finds_what_lies_beside_it_or_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "beside.py").write_text("from kvq_core.testing import BackendTests as Base\n")
+    suite = tmp_path / "suite.py"
+    suite.write_text("from beside import Base\nclass TestInt8(Base):\n    mode = 'int8_per_token_head'\n")
+    command = ["--device", "cpu", "--modes", "int8", "--count", "1", "--suite", str(suite)]
+    assert main(command) == 0
+    (tmp_path / "beside.py").unlink()
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 2 and f"--suite {suite}: ModuleNotFoundError: No module named 'beside'" in capfd.readouterr().err

@@ -1,9 +1,11 @@
 """The kernels of ``docs/write-a-backend.md`` store and read what the page's ``encode`` and ``decode`` say, by the benchmarks' gate.
-Its blocks are put into a file, as a reader would.
+Its blocks are put into the files that it names, as a reader would, and nothing else.
 """
 
+import importlib
 import re
-import runpy
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,14 @@ import gate
 from kvq_core.testing import places
 
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-backend.md"
+FILES = {
+    "codec": ["def dequantize("],
+    "backend": ["if TYPE_CHECKING:", "class Int4Plain(", "def kernels(self)"],
+    "quantize": ["def write_plane("],
+    "format": ["= PlaneFormat("],
+    "kernels": ["= Kernels("],
+}
+"""A mark of each block of a module."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,11 +38,16 @@ def test_the_kernels_of_the_page(
 ) -> None:
     place = places.enter(where, monkeypatch)
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    codec, plain = (next(block for block in blocks if mark in block) for mark in ("def quantize(", "class Int4Plain"))
-    path = tmp_path / "int4_plain_of_the_page.py"
-    path.write_text("\n".join([codec, plain, *(block for block in blocks if "kvq_core.kernels.api" in block)]), encoding="utf-8")
-    page = runpy.run_path(str(path))
-    with_kernels = type("WithKernels", (page["Int4Plain"],), {"mode": "int4_plain_with_kernels", "kernels": lambda self: page["KERNELS"]})
+    package = tmp_path / "kvq_int4_plain"
+    package.mkdir()
+    for module, marks in FILES.items():
+        parts = [next(block for block in blocks if mark in block) for mark in marks]
+        methods = [textwrap.indent(part, "    ") if part.startswith("def ") else part for part in parts]
+        (package / f"{module}.py").write_text("\n".join(methods), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in FILES:
+        monkeypatch.delitem(sys.modules, f"kvq_int4_plain.{module}", raising=False)
+    backend = importlib.import_module("kvq_int4_plain.backend").Int4Plain()
     problem = replace(gate.PROBLEMS[0], seq_lens=lengths, query_len=query_len, query_heads=4, kv_heads=2, head_size=64, block_size=8)
-    (verdict,) = gate.check_all([gate.Check(with_kernels(), problem)], place.device)
+    (verdict,) = gate.check_all([gate.Check(backend, problem)], place.device)
     assert verdict.green, verdict

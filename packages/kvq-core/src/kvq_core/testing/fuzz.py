@@ -8,22 +8,24 @@ run (``--minutes`` limits the time), makes the exit status 1. ``--json`` keeps t
 Scenarios repeat themselves within a version of hypothesis.
 
 ``--suite FILE`` names a file with :class:`~kvq_core.testing.BackendTests` subclasses, whose own error bounds then hold for their modes
-(this repository: ``tests/kernels/test_backends.py``); a mode without one is held to the defaults.
+(this repository: ``tests/kernels/test_backends.py``); a mode without one is held to the defaults. A file that cannot be run ends the run
+with exit status 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import math
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 import warnings
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -78,20 +80,24 @@ class Worker:
     left: list[int] = field(default_factory=list)
 
 
-def subject_of(mode: str, suites: tuple[str, ...]) -> BackendTests:
-    """The test class of ``mode`` in the files ``suites``, else one with the default bounds."""
+def classes_of(suites: tuple[str, ...]) -> list[type[BackendTests]]:
+    """The test classes in the files ``suites``, which find modules beside them, as ``python FILE`` does."""
     from kvq_core.testing.suite import BackendTests
 
+    found: list[type[BackendTests]] = []
     for file in suites:
-        spec = importlib.util.spec_from_file_location(f"kvq_fuzzed_{Path(file).stem}", file)
-        if spec is None or spec.loader is None:
-            raise SystemExit(f"--suite: got {file}, need a Python file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for found in vars(module).values():
-            if isinstance(found, type) and issubclass(found, BackendTests) and getattr(found, "mode", None) == mode:
-                return found()
-    return type("Fuzzed", (BackendTests,), {"mode": mode})()
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        content = runpy.run_path(file, run_name=f"kvq_fuzzed_{Path(file).stem}")
+        found += [each for each in content.values() if isinstance(each, type) and issubclass(each, BackendTests)]
+    return found
+
+
+def subject_of(mode: str, classes: Sequence[type[BackendTests]]) -> BackendTests:
+    """That of ``mode`` among the test classes, else one with the default bounds."""
+    from kvq_core.testing.suite import BackendTests
+
+    named = (each for each in classes if getattr(each, "mode", None) == mode)
+    return next(named, type("Fuzzed", (BackendTests,), {"mode": mode}))()
 
 
 def settle(place: str) -> None:
@@ -115,9 +121,14 @@ def work(run: Run, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     place = Place(run.place)
+    try:
+        classes = classes_of(run.suites)
+    except Exception as error:  # whatever a file of somebody else's raises
+        pipe.send(f"--suite {' '.join(run.suites)}: {type(error).__name__}: {error}")
+        return
     pipe.send(None)
     for task in iter(pipe.recv, None):
-        subject = subject_of(task.mode, run.suites)
+        subject = subject_of(task.mode, classes)
         for number in task.numbers:
             failure = try_scenario(subject, place, run, number)
             lost = bool(failure) and not alive(place)
@@ -205,6 +216,9 @@ class Workers:
             self.bury(pipe, f"its process ended with status {worker.process.exitcode}", bar)
             return
         worker.up = True
+        if isinstance(report, str):
+            print(report, file=sys.stderr)
+            raise SystemExit(2)
         if report is not None:
             worker.left.remove(report.number)
             self.done[worker.mode] += 1

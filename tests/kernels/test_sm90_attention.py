@@ -441,7 +441,7 @@ def test_what_is_not_staged_reads_its_pages(mode: str, case: Case, room: int | N
     if room is not None:
         monkeypatch.setattr(launcher, "most_tiles", lambda attention: room)
     # One program for all tiles of a kv head.
-    monkeypatch.setattr(staging, "PROGRAMS", 0.001)
+    monkeypatch.setattr(staging, "PROGRAMS_PER_SM", 0.001)
     monkeypatch.setattr(planner, "staged_row_blocks", lambda problem: 2)
     where.read_exactly(mode, built)
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from kvq_core import ArgumentError
 from kvq_transformers import KVQCache
 from kvq_transformers.qk_norm import norms_smoothing
-from transformers_families import eager_twin, logits_in_steps, make_model, prompts, worst
+from transformers_families import biased, eager_twin, logits_in_steps, make_model, prompts, worst
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 STEPS = [19, 40, 1, 3, 1]
@@ -41,6 +41,28 @@ def test_scores_stay_and_codes_lose_less(family: str, capacity: dict[str, Any]) 
     assert loss("int8", smoothing="qk_norm") < 0.6 * loss("int8", smoothing=None)
     window = {"residual_length": 16, "residual_mode": "int8"}
     assert loss("int4", smoothing="qk_norm", **window) < loss("int4", smoothing=None, **window)
+
+
+def test_weights_are_read_once_and_anew_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = uneven("Qwen3")
+    first = norms_smoothing(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", None)  # nothing is asked again
+        assert norms_smoothing(model) is first
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_norm.weight[3] = 5.0
+    again = norms_smoothing(model)
+    assert again[0].fingerprint == first[0].fingerprint and again[1].fingerprint != first[1].fingerprint
+
+
+@torch.no_grad()
+def test_beside_a_key_bias() -> None:
+    model, inputs = biased("two embeddings, windows, norms"), prompts(2, sum(STEPS), (0, 5))
+    gold = eager_twin(model)(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits
+    cache = KVQCache(model, "none", smoothing="qk_norm")
+    found = logits_in_steps(model, inputs, cache, STEPS)
+    assert cache.smoothing is not None and all(one.rotary is not None and one.balance is not None for one in cache.smoothing.values())
+    assert worst(found, gold, inputs["attention_mask"]) < 2e-3 * float(gold.abs().max())
 
 
 @torch.no_grad()

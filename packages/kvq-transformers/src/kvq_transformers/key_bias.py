@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -40,8 +40,20 @@ class Embedding:
     rates: torch.Tensor
 
 
-_Known = tuple[tuple[Any, ...], dict[int, KeySmoothing]]
-_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, _Known] = weakref.WeakKeyDictionary()
+Memory = weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], dict[int, KeySmoothing]]]
+"""What was found for each model, and the state of the weights that it was found for."""
+_KNOWN: Final[Memory] = weakref.WeakKeyDictionary()
+
+
+def remembered(
+    memory: Memory, model: PreTrainedModel, weights: Iterable[torch.Tensor], find: Callable[[], dict[int, KeySmoothing]]
+) -> dict[int, KeySmoothing]:
+    """What ``find`` finds for ``model``, anew only if one of ``weights`` has changed since."""
+    state = tuple((id(each), 0 if each.is_inference() else each._version, each.device) for each in weights)
+    known = memory.get(model)
+    if known is None or known[0] != state:
+        known = memory[model] = state, find()
+    return known[1]
 
 
 def key_biases(model: PreTrainedModel) -> dict[int, KeySmoothing]:
@@ -50,11 +62,7 @@ def key_biases(model: PreTrainedModel) -> dict[int, KeySmoothing]:
     Empty for a model without key biases. What cannot be told is left out, with a warning: keys are then stored as they are.
     """
     found = [projection for projection in key_projections(model) if isinstance(projection.bias, torch.Tensor)]
-    state = tuple((id(bias), 0 if bias.is_inference() else bias._version, bias.device) for bias in (one.bias for one in found))
-    known = _KNOWN.get(model)
-    if known is None or known[0] != state:
-        known = _KNOWN[model] = state, _probed(model, found) if found else {}
-    return known[1]
+    return remembered(_KNOWN, model, (one.bias for one in found), lambda: _probed(model, found) if found else {})
 
 
 def embeddings(model: PreTrainedModel) -> dict[int, Embedding]:

@@ -7,16 +7,19 @@ whatever the factors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
 from kvq_core.errors import ArgumentError
 from kvq_core.smoothing.calibration import QK_NORM, KeySmoothing, channel_factors
-from kvq_transformers.key_bias import embeddings, key_biases
+from kvq_transformers.key_bias import Memory, embeddings, key_biases, remembered
+
+_KNOWN: Final[Memory] = weakref.WeakKeyDictionary()
 
 
 def norms_smoothing(model: object) -> Mapping[int, KeySmoothing]:
@@ -27,45 +30,53 @@ def norms_smoothing(model: object) -> Mapping[int, KeySmoothing]:
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("smoothing", repr(QK_NORM), "a model in the place of its config, which has no weights")
-    norms = dict(_norms(model))
-    if not norms:
+    layers = dict(_normalized(model))
+    if not layers:
         need = "one whose attention layers have q_norm and k_norm with weights"
         raise ArgumentError("smoothing", f"{QK_NORM!r} for {type(model).__name__}", need)
-    pairs = {layer: embedding.pairs for layer, embedding in embeddings(model).items()}
-    found = dict(key_biases(model))
-    for layer, (queries, keys) in norms.items():
-        factors = channel_factors(_behind(keys, pairs.get(layer)), _behind(queries, pairs.get(layer)))
-        plain = KeySmoothing(torch.zeros_like(factors))
-        found[layer] = replace(found.get(layer, plain), balance=factors)
-    return found
+    biases = key_biases(model)
+    weights = [norm.weight for layer in layers.values() for norm in (layer.q_norm, layer.k_norm)]
+    means = [tensor for one in biases.values() for tensor in one.operands]
+    return remembered(_KNOWN, model, [*weights, *means], lambda: _balanced(model, layers, biases))
 
 
-def _norms(model: Any) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """(layer, squares of the channels of queries and of keys, [num_kv_heads, head_size] each) of layers that have both norms."""
+def _normalized(model: Any) -> Iterator[tuple[int, Any]]:
+    """The attention layers that have both norms, by number."""
     for module in model.modules():
-        q_norm, k_norm, layer = (getattr(module, name, None) for name in ("q_norm", "k_norm", "layer_idx"))
-        if all(isinstance(getattr(norm, "weight", None), torch.Tensor) for norm in (q_norm, k_norm)) and isinstance(layer, int):
-            size, group = int(module.head_dim), int(module.num_key_value_groups)
-            heads = module.k_proj.weight.shape[0] // size
-            queries, keys = (_squares(norm, size) for norm in (q_norm, k_norm))
-            if len(queries) > 1:
-                queries = queries.unflatten(0, (heads, group)).mean(1)
-            yield layer, (queries.expand(heads, size), keys.expand(heads, size))
+        weights = (getattr(getattr(module, name, None), "weight", None) for name in ("q_norm", "k_norm"))
+        known = all(hasattr(module, name) for name in ("layer_idx", "head_dim", "num_key_value_groups", "k_proj"))
+        if known and all(isinstance(weight, torch.Tensor) for weight in weights):
+            yield int(module.layer_idx), module
+
+
+def _balanced(model: PreTrainedModel, layers: Mapping[int, Any], biases: Mapping[int, KeySmoothing]) -> dict[int, KeySmoothing]:
+    found = dict(biases)
+    for number, embedding in embeddings(model).items():
+        if number not in layers:
+            continue
+        layer = layers[number]
+        size, group = int(layer.head_dim), int(layer.num_key_value_groups)
+        heads = layer.k_proj.weight.shape[0] // size
+        queries, keys = (_squares(norm, size) for norm in (layer.q_norm, layer.k_norm))
+        if len(queries) > 1:
+            queries = queries.unflatten(0, (heads, group)).mean(1)
+        factors = channel_factors(*(_behind(squares.expand(heads, size), embedding.pairs) for squares in (keys, queries)))
+        found[number] = replace(found.get(number, KeySmoothing(torch.zeros_like(factors))), balance=factors)
+    return found
 
 
 @torch.no_grad()
 def _squares(norm: Any, size: int) -> torch.Tensor:
-    """[heads, or 1 for all, size]: of the channels that a norm makes of ones. Of families some add 1 to the weight."""
-    weight = norm.weight
-    ones = torch.ones(1, weight.numel(), dtype=weight.dtype, device=weight.device)
-    return norm(ones).double().square().view(-1, size)
+    """[heads, or 1 for all, size]: of the channels that a norm makes of 1 and -1, whose mean is 0, as some norms want it. Of families
+    some add 1 to the weight."""
+    signs = torch.ones_like(norm.weight)
+    signs[..., 1::2] = -1
+    return norm(signs[None]).double().square().view(-1, size)
 
 
-def _behind(squares: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+def _behind(squares: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """Root mean squares behind a rotary embedding of channels ``pairs`` [n, 2]."""
     mixed = squares.clone()
-    if pairs is not None and len(pairs):
-        pairs = pairs.to(squares.device)
-        mean = squares[:, pairs].mean(-1)
-        mixed[:, pairs[:, 0]] = mixed[:, pairs[:, 1]] = mean
+    pairs = pairs.to(squares.device)
+    mixed[:, pairs[:, 0]] = mixed[:, pairs[:, 1]] = squares[:, pairs].mean(-1)
     return mixed.sqrt()

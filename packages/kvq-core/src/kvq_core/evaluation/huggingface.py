@@ -5,23 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvq_core.capacity import model_shape
 from kvq_core.capacity.plan import layer_bytes
 from kvq_core.errors import ArgumentError
-from kvq_core.evaluation.pretrained import MissingPackageError
+from kvq_core.evaluation.pretrained import READER, MissingPackageError
 from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
 from kvq_core.smoothing.calibration import KEY_BIAS, ModelSmoothing, Smoothings
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
-
-
-_EXTRA: Final = 'pip install "kvq-core[models]"'
 
 
 def load(name: str, device: torch.device, dtype: torch.dtype | None = None) -> HuggingFaceSubject:
@@ -45,7 +42,7 @@ def load_gguf(path: Path, device: torch.device, licence: str = "", dtype: torch.
         import accelerate  # noqa: F401
         from gguf import GGUFReader
     except ImportError as missing:
-        raise MissingPackageError(f"a GGUF file ({path.name}) needs gguf and accelerate: {missing}; {_EXTRA}") from None
+        raise MissingPackageError(f"a GGUF file ({path.name}) needs gguf and accelerate: {missing}; {READER}") from None
     try:
         reader = GGUFReader(path)
     except (OSError, ValueError) as problem:

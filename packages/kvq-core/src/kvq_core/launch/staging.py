@@ -20,8 +20,8 @@ from kvq_core.plan.planner import GROUPS_TILE
 MOST_BYTES: Final = 256 << 20
 """Of a workspace for staged tiles: 65,536 keys of eight kv heads."""
 _WARPS: Final = 8
-PROGRAMS: Final[float] = 2
-"""For each multiprocessor, that take tile after tile: a block table has room for many more than most sequences have."""
+PROGRAMS_PER_SM: Final[float] = 2
+"""They take tile after tile: a block table has room for many more than most sequences have."""
 _UNBOUNDED: Final = 2**23
 """Blocks, of which no table has so many."""
 _ROWS: Final = PlaneFormat("staged", 1, staged=True)
@@ -66,7 +66,7 @@ def stage(
     smoothing = attention.smoothing if config.features.rotary_pairs else None
     record.start(
         stage_kernel,
-        (min(capacity, math.ceil(PROGRAMS * device_facts(attention.q.device).num_sms / heads)), heads),
+        (min(capacity, math.ceil(PROGRAMS_PER_SM * device_facts(attention.q.device).num_sms / heads)), heads),
         *planes,
         Staged(keys, values, k_scales, v_scales, table, firsts, stops),
         None if smoothing is None else smoothing.factor,

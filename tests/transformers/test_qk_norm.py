@@ -85,6 +85,20 @@ def test_factors_are_those_of_pairs_and_groups() -> None:
     torch.testing.assert_close(relative.double(), squares**0.25, rtol=1e-5, atol=0)
 
 
+@torch.no_grad()
+def test_a_norm_that_takes_the_mean_off_is_read_alike() -> None:
+    model = uneven("Qwen3")
+    wanted = norms_smoothing(model)[0].balance
+    for layer in model.model.layers:
+        for name in ("q_norm", "k_norm"):
+            norm = torch.nn.LayerNorm(layer.self_attn.head_dim, bias=False)
+            norm.weight.copy_(getattr(layer.self_attn, name).weight)
+            setattr(layer.self_attn, name, norm)
+    found = norms_smoothing(model)[0].balance
+    assert wanted is not None and found is not None and wanted.std() > 0.1
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
+
+
 def test_what_has_no_norms_is_refused() -> None:
     with pytest.raises(ArgumentError, match="smoothing: got 'qk_norm' for LlamaForCausalLM, need one whose attention layers have q_norm"):
         KVQCache(make_model("Llama"), smoothing="qk_norm")

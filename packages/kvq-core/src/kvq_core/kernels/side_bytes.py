@@ -17,11 +17,11 @@ def load_side_bytes(
     HALF: tl.constexpr = HEADS.lanes // 2
     ALIGNMENT: tl.constexpr = C.side_alignment
     base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes, ALIGNMENT)
-    if COUNT == C.tile.fold * HEADS.lanes:
-        words = load_side_words(base, offset, HEADS, C, TRANSPOSED, COUNT)
+    if COUNT == C.tile.fold * HEADS.lanes or (C.tile.decode and HALF % 2 == 0):
+        words = load_side_words(base, offset, HEADS, C, TRANSPOSED, FIRST, COUNT)
         side = selected_bytes(words, tl.broadcast_to(selector[:, None] if TRANSPOSED else selector[None, :], words.shape), C)
     else:
-        # Two loads: of a remainder Triton would not see that neighbors lie side by side, and make keys the vectors.
+        # One load of words of which no two share a vector, or in a tile of many rows, would take more registers than two.
         lane = FIRST + tl.arange(0, COUNT)
         at = base + (offset[None, :] if TRANSPOSED else offset[:, None])
         lane = lane[:, None] if TRANSPOSED else lane[None, :]
@@ -32,17 +32,20 @@ def load_side_bytes(
 
 
 @triton.jit
-def load_side_words(base, offset, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, COUNT: tl.constexpr):
-    """Of each lane the word that has its byte, in rows that are not padded."""
+def load_side_words(
+    base, offset, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Of each lane the word that has its byte; 0 for lanes that pad a row."""
     HALF: tl.constexpr = HEADS.lanes // 2
     FOLD: tl.constexpr = C.tile.fold
     KEYS: tl.constexpr = offset.shape[0]
     if FOLD > 1:
+        # Of keys whose lanes fill the row.
         word = (tl.arange(0, FOLD) * (HEADS.lanes + HALF))[:, None] + tl.arange(0, HALF)[None, :]
         pair = tl.load(base + offset[:, None, None] + word[None, :, :])
         pair = tl.broadcast_to(pair[:, :, None, :], [KEYS, FOLD, 2, HALF])
         words = tl.reshape(tl.permute(pair, (1, 2, 3, 0)), [COUNT, KEYS]) if TRANSPOSED else tl.reshape(pair, [KEYS, COUNT])
-    else:
+    elif COUNT == HEADS.lanes:
         at = base + offset[:, None] + tl.arange(0, HALF)[None, :]
         if TRANSPOSED:
             # In three dimensions Triton takes the order in shared memory from the load; in two from the product, in whose order rows
@@ -52,6 +55,14 @@ def load_side_words(base, offset, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOS
         else:
             pair = tl.broadcast_to(tl.load(at)[:, None, :], [KEYS, 2, HALF])
             words = tl.reshape(pair, [KEYS, COUNT])
+    else:
+        lane = FIRST + tl.arange(0, COUNT)
+        # Of a remainder Triton would not see that neighbors lie side by side, and make keys the vectors.
+        word = lane - tl.where(lane >= HALF, HALF, 0)
+        if TRANSPOSED:
+            words = tl.load(base + offset[None, :] + word[:, None], mask=(lane < HEADS.lanes)[:, None], other=0)
+        else:
+            words = tl.load(base + offset[:, None] + word[None, :], mask=(lane < HEADS.lanes)[None, :], other=0)
     return words
 
 

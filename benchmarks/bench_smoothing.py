@@ -1,4 +1,5 @@
-"""What exactness costs: a rotary key mean, and a residual window, against neither: ``python benchmarks/bench_smoothing.py [MODE ...]``.
+"""What exactness costs: a rotary key mean, balanced channels, and a residual window, each against none of them:
+``python benchmarks/bench_smoothing.py [MODE ...]``.
 
 Reads and writes of 8 KV heads of 128, and a layer's ``PagedKVCache.write`` and ``attend`` at 64 sequences of 8192 tokens; microseconds, as
 in ``run.py`` (:mod:`timing`), and their ratio.
@@ -43,24 +44,33 @@ def rotary(device: torch.device) -> KeySmoothing:
     return KeySmoothing.of_bias(torch.randn(HEADS, SIZE), torch.stack((half, half + len(half)), 1), rates).to(device)
 
 
+def balanced(device: torch.device) -> KeySmoothing:
+    """Random factors of channels, alone."""
+    return KeySmoothing(torch.zeros(HEADS, SIZE), torch.randn(HEADS, SIZE).exp()).to(device)
+
+
 def line(mode: str, name: str, before: float, after: float) -> None:
-    print(f"{mode:24} {name:24} {before:9.2f} {after:9.2f} {after / before:6.3f}", flush=True)
+    print(f"{mode:24} {name:34} {before:9.2f} {after:9.2f} {after / before:6.3f}", flush=True)
 
 
 def doors(backend: QuantKVBackend, timer: Timer, device: torch.device) -> None:
-    """Both doors without a rotary mean and with one."""
-    smoothing, large = rotary(device), COLD_SETS * timer.l2_bytes
+    """Both doors, with keys as they are and smoothed in both ways."""
+    kinds, large = {"rotary": rotary(device), "balanced": balanced(device)}, COLD_SETS * timer.l2_bytes
     for setting in READS:
         read = partial(backend.unified_attention, **problems.read(backend, setting, device))
-        before, after = timer.measure(read, large), timer.measure(partial(read, smoothing=smoothing), large)
-        line(backend.mode, setting.name, before.device_us, after.device_us)
+        before = timer.measure(read, large)
+        for kind, smoothing in kinds.items():
+            after = timer.measure(partial(read, smoothing=smoothing), large)
+            line(backend.mode, f"{setting.name}: {kind}", before.device_us, after.device_us)
         del read
         torch.cuda.empty_cache()
     for rows in WRITES:
         write = partial(backend.reshape_and_cache, **problems.write(backend, rows, device))
         positions = torch.arange(rows.tokens, dtype=torch.int32, device=device)
-        before, after = timer.measure(write, 0), timer.measure(partial(write, smoothing=smoothing, positions=positions), 0)
-        line(backend.mode, rows.name, before.device_us, after.device_us)
+        before = timer.measure(write, 0)
+        for kind, smoothing in kinds.items():
+            after = timer.measure(partial(write, smoothing=smoothing, positions=positions), 0)
+            line(backend.mode, f"{rows.name}: {kind}", before.device_us, after.device_us)
 
 
 def layer(backend: QuantKVBackend, timer: Timer, device: torch.device, **window: Any) -> tuple[float, float]:

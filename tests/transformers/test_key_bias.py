@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2 import modeling_qwen2
 
 from kvq_core import ArgumentError
-from kvq_core.smoothing.calibration import KEY_BIAS
+from kvq_core.smoothing.calibration import WEIGHTS, ModelSmoothing
 from kvq_transformers import KVQCache, calibrate, enable
 from kvq_transformers.key_bias import key_biases
 from kvq_transformers.naming import GENERATE
@@ -28,7 +28,7 @@ def test_scores_are_those_of_the_keys_as_they_were(name: str, capacity: dict[str
     model, inputs = biased(name), prompts(2, sum(STEPS), (0, 5))
     assert set(key_biases(model)) == {0, 1}
     gold = eager_twin(model)(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits
-    cache = KVQCache(model, "none", **capacity)
+    cache = KVQCache(model, "none", smoothing=ModelSmoothing(key_biases(model)), **capacity)
     found = logits_in_steps(model, inputs, cache, STEPS)
     assert cache.smoothing is not None and all(one.rotary is not None for one in cache.smoothing.values())
     assert worst(found, gold, inputs["attention_mask"]) < 2e-3 * float(gold.abs().max())
@@ -154,11 +154,11 @@ def test_a_text_tells_the_mean_before_the_embedding() -> None:
 def test_a_config_alone_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     """Once, where it matters."""
     plain, loud, ids = make_model("Llama"), biased("Qwen2"), prompts(1, 9)["input_ids"]
-    given = ((plain, "int4", KEY_BIAS), (loud, "none", KEY_BIAS), (loud, "int4", None), (loud, "int4", KEY_BIAS))
+    given = ((plain, "int4", WEIGHTS), (loud, "none", WEIGHTS), (loud, "int4", None), (loud, "int4", WEIGHTS))
     with caplog.at_level(logging.WARNING):
         for model, mode, smoothing in given:
             assert not caplog.records
             cache = KVQCache(model.config, mode, smoothing=smoothing)
             for _ in range(2):
                 model(ids, **{GENERATE: cache})
-    assert [record.message.count("KVQCache(model) takes them off") for record in caplog.records] == [1]
+    assert [record.message.count("keys have biases") for record in caplog.records] == [1]

@@ -34,7 +34,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvq_core.smoothing.calibration import KEY_BIAS, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import WEIGHTS, ModelSmoothing, Smoothings
 from kvq_transformers import calibrate
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES
@@ -102,6 +102,7 @@ CASES = {
     "k8v4": Case("k8v4", CARRIER, options=carried("k8v4"), control="int4"),
     "a skipped layer": Case({"default": "int8", 0: "none"}, CARRIER, options={"kv_cache_dtype_skip_layers": ["0"]}),
     "key biases": Case("int4", INT4, Tiny("qwen2"), block_size=32, control="int4"),
+    "norms of queries and keys": Case("int4", INT4, Tiny("qwen3"), block_size=32, control="int4"),
     "smoothed keys": Case("int4", INT4, Tiny("qwen2"), control="int4", smoothed=True),
     "softcap": Case("int4", INT4, Tiny("gemma2")),
     "windows": Case("int8", "int8_per_token_head", Tiny("gemma3")),
@@ -206,7 +207,7 @@ def check(name: str, case: Case, folder: Path) -> str:
     """
     started = time.perf_counter()
     model, further = case.model.make(folder), {}
-    smoothing: Smoothings = KEY_BIAS
+    smoothing: Smoothings = WEIGHTS
     if case.smoothed:
         file, smoothing = calibrated(model)
         further["additional_config"] = {"kvq": {"smoothing": str(file)}}

@@ -31,7 +31,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.bloom.modeling_bloom import BloomMLP
 
-from kvq_core.smoothing.calibration import KEY_BIAS, Smoothings
+from kvq_core.smoothing.calibration import WEIGHTS, Smoothings
 from kvq_transformers import KVQCache
 
 TRIALS = 6
@@ -84,7 +84,7 @@ class Reference:
     ``control`` with the same smoothing and the window alone."""
 
     def __init__(
-        self, folder: Path, modes: Any, control: Any, smoothing: Smoothings = KEY_BIAS, exact: Mapping[str, int] = NOTHING_EXACT
+        self, folder: Path, modes: Any, control: Any, smoothing: Smoothings = WEIGHTS, exact: Mapping[str, int] = NOTHING_EXACT
     ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for module in self._model.modules():

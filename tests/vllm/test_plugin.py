@@ -24,7 +24,7 @@ from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
 from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, check_sinks, explained, head_size_reason
 from kvq_vllm.settings import Settings, smallest_window_block
-from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
+from kvq_vllm.smoothing import check_smoothed, load, rows_of_rank, smooth_layers
 
 pytestmark = pytest.mark.quick
 space = types.SimpleNamespace
@@ -293,6 +293,22 @@ def test_layers_get_the_smoothing_of_their_heads(calibrated: Path, heads: int, w
         # Buffers: what vLLM keeps when it sleeps. No part of the model's state, which comes from a checkpoint.
         assert {id(buffer) for buffer in layer.buffers()} >= {id(layer.impl.smoothing.mean), id(layer.impl.smoothing.inverse)}
         assert not layer.state_dict()
+
+
+def test_rows_of_norms_are_those_of_a_rank() -> None:
+    """A norm's weight may be for each head or one for all, and that of all ranks or of this one."""
+    every = torch.arange(24.0).view(6, 4)
+    for rows, num_heads, total, place, wanted in (
+        (every, 3, 6, 1, every[3:]),
+        (every, 6, 6, 0, every),
+        (every[:2], 1, 2, 1, every[1:2]),
+        (every[:1], 3, 6, 1, every[:1].expand(3, 4)),
+        (every[:3], 3, 6, 1, every[:3]),
+        (every[:2], 3, 6, 1, None),
+        (None, 3, 6, 1, None),
+    ):
+        found = rows_of_rank(rows, num_heads, total, place)
+        assert found is None if wanted is None else found is not None and torch.equal(found, wanted)
 
 
 def test_keys_stay_as_they_are_where_that_is_asked_for(calibrated: Path) -> None:

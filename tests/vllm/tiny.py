@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
 )
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "a kv cache keeps keys and values of every token", "pages of codes and scales"]
@@ -55,7 +56,7 @@ class Tiny:
 
     def configuration(self) -> PreTrainedConfig:
         """Of a Llama; of a Bloom, with ALiBi; of a Gemma 2, with windows and soft caps; of a Gemma 3, with windows; of a gpt-oss, with
-        windows and sinks; of a Qwen 2, whose keys have biases."""
+        windows and sinks; of a Qwen 2, whose keys have biases; of a Qwen 3, whose queries and keys pass norms, as a Gemma 3's do."""
         shape = COMMON | {"num_attention_heads": self.query_heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_size}
         if self.kind == "gemma2":
             return Gemma2Config(**shape | GEMMA, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=30.0)
@@ -69,7 +70,7 @@ class Tiny:
         if self.kind == "bloom":
             common = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}  # they are tied
             return BloomConfig(**common | {"hidden_size": self.query_heads * self.head_size, "n_layer": 3, "n_head": self.query_heads})
-        return (Qwen2Config if self.kind == "qwen2" else LlamaConfig)(**shape)
+        return {"qwen2": Qwen2Config, "qwen3": Qwen3Config}.get(self.kind, LlamaConfig)(**shape)
 
     def make(self, folder: Path) -> Path:
         """The folder of the model with its tokenizer under ``folder``, made if it is not there."""
@@ -89,5 +90,10 @@ class Tiny:
             if name.endswith(("k_proj.bias", "sinks")):
                 # Biases large enough to take up levels of a low-bit mode, sinks large enough to take part.
                 torch.nn.init.normal_(parameter, std=4.0 if name.endswith("bias") else 1.0)
+        for module in model.modules():
+            if hasattr(module, "k_norm"):
+                # Sizes of channels as a low-bit mode suffers from, which queries make up for.
+                sizes, added = torch.randn(self.head_size).exp(), float(self.kind == "gemma3")
+                module.k_norm.weight.data, module.q_norm.weight.data = sizes - added, 1 / sizes - added
         model.save_pretrained(made)
         return made

@@ -17,6 +17,7 @@ from kvq_transformers.layers import HANDLE, GrowingLayer, KVQLayer
 from kvq_transformers.masks import kvq_mask, padding_of
 from kvq_transformers.rows import GrowingForward
 from kvq_transformers.storage import Scoring
+from kvq_transformers.weights import layer_norms
 
 NAME: Final = "kvq"
 _LOG: Final = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def kvq_attention(
         layer.arrive()
         if layer.forward.knows_no_weights and not torch.compiler.is_compiling():
             layer.forward.knows_no_weights = False
-            _warn_of_biases(module)
+            _warn_of_weights(module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
@@ -91,10 +92,12 @@ def kvq_attention(
     return out, None
 
 
-def _warn_of_biases(module: torch.nn.Module) -> None:
-    """Say so if keys of ``module`` have biases that a cache does not know of, which take up the levels of few bits."""
-    if any(isinstance(getattr(projection, "bias", None), torch.Tensor) for projection in key_projections(module)):
-        _LOG.warning("this model's keys have biases, of which KVQCache(model.config) knows nothing: KVQCache(model) takes them off")
+def _warn_of_weights(module: torch.nn.Module) -> None:
+    """Say so if keys of ``module`` have biases or a norm that a cache does not know of, which take up the levels of few bits."""
+    biased = any(isinstance(getattr(projection, "bias", None), torch.Tensor) for projection in key_projections(module))
+    if biased or any(layer_norms(module)):
+        found = "have biases" if biased else "pass a norm"
+        _LOG.warning("this model's keys %s, of which KVQCache(model.config) knows nothing: KVQCache(model) loses less accuracy", found)
 
 
 def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> GrowingLayer:

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, QK_NORM, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, WEIGHTS, KeySmoothing, ModelSmoothing, Smoothings
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedForward, FixedLayer
 from kvq_transformers.forward import CacheStateError
@@ -21,9 +21,9 @@ from kvq_transformers.given import Scales, layers_given, usable_device, whole
 from kvq_transformers.key_bias import key_biases
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
-from kvq_transformers.qk_norm import norms_smoothing
 from kvq_transformers.rows import GrowingForward, row_indices
 from kvq_transformers.support import check_head_sizes, decoder_config
+from kvq_transformers.weights import weights_smoothing
 
 # Slots are counted in int32, rows by launch grids.
 _MOST_TOKENS: Final = 2**31 - 1
@@ -52,9 +52,9 @@ class KVQCache(Cache):
         residual_length, sink_tokens: read the newest and the first so many tokens of a row from exact rows, at least
             (:mod:`kvq_core.residual`). Sinks are refused in a model with sliding windows.
         residual_mode: the mode of exact rows: ``none``, as they are given, or one that quantizes each, such as ``int8``.
-        smoothing: what is taken off keys before they are stored; scores stay what they are. ``"key_bias"``, the default: the biases that
-            the model's keys have, if they have some, behind its rotary embeddings; for a ``config`` alone nothing.
-            ``"qk_norm"``: these, and channels balanced by the weights of the norms that queries and keys pass (Gemma 3, Qwen3).
+        smoothing: what is taken off keys before they are stored; scores stay what they are. ``"weights"``, the default: what the
+            model's weights say, the biases of keys behind its rotary embeddings and the sizes that norms of queries and keys give their
+            channels (:mod:`kvq_core.smoothing.qk_norm`); of a ``config`` alone nothing. ``"key_bias"``: the biases alone.
             ``"first_prefill"``: the mean of the first prompt's keys as well, layer by layer. A
             :class:`~kvq_core.smoothing.calibration.ModelSmoothing` with this model's attention layers; ``None``: nothing.
         k_scale, v_scale: for layers in mode ``fp8_per_tensor``: a number for all of them, or a mapping by layer (default: 1). What
@@ -79,7 +79,7 @@ class KVQCache(Cache):
         residual_length: int = 0,
         sink_tokens: int = 0,
         residual_mode: str = "none",
-        smoothing: Smoothings = KEY_BIAS,
+        smoothing: Smoothings = WEIGHTS,
         k_scale: Scales = None,
         v_scale: Scales = None,
     ) -> None:
@@ -101,10 +101,8 @@ class KVQCache(Cache):
         check_head_sizes(text, backends)
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
         known: Mapping[int, KeySmoothing] = {}
-        if smoothing == QK_NORM:
-            known = norms_smoothing(config)
-        elif model is not None and smoothing in (KEY_BIAS, FIRST_PREFILL):
-            known = key_biases(model)
+        if model is not None and smoothing in (WEIGHTS, KEY_BIAS, FIRST_PREFILL):
+            known = weights_smoothing(model) if smoothing == WEIGHTS else key_biases(model)
         given = layers_given(smoothing, known, k_scale, v_scale, backends)
         if residual is not None:
             _check_sinks(sink_tokens, windows.values())
@@ -121,7 +119,8 @@ class KVQCache(Cache):
             self._forward = fixed = FixedForward(list(windows), recurrent, max_cache_len)
             for index, window in windows.items():
                 layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index], residual)
-        self._forward.knows_no_weights = model is None and smoothing == KEY_BIAS and any(x.mode != "none" for x in backends.values())
+        gains = smoothing in (WEIGHTS, KEY_BIAS) and any(backend.mode != "none" for backend in backends.values())
+        self._forward.knows_no_weights = model is None and gains
         super().__init__(layers=layers)
         switch_on(text)
 

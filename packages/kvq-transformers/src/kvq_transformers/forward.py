@@ -33,7 +33,7 @@ class Forward(ABC):
         is_fresh: no forward has come to its end yet.
         is_unread: the model does not call kvq's attention. For good.
         is_torn: what was there before the forward under way is partly overwritten.
-        knows_no_weights: whether the model's keys have biases is not known.
+        knows_no_weights: what the weights say of the model's keys is not known.
     """
 
     def __init__(self, layers: Collection[int], recurrent: Collection[int]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import checked_scale
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, QK_NORM, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, WEIGHTS, KeySmoothing, ModelSmoothing, Smoothings
 from kvq_core.smoothing.rotary import RotaryMean
 
 LayerSmoothing = KeySmoothing | str | None
@@ -71,20 +71,28 @@ def layers_given(
     Raises:
         ArgumentError: a smoothing or scales that are missing for a layer, for layers that are not there, or of the wrong kind.
     """
-    smoothings = _smoothings(smoothing, known, list(backends))
+    smoothings = _smoothings(smoothing, known, backends)
     keys, values = (_scales(name, given, backends) for name, given in (("k_scale", k_scale), ("v_scale", v_scale)))
     rotary = {index: known[index].rotary for index in known if smoothings.get(index) == FIRST_PREFILL}
     return {index: LayerGiven(smoothings[index], keys.get(index), values.get(index), rotary.get(index)) for index in backends}
 
 
-def _smoothings(given: Smoothings, known: Mapping[int, KeySmoothing], layers: list[int]) -> dict[int, LayerSmoothing]:
+def _smoothings(given: Smoothings, known: Mapping[int, KeySmoothing], backends: Mapping[int, QuantKVBackend]) -> dict[int, LayerSmoothing]:
     if isinstance(given, ModelSmoothing):
-        return dict(zip(layers, given.for_layers(layers), strict=True))
-    if given in (KEY_BIAS, QK_NORM):
-        return {layer: known.get(layer) for layer in layers}
+        return dict(zip(backends, given.for_layers(list(backends)), strict=True))
+    if given in (WEIGHTS, KEY_BIAS):
+        return {layer: _fitting(known.get(layer), backend) for layer, backend in backends.items()}
     if given not in (None, FIRST_PREFILL):
-        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{KEY_BIAS}", "{QK_NORM}", "{FIRST_PREFILL}" or None')
-    return dict.fromkeys(layers, given)
+        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{WEIGHTS}", "{KEY_BIAS}", "{FIRST_PREFILL}" or None')
+    return dict.fromkeys(backends, given)
+
+
+def _fitting(known: KeySmoothing | None, backend: QuantKVBackend) -> KeySmoothing | None:
+    """What ``backend`` gains from what the weights say: nothing if it keeps rows as they are, and no factors if it has scales for channels
+    that are not divided by them, which could be exceeded."""
+    if known is None or backend.mode == "none" or (backend.takes_scales and not known.mean.any() and known.rotary is None):
+        return None
+    return replace(known, balance=None) if backend.takes_scales else known
 
 
 def _scales(argument: str, given: Scales, backends: Mapping[int, QuantKVBackend]) -> dict[int, float]:

@@ -76,7 +76,9 @@ def embeddings(model: PreTrainedModel) -> dict[int, Embedding]:
         raise ArgumentError("model", f"{type(model).__name__}, without {' or '.join(_PROJECTIONS)}", "one whose key projections are known")
     generator = torch.Generator().manual_seed(0)
     try:
-        keys = _rotary_keys(model, {one: torch.randn(one.weight.shape[0], generator=generator) for one in projections})
+        # Packed weights have other shapes.
+        sizes = {one: getattr(one, "out_features", one.weight.shape[0]) for one in projections}
+        keys = _rotary_keys(model, {one: torch.randn(size, generator=generator) for one, size in sizes.items()})
         found = {layer: _explained(rotary_keys.double(), _positions(model), _rates(model)) for layer, rotary_keys in keys.items()}
     except UnknownEmbeddingError as problem:
         raise ArgumentError("model", f"{type(model).__name__}: {problem}", "one whose rotary embeddings are known") from problem

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvq_core.errors import ArgumentError
-from kvq_core.smoothing.calibration import KEY_BIAS, Smoothings
+from kvq_core.smoothing.calibration import WEIGHTS, Smoothings
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import Scales
@@ -31,7 +31,7 @@ def enable(
     residual_length: int = 0,
     sink_tokens: int = 0,
     residual_mode: str = "none",
-    smoothing: Smoothings = KEY_BIAS,
+    smoothing: Smoothings = WEIGHTS,
     k_scale: Scales = None,
     v_scale: Scales = None,
 ) -> M:

@@ -18,11 +18,11 @@ from kvq_core.residual.reads import PagedRead, attend
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
-from kvq_vllm.key_bias import listen
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, head_size_reason
 from kvq_vllm.settings import current
 from kvq_vllm.smoothing import smooth_layers
+from kvq_vllm.weights import listen
 
 
 class KVQImpl(AttentionImpl[KVQMetadata]):

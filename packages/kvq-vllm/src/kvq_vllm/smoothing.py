@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
+
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_vllm.settings import NOTHING, SMOOTHING, Settings
@@ -36,8 +38,16 @@ def of_rank(one: KeySmoothing, num_kv_heads: int, head_size: int, world_size: in
     return one.of_heads(slice(first, first + num_kv_heads))
 
 
+def rows_of_rank(rows: torch.Tensor | None, num_heads: int, total: int, place: int) -> torch.Tensor | None:
+    """Of ``rows``, one for each head, the ``place``-th [num_heads, ...] of ``total``; they may be one for all heads, or this rank's alone.
+    ``None`` if they are for other heads, or there are none."""
+    if rows is not None and len(rows) == total:
+        rows = rows[place * num_heads : (place + 1) * num_heads]
+    return None if rows is None or len(rows) not in (1, num_heads) else rows.expand(num_heads, -1)
+
+
 def smooth_layers(config: Any, world_size: int, rank: int) -> None:
-    """Give every quantized layer of ``config`` that has none yet its smoothing: that of a file, or else what its key biases say.
+    """Give every quantized layer of ``config`` that has none yet its smoothing: that of a file, or else what the weights say.
 
     Called while weights are loaded: what is allocated then survives vLLM's sleep, buffers of modules also its deepest.
 
@@ -53,7 +63,7 @@ def smooth_layers(config: Any, world_size: int, rank: int) -> None:
         # Keys are those of the layer that stores them.
         stored_by = layer.impl.kv_sharing_target_layer_name or name
         if found is None:
-            part = _key_bias(layers[stored_by])
+            part = _of_weights(layers[stored_by])
         else:
             part = _part(found, _index(stored_by), layer.impl, world_size, rank, f"{SMOOTHING} {settings.smoothing!r}, layer {name}")
         if part is not None:
@@ -89,10 +99,10 @@ def check_smoothed(config: Any, layer_names: list[str]) -> None:
         raise ArgumentError(SMOOTHING, got, "a vLLM that calls process_weights_after_loading of attention layers")
 
 
-def _key_bias(layer: Any) -> KeySmoothing | None:
-    from kvq_vllm.key_bias import key_bias
+def _of_weights(layer: Any) -> KeySmoothing | None:
+    from kvq_vllm.weights import weights_smoothing
 
-    return key_bias(layer)
+    return weights_smoothing(layer)
 
 
 def _index(layer_name: str) -> int:

@@ -115,8 +115,8 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
 @click.option(
     "--smoothing",
     metavar="KIND",
-    help="Smooth the keys of all modes but none: none, key_bias, qk_norm, first_prefill; from a passage that is not scored mean, balanced,"
-    " rotary or rotary_balanced; or the FILE of a ModelSmoothing.  [default: key_bias]",
+    help="Smooth the keys of all modes but none: none, weights, key_bias, first_prefill; from a passage that is not scored mean, balanced,"
+    " rotary or rotary_balanced; or the FILE of a ModelSmoothing.  [default: weights]",
 )
 @click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
 @click.option(

@@ -15,7 +15,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.pretrained import READER, MissingPackageError
 from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
-from kvq_core.smoothing.calibration import KEY_BIAS, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import WEIGHTS, ModelSmoothing, Smoothings
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -136,7 +136,7 @@ class HuggingFaceSubject:
         generation = getattr(model, "generation_config", None)
         ends = None if generation is None else generation.eos_token_id
         self.stop_tokens: Collection[int] = frozenset([ends] if isinstance(ends, int) else ends or ())
-        self.smoothing: Smoothings = KEY_BIAS
+        self.smoothing: Smoothings = WEIGHTS
         self._scales: tuple[Passage, Smoothings, dict[str, Any]] | None = None
         self.device: torch.device = model.device
         self.rows_dtype: torch.dtype = model.dtype

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, QK_NORM, ModelSmoothing
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, WEIGHTS, ModelSmoothing
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NOTHING: Final = "none"
 CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced")
 """Kinds of smoothing that a text is read for."""
-_KINDS: Final = (NOTHING, KEY_BIAS, QK_NORM, FIRST_PREFILL, *CALIBRATED)
+_KINDS: Final = (NOTHING, WEIGHTS, KEY_BIAS, FIRST_PREFILL, *CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def check_supported(config: CacheConfig, subject: Subject) -> None:
 
 def cache_arguments(configs: Sequence[CacheConfig], subject: Subject, calibration: Passage) -> list[dict[str, Any]]:
     """The cache's keyword arguments for each of ``configs``. A smoothing from ``calibration`` is estimated once."""
-    known: dict[str, Any] = {NOTHING: None, **{kind: kind for kind in (KEY_BIAS, QK_NORM, FIRST_PREFILL)}}
+    known: dict[str, Any] = {NOTHING: None, **{kind: kind for kind in (WEIGHTS, KEY_BIAS, FIRST_PREFILL)}}
 
     def smoothing(kind: str) -> Any:
         if kind not in known:

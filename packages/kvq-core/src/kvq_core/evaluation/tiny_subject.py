@@ -16,7 +16,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales, rotary_channels
-from kvq_core.smoothing.calibration import KEY_BIAS, QK_NORM, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import KEY_BIAS, WEIGHTS, KeySmoothing, ModelSmoothing, Smoothings
 from kvq_core.smoothing.rotary import RotaryStatistics
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class TinySubject:
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> TinySession:
         c = self.model.config
         smoothing = options.pop("smoothing", self.smoothing)
-        if smoothing in (KEY_BIAS, QK_NORM):
+        if smoothing in (KEY_BIAS, WEIGHTS):
             # Its keys have no biases, and no norm.
             smoothing = None
         k_scales: list[torch.Tensor] | None = None

@@ -29,12 +29,13 @@ from kvq_core.smoothing.rotary import RotaryMean
 
 FIRST_PREFILL: Final = "first_prefill"
 """In place of a :class:`ModelSmoothing`: each layer's mean is that of the first keys it is given."""
+WEIGHTS: Final = "weights"
+"""In place of a :class:`ModelSmoothing`, where the weights are at hand: what they say of the keys, their biases and the channels of their
+norms (:mod:`kvq_core.smoothing.qk_norm`), if they have some."""
 KEY_BIAS: Final = "key_bias"
-"""In place of a :class:`ModelSmoothing`, where the weights are at hand: the biases of the model's keys, if they have some."""
-QK_NORM: Final = "qk_norm"
-"""The same, and channels balanced by the weights of the norms that queries and keys pass before their rotary embedding (QK-norm)."""
+"""The same of the biases alone."""
 Smoothings = Union["ModelSmoothing", str, None]
-"""What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, :data:`KEY_BIAS`, :data:`QK_NORM`, or nothing."""
+"""What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, :data:`WEIGHTS`, :data:`KEY_BIAS`, or nothing."""
 _KEY: Final = "kvq_smoothing"
 _FORMAT_VERSION: Final = 1
 _TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance|rotary\.(channels|steps|bias))")

@@ -1,7 +1,7 @@
-"""Key biases of a served model: read from its own weights, for its rotary embeddings.
+"""What a served model's weights say of its keys: their biases, and the sizes that norms give their channels.
 
-vLLM tells an attention layer nothing of the module that it is part of, which holds the projection and the embedding. torch does: whoever
-asks hears of every module that becomes part of another.
+vLLM tells an attention layer nothing of the module that it is part of, which holds the projection, the norms and the embedding. torch
+does: whoever asks hears of every module that becomes part of another.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,8 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.qk_norm import norm_factors, norm_squares
+from kvq_vllm.smoothing import rows_of_rank
 
 _LOG: Final = logging.getLogger("vllm.kvq")
 _CHECKED: Final = (2, 3, 50, 400)
@@ -39,16 +42,28 @@ def _remember(owner: Any, name: str, module: Any) -> None:
         _OWNERS[module] = weakref.ref(owner)
 
 
-def key_bias(layer: Any) -> KeySmoothing | None:
-    """What the keys of an attention layer share by their projection's bias, on this rank; ``None`` if that is nothing, or not known."""
+def weights_smoothing(layer: Any) -> KeySmoothing | None:
+    """The smoothing of an attention layer's keys on this rank, as far as its module's weights tell; ``None`` if they say nothing.
+
+    What cannot be told is left out, with a warning.
+    """
     remembered = _OWNERS.get(layer)
     owner = None if remembered is None else remembered()
-    if owner is None:
-        return None
-    projections = [module for module in owner.children() if isinstance(module, QKVParallelLinear)]
-    if len(projections) != 1 or not isinstance(projections[0].bias, torch.Tensor):
+    projections = [] if owner is None else [module for module in owner.children() if isinstance(module, QKVParallelLinear)]
+    if owner is None or len(projections) != 1:
         return None
     (projection,) = projections
+    known = _key_bias(owner, projection, layer.layer_name)
+    factors = _norm_factors(owner, projection, layer.layer_name)
+    if factors is None:
+        return known
+    return replace(KeySmoothing(torch.zeros_like(factors)) if known is None else known, balance=factors)
+
+
+def _key_bias(owner: Any, projection: Any, layer_name: str) -> KeySmoothing | None:
+    """What keys share by the bias of their projection, if it has one."""
+    if not isinstance(projection.bias, torch.Tensor):
+        return None
     size, first = projection.head_size, projection.num_heads * projection.head_size
     bias = projection.bias.detach()[first : first + projection.num_kv_heads * size].float().view(-1, size)
     if not bool(bias.any()):
@@ -59,8 +74,32 @@ def key_bias(layer: Any) -> KeySmoothing | None:
         found = _rotary_smoothing(rotary[0], bias)
         if found is not None:
             return found
-    _LOG.warning("kvq: key biases of %s stay in its keys: what becomes of them is not known", layer.layer_name)
+    _LOG.warning("kvq: key biases of %s stay in its keys: what becomes of them is not known", layer_name)
     return None
+
+
+def _norm_factors(owner: Any, projection: Any, layer_name: str) -> torch.Tensor | None:
+    """The factors by the norms of queries and keys, if there are both."""
+    norms = [getattr(owner, name, None) for name in ("q_norm", "k_norm")]
+    if not all(isinstance(getattr(norm, "weight", None), torch.nn.Parameter) for norm in norms):
+        return None
+    rank, (q_norm, k_norm) = projection.tp_rank, (norm_squares(norm, projection.head_size) for norm in norms)
+    queries = rows_of_rank(q_norm, projection.num_heads, projection.total_num_heads, rank)
+    # Where there are more ranks than kv heads, several have each.
+    keys = rows_of_rank(k_norm, projection.num_kv_heads, projection.total_num_kv_heads, rank // projection.num_kv_head_replicas)
+    if queries is None or keys is None:
+        _LOG.warning("kvq: channels of keys of %s stay as their norm leaves them, whose weight is not one for their heads", layer_name)
+        return None
+    # All kinds of embeddings have these, those of images too.
+    rotary = [module for module in owner.children() if hasattr(module, "rotary_dim") and hasattr(module, "is_neox_style")]
+    return norm_factors(keys, queries, rotary_pairs(rotary[0]) if len(rotary) == 1 else torch.zeros(0, 2, dtype=torch.int64))
+
+
+def rotary_pairs(embedding: Any) -> torch.Tensor:
+    """The pairs of channels [n, 2] that ``embedding`` turns."""
+    count = embedding.rotary_dim // 2
+    index = torch.arange(count)
+    return torch.stack((index, index + count) if embedding.is_neox_style else (2 * index, 2 * index + 1), 1)
 
 
 def _rotary_smoothing(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None:
@@ -70,9 +109,7 @@ def _rotary_smoothing(embedding: Any, bias: torch.Tensor) -> KeySmoothing | None
     if known is None:
         return None
     gain, rates = known
-    count = len(rates)
-    index = torch.arange(count)
-    pairs = torch.stack((index, index + count) if embedding.is_neox_style else (2 * index, 2 * index + 1), 1)
+    pairs = rotary_pairs(embedding)
     scaled = bias.clone()
     scaled[:, pairs] *= gain.to(bias)[:, None]
     return KeySmoothing.of_bias(scaled, pairs, rates)

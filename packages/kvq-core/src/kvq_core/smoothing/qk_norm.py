@@ -1,0 +1,50 @@
+"""QK-norm: what the weights of norms of queries and keys say of the sizes of channels, without a text, and the factors that balance them.
+
+A norm leaves each channel with the size that its weight has, and a rotary embedding behind it mixes the two channels of a pair: over many
+positions both have the mean of their squares. Keys are stored over the factors and queries are multiplied by them, so that scores stay what
+they are whatever the factors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvq_core.errors import is_out_of_memory
+from kvq_core.smoothing.calibration import channel_factors
+
+
+@torch.no_grad()
+def norm_squares(norm: Any, head_size: int) -> torch.Tensor | None:
+    """[heads, or 1 for all, head_size] float64: of the channels that ``norm``, a module with a weight, makes of 1 and -1, whose mean is 0,
+    as some norms want it; ``None`` if it makes nothing of the kind. The norm is asked, since some families add 1 to the weight."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, torch.nn.Parameter) or weight.is_meta or weight.numel() % head_size:
+        return None
+    signs = torch.ones_like(weight)
+    signs[..., 1::2] = -1
+    try:
+        # vLLM's name for what no kernel computes, which may not take a single row.
+        rows = getattr(norm, "forward_native", norm)(signs[None])
+    except Exception as problem:  # a model's own code, which may want more
+        if is_out_of_memory(problem):
+            raise
+        return None
+    if not isinstance(rows, torch.Tensor) or rows.numel() != weight.numel():
+        return None
+    return rows.double().square().view(-1, head_size)
+
+
+def norm_factors(keys: torch.Tensor, queries: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """The factors [num_kv_heads, head_size] float32 by the squares of the channels of ``keys`` [num_kv_heads, head_size] and ``queries``
+    [num_query_heads, head_size] before a rotary embedding of channels ``pairs`` [n, 2]."""
+    grouped = queries.unflatten(0, (len(keys), -1)).mean(1)
+    return channel_factors(*(_behind(squares, pairs.to(squares.device)) for squares in (keys, grouped)))
+
+
+def _behind(squares: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Root mean squares behind the embedding."""
+    mixed = squares.clone()
+    mixed[:, pairs[:, 0]] = mixed[:, pairs[:, 1]] = squares[:, pairs].mean(-1)
+    return mixed.sqrt()

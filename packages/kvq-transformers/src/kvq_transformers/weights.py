@@ -1,0 +1,82 @@
+"""What a model's weights say of its keys, without a text: their biases, and the sizes that norms give their channels."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from kvq_core.errors import ArgumentError
+from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.qk_norm import norm_factors, norm_squares
+from kvq_transformers.key_bias import Memory, embeddings, key_biases, remembered
+
+_LOG: Final = logging.getLogger(__name__)
+_KNOWN: Final[Memory] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Norms:
+    """A layer's norms of queries and keys, for so many heads of ``head_size``."""
+
+    layer: int
+    q_norm: Any
+    k_norm: Any
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    def factors(self, pairs: torch.Tensor) -> torch.Tensor | None:
+        """Behind an embedding of channels ``pairs``; ``None`` if a norm's weight is elsewhere, or not one for these heads."""
+        queries, keys = (norm_squares(norm, self.head_size) for norm in (self.q_norm, self.k_norm))
+        if queries is None or keys is None or len(queries) not in (1, self.num_query_heads) or len(keys) not in (1, self.num_kv_heads):
+            return None
+        return norm_factors(keys.expand(self.num_kv_heads, -1), queries.expand(self.num_query_heads, -1), pairs)
+
+
+def weights_smoothing(model: PreTrainedModel) -> Mapping[int, KeySmoothing]:
+    """The smoothing of each layer of ``model`` of which the weights say something: its key bias, and factors by its norms.
+
+    What cannot be told is left out, with a warning.
+    """
+    biases, norms = key_biases(model), list(layer_norms(model))
+    if not norms:
+        return biases
+    weights = [norm.weight for one in norms for norm in (one.q_norm, one.k_norm)]
+    means = [tensor for one in biases.values() for tensor in one.operands]
+    return remembered(_KNOWN, model, [*weights, *means], lambda: _balanced(model, norms, biases))
+
+
+def layer_norms(model: torch.nn.Module) -> Iterator[_Norms]:
+    """Of the attention layers in ``model`` that have both."""
+    module: Any
+    for module in model.modules():
+        q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
+        weighted = all(isinstance(getattr(norm, "weight", None), torch.nn.Parameter) for norm in (q_norm, k_norm))
+        width = getattr(getattr(module, "k_proj", None), "out_features", 0)
+        if weighted and width and all(hasattr(module, name) for name in ("layer_idx", "head_dim", "num_key_value_groups")):
+            num_kv_heads = width // module.head_dim
+            yield _Norms(module.layer_idx, q_norm, k_norm, num_kv_heads * module.num_key_value_groups, num_kv_heads, module.head_dim)
+
+
+def _balanced(model: PreTrainedModel, norms: list[_Norms], biases: Mapping[int, KeySmoothing]) -> dict[int, KeySmoothing]:
+    found = dict(biases)
+    try:
+        known = embeddings(model)
+    except ArgumentError as problem:
+        _LOG.warning("channels of keys stay as the norms of %s leave them: %s", type(model).__name__, problem)
+        return found
+    for one in norms:
+        if one.layer not in known:
+            continue
+        factors = one.factors(known[one.layer].pairs)
+        if factors is None:
+            _LOG.warning("channels of keys of layer %d stay as its norm leaves them, whose weight is not one for its heads", one.layer)
+            continue
+        found[one.layer] = replace(found.get(one.layer, KeySmoothing(torch.zeros_like(factors))), balance=factors)
+    return found

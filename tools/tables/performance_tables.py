@@ -78,6 +78,8 @@ SHOWN: Final = ("A", "A-g16", "A-d64", "A-d96", "A-d192", "A-d256", "A-token-maj
 """Those of OTHERS that have a line. The rest take setting A's time, which is a goal."""
 PEERS: Final = {FLASHATTENTION: "FlashAttention 3", FLASHINFER: "FlashInfer", COPY: "torch's copy"}
 PREFILL: Final = {"q8192": "8192", "q2048-32768": "2048 over 32768"}
+OTHER_PREFILL: Final = {"q8192-d64": "8192, heads of 64", "q8192-d96": "8192, heads of 96"}
+"""Without a goal of their own."""
 WRITES: Final = {
     "w64": "64 tokens",
     "w64-8": "64 tokens, each of eight in a graph",
@@ -265,7 +267,7 @@ def pages(run: Run, h200: Run) -> dict[Path, dict[Marks, str]]:
         },
         FIGURES: {
             _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL}, "decode", run.peer),
-            _marks("prefill"): figures(run, PREFILL, "prefill", run.peer, figure="tflops", form=".0f"),
+            _marks("prefill"): figures(run, PREFILL | OTHER_PREFILL, "prefill", run.peer, figure="tflops", form=".0f"),
             _marks("writes"): figures(run, WRITES, "write", COPY),
             _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", run.peer),
             _marks("goals"): goals(run),

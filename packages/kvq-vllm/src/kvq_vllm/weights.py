@@ -83,6 +83,11 @@ def _norm_factors(owner: Any, projection: Any, layer_name: str) -> torch.Tensor 
     norms = [getattr(owner, name, None) for name in ("q_norm", "k_norm")]
     if not all(isinstance(getattr(norm, "weight", None), torch.nn.Parameter) for norm in norms):
         return None
+    # All kinds of embeddings have these, those of images too. Without the pairs factors would be those of other channels.
+    rotary = [module for module in owner.children() if hasattr(module, "rotary_dim") and hasattr(module, "is_neox_style")]
+    if len(rotary) != 1:
+        _LOG.warning("kvq: channels of keys of %s stay as their norm leaves them: their rotary embedding is not known", layer_name)
+        return None
     rank, (q_norm, k_norm) = projection.tp_rank, (norm_squares(norm, projection.head_size) for norm in norms)
     queries = rows_of_rank(q_norm, projection.num_heads, projection.total_num_heads, rank)
     # Where there are more ranks than kv heads, several have each.
@@ -90,9 +95,7 @@ def _norm_factors(owner: Any, projection: Any, layer_name: str) -> torch.Tensor 
     if queries is None or keys is None:
         _LOG.warning("kvq: channels of keys of %s stay as their norm leaves them, whose weight is not one for their heads", layer_name)
         return None
-    # All kinds of embeddings have these, those of images too.
-    rotary = [module for module in owner.children() if hasattr(module, "rotary_dim") and hasattr(module, "is_neox_style")]
-    return norm_factors(keys, queries, rotary_pairs(rotary[0]) if len(rotary) == 1 else torch.zeros(0, 2, dtype=torch.int64))
+    return norm_factors(keys, queries, rotary_pairs(rotary[0]))
 
 
 def rotary_pairs(embedding: Any) -> torch.Tensor:

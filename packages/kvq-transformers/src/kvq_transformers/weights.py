@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvq_core.errors import ArgumentError
 from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.smoothing.qk_norm import norm_factors, norm_squares
+from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of
 from kvq_transformers.key_bias import Memory, embeddings, key_biases, remembered
 
 _LOG: Final = logging.getLogger(__name__)
@@ -56,12 +56,10 @@ def layer_norms(model: torch.nn.Module) -> Iterator[_Norms]:
     """Of the attention layers in ``model`` that have both."""
     module: Any
     for module in model.modules():
-        q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
-        weighted = all(isinstance(getattr(norm, "weight", None), torch.nn.Parameter) for norm in (q_norm, k_norm))
-        width = getattr(getattr(module, "k_proj", None), "out_features", 0)
-        if weighted and width and all(hasattr(module, name) for name in ("layer_idx", "head_dim", "num_key_value_groups")):
+        norms, width = norms_of(module), getattr(getattr(module, "k_proj", None), "out_features", 0)
+        if norms is not None and width and all(hasattr(module, name) for name in ("layer_idx", "head_dim", "num_key_value_groups")):
             num_kv_heads = width // module.head_dim
-            yield _Norms(module.layer_idx, q_norm, k_norm, num_kv_heads * module.num_key_value_groups, num_kv_heads, module.head_dim)
+            yield _Norms(module.layer_idx, *norms, num_kv_heads * module.num_key_value_groups, num_kv_heads, module.head_dim)
 
 
 def _balanced(model: PreTrainedModel, norms: list[_Norms], biases: Mapping[int, KeySmoothing]) -> dict[int, KeySmoothing]:

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.smoothing.qk_norm import norm_factors, norm_squares
+from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of
 from kvq_vllm.smoothing import rows_of_rank
 
 _LOG: Final = logging.getLogger("vllm.kvq")
@@ -80,8 +80,8 @@ def _key_bias(owner: Any, projection: Any, layer_name: str) -> KeySmoothing | No
 
 def _norm_factors(owner: Any, projection: Any, layer_name: str) -> torch.Tensor | None:
     """The factors by the norms of queries and keys, if there are both."""
-    norms = [getattr(owner, name, None) for name in ("q_norm", "k_norm")]
-    if not all(isinstance(getattr(norm, "weight", None), torch.nn.Parameter) for norm in norms):
+    norms = norms_of(owner)
+    if norms is None:
         return None
     # All kinds of embeddings have these, those of images too. Without the pairs factors would be those of other channels.
     rotary = [module for module in owner.children() if hasattr(module, "rotary_dim") and hasattr(module, "is_neox_style")]

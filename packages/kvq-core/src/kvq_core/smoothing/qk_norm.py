@@ -7,20 +7,32 @@ they are whatever the factors.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from kvq_core.errors import is_out_of_memory
 from kvq_core.smoothing.calibration import channel_factors
 
+_NAMES: Final = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+"""What attention modules call norms before their rotary embedding."""
+
+
+def norms_of(attention: torch.nn.Module) -> tuple[Any, Any] | None:
+    """The norms of queries and of keys of an attention module, if it has both, with weights."""
+    for names in _NAMES:
+        q_norm, k_norm = (getattr(attention, name, None) for name in names)
+        if all(isinstance(getattr(norm, "weight", None), torch.nn.Parameter) for norm in (q_norm, k_norm)):
+            return q_norm, k_norm
+    return None
+
 
 @torch.no_grad()
 def norm_squares(norm: Any, head_size: int) -> torch.Tensor | None:
     """[heads, or 1 for all, head_size] float64: of the channels that ``norm``, a module with a weight, makes of 1 and -1, whose mean is 0,
     as some norms want it; ``None`` if it makes nothing of the kind. The norm is asked, since some families add 1 to the weight."""
-    weight = getattr(norm, "weight", None)
-    if not isinstance(weight, torch.nn.Parameter) or weight.is_meta or weight.numel() % head_size:
+    weight = norm.weight
+    if weight.is_meta or weight.numel() % head_size:
         return None
     signs = torch.ones_like(weight)
     signs[..., 1::2] = -1

@@ -11,6 +11,7 @@ from kvq_core.launch.device import DeviceFacts
 from kvq_core.plan import Table
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
+from kvq_core.testing.arrivals import unordered_arrivals
 from kvq_core.testing.cases import Case
 from kvq_core.testing.interpret.ptx import interpreted_ptx
 
@@ -48,3 +49,25 @@ def test_short_sequences_are_prefetched(interpreted: torch.device, monkeypatch: 
         codes = built.pages.integers("key_cache")
         rows = {codes[slot // 16, slot % 16, 0].data_ptr() for slot in built.slots.tolist()}
         assert rows & log.prefetched == (rows if mode == "int4" else set())
+
+
+ARRIVAL = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("unordered", "code"),
+    [
+        (0, f"st.shared.b32 [%r2], %r3;\nbar.sync 1, 128;\n{ARRIVAL}"),
+        (1, f"bar.sync 1, 128;\nst.shared.b32 [%r2], %r3;\nfence.proxy.async.shared::cta;\n{ARRIVAL}"),
+        (1, f"wgmma.wait_group.sync.aligned 0;\n{ARRIVAL}"),
+        (2, f"@%p2 ld.shared.v2.b32 {{%r4, %r5}}, [%r6];\n{ARRIVAL}\n{ARRIVAL}\nbarrier.sync 1;\n{ARRIVAL}"),
+        (0, "ld.shared.b32 %r2, [%r3];\ncp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1];"),
+        # The next round's arrival is before the barrier; or the barrier is on one of two ways only; or no way leads there.
+        (1, f"bar.sync 1, 128;\n$L1:\n{ARRIVAL}\nstmatrix.sync.aligned.m8n8.x1.shared.b16 [%r2], {{%r3}};\n@%p2 bra $L1;\nret;"),
+        (1, f"ld.shared.b32 %r2, [%r3];\n@%p2 bra $L1;\nbar.sync 1, 128;\n$L1:\n{ARRIVAL}"),
+        (0, f"bra.uni $L1;\nld.shared.b32 %r2, [%r3];\n$L2:\n{ARRIVAL}\nret;\n$L1:\nbar.sync 1, 128;\nbra.uni $L2;"),
+    ],
+)
+def test_arrivals_that_an_access_reaches(unordered: int, code: str) -> None:
+    assert unordered_arrivals(code) == unordered

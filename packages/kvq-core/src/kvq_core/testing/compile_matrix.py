@@ -108,7 +108,7 @@ WRITES = MappingProxyType(
 @dataclass(frozen=True)
 class Build:
     """One compiled kernel. ``spilled``: bytes of local memory (CUDA) or spilled registers (HIP) per thread. ``merged_exponents`` (see
-    :mod:`~kvq_core.testing.machine_code`) and ``hot``: CUDA only."""
+    :mod:`~kvq_core.testing.machine_code`), ``unordered_arrivals`` (:mod:`~kvq_core.testing.arrivals`) and ``hot``: CUDA only."""
 
     mode: str
     target: str
@@ -121,6 +121,7 @@ class Build:
     products: int
     loads: int
     merged_exponents: int
+    unordered_arrivals: int
     hot: machine_code.Hot | None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_core.testing import sass
+from kvq_core.testing.arrivals import unordered_arrivals
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def of_cuda(kernel: Any) -> dict[str, Any]:
         "spilled": int(usage[2]) + int(usage[3]),
         **_count([one.operation for one in code], tuple(sass.PRODUCTS), ("LDG", "LDGSTS")),
         "merged_exponents": merged_exponents(kernel.asm["ptx"]),
+        "unordered_arrivals": unordered_arrivals(kernel.asm["ptx"]),
         "hot": _hot(kernel, code),
     }
 
@@ -87,7 +89,14 @@ def of_hip(kernel: Any) -> dict[str, Any]:
     products = tuple({code for code in codes if "mfma" in code})
     loads = tuple({code for code in codes if code.startswith(("global_load", "buffer_load", "flat_load"))})
     spilled = number("vgpr_spill_count") + number("sgpr_spill_count")
-    return {"registers": number("vgpr_count"), "spilled": spilled, **_count(codes, products, loads), "merged_exponents": 0, "hot": None}
+    return {
+        "registers": number("vgpr_count"),
+        "spilled": spilled,
+        **_count(codes, products, loads),
+        "merged_exponents": 0,
+        "unordered_arrivals": 0,
+        "hot": None,
+    }
 
 
 def _count(codes: list[str], products: tuple[str, ...], loads: tuple[str, ...]) -> dict[str, int]:

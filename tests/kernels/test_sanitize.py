@@ -38,7 +38,16 @@ RACECHECK = f"""{START}
 def test_outcomes(status: int, said: str, errors: dict[str, int], trouble: str) -> None:
     found = judge("memcheck", "int4", status, said)
     assert found.errors == errors and trouble in found.trouble and bool(found.trouble) == bool(trouble)
+    assert len(found.words) == sum(errors.values()) - errors.get(ELSEWHERE, 0)
     assert found.clean == (said == CLEAN and status == 0)
+
+
+def test_a_kind_of_error_is_told_once() -> None:
+    found = judge("memcheck", "int4", FOUND, MEMCHECK + MEMCHECK)
+    assert found.words == (
+        "Invalid __global__ read of size 2 bytes; at attend+0x1a40 in read.py:60",
+        "Invalid __global__ write of size 4 bytes; at 0x90 in write",
+    )
 
 
 def test_the_slice_gives_the_right_results() -> None:

@@ -36,6 +36,7 @@ ELSEWHERE = "(elsewhere)"
 """Where errors are counted that the tool names no kernel for."""
 
 _LIMIT = 540  # seconds a slice may take under a tool
+_WORDS = 20  # kinds of errors of a slice that are shown
 _HEAD = re.compile(r"^=+ (?:Error: |Warning: )?(?:Invalid|Uninitialized|Misaligned|Race|Potential|Barrier|Address|Out-of-range|Stack)\b")
 _KERNEL = re.compile(r"\b(?:at|in) (?:0x[0-9a-f]+ in )?(?P<name>[A-Za-z_]\w*)(?=\+0x|\(|:|\s*$)")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (?P<count>\d+)")
@@ -43,12 +44,14 @@ _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (?P<count>\d+)")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One slice: ``launches`` and ``errors`` by kernel; ``trouble`` says what kept it from being judged."""
+    """One slice: ``launches`` and ``errors`` by kernel, and the tool's first words on each kind; ``trouble`` says what kept it from being
+    judged."""
 
     tool: str
     mode: str
     launches: dict[str, int]
     errors: dict[str, int]
+    words: tuple[str, ...] = ()
     trouble: str = ""
     seconds: float = 0.0
 
@@ -72,6 +75,13 @@ def errors_of(said: str) -> tuple[dict[str, int], bool]:
     return dict(counts), bool(totals)
 
 
+def words_of(said: str) -> tuple[str, ...]:
+    """Each kind of error that a tool speaks of, with the line that follows, once."""
+    lines = [line.strip("= ") for line in said.splitlines()]
+    heads = [at for at, line in enumerate(said.splitlines()) if _HEAD.match(line)]
+    return tuple(dict.fromkeys("; ".join(lines[at : at + 2]) for at in heads))
+
+
 def judge(tool: str, mode: str, status: int, said: str) -> Outcome:
     """The outcome of a slice that ended with ``status`` (None: at its limit) and said ``said``."""
     errors, counted = errors_of(said)
@@ -83,7 +93,7 @@ def judge(tool: str, mode: str, status: int, said: str) -> Outcome:
         trouble = f"{tool} gave no summary: {said.strip()[-1500:]}"
     elif status == FOUND and not any(errors.values()):
         errors = {ELSEWHERE: 1}
-    return Outcome(tool, mode, {} if report is None else report, errors, trouble)
+    return Outcome(tool, mode, {} if report is None else report, errors, words_of(said), trouble)
 
 
 def run_slice(tool: str, mode: str, sanitizer: str) -> Outcome:
@@ -103,7 +113,7 @@ def run_slice(tool: str, mode: str, sanitizer: str) -> Outcome:
     except subprocess.TimeoutExpired as late:
         # Bytes, though text was asked for (cpython issue 87597).
         said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        return Outcome(tool, mode, {}, {}, f"not done after {_LIMIT} s: {said.strip()[-500:] or 'it said nothing'}", _LIMIT)
+        return Outcome(tool, mode, {}, {}, (), f"not done after {_LIMIT} s: {said.strip()[-500:] or 'it said nothing'}", _LIMIT)
     return replace(judge(tool, mode, done.returncode, done.stdout + done.stderr), seconds=time.monotonic() - begin)
 
 
@@ -175,6 +185,9 @@ def main(argv: list[str] | None = None) -> int:
         if chosen.json is not None:
             chosen.json.write_text(json.dumps([asdict(one) for one in judged], indent=1) + "\n", encoding="utf-8")
     print(table(judged))
+    for one in judged:
+        for words in one.words[:_WORDS]:
+            print(f"{one.tool}, {one.mode}: {words}")
     for one in judged:
         if one.trouble:
             print(f"\n{one.tool or 'without a tool'}, {one.mode}: {one.trouble}", file=sys.stderr)

@@ -17,6 +17,7 @@ from kvq_core import get_backend, list_backends
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import short_pairs
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.smoothing.qk_norm import rows_of_heads
 from kvq_core.testing import places
 from kvq_vllm import plugin, probe
 from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
@@ -24,7 +25,7 @@ from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
 from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, check_sinks, explained, head_size_reason
 from kvq_vllm.settings import Settings, smallest_window_block
-from kvq_vllm.smoothing import check_smoothed, load, rows_of_rank, smooth_layers
+from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
 
 pytestmark = pytest.mark.quick
 space = types.SimpleNamespace
@@ -307,7 +308,7 @@ def test_rows_of_norms_are_those_of_a_rank() -> None:
         (every[:2], 3, 6, 1, None),
         (None, 3, 6, 1, None),
     ):
-        found = rows_of_rank(rows, num_heads, total, place)
+        found = rows_of_heads(rows, num_heads, total, place)
         assert found is None if wanted is None else found is not None and torch.equal(found, wanted)
 
 

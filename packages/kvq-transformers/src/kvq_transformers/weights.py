@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvq_core.errors import ArgumentError
 from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of
+from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of, rows_of_heads, with_factors
 from kvq_transformers.key_bias import Memory, embeddings, key_biases, remembered
 
 _LOG: Final = logging.getLogger(__name__)
@@ -33,10 +33,9 @@ class _Norms:
 
     def factors(self, pairs: torch.Tensor) -> torch.Tensor | None:
         """Behind an embedding of channels ``pairs``; ``None`` if a norm's weight is elsewhere, or not one for these heads."""
-        queries, keys = (norm_squares(norm, self.head_size) for norm in (self.q_norm, self.k_norm))
-        if queries is None or keys is None or len(queries) not in (1, self.num_query_heads) or len(keys) not in (1, self.num_kv_heads):
-            return None
-        return norm_factors(keys.expand(self.num_kv_heads, -1), queries.expand(self.num_query_heads, -1), pairs)
+        parts = ((self.q_norm, self.num_query_heads), (self.k_norm, self.num_kv_heads))
+        queries, keys = (rows_of_heads(norm_squares(norm, self.head_size), count, count) for norm, count in parts)
+        return None if queries is None or keys is None else norm_factors(keys, queries, pairs)
 
 
 def weights_smoothing(model: PreTrainedModel) -> Mapping[int, KeySmoothing]:
@@ -76,5 +75,5 @@ def _balanced(model: PreTrainedModel, norms: list[_Norms], biases: Mapping[int, 
         if factors is None:
             _LOG.warning("channels of keys of layer %d stay as its norm leaves them, whose weight is not one for its heads", one.layer)
             continue
-        found[one.layer] = replace(found.get(one.layer, KeySmoothing(torch.zeros_like(factors))), balance=factors)
+        found[one.layer] = with_factors(found.get(one.layer), factors)
     return found

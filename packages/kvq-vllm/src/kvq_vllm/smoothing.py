@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
-
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_vllm.settings import NOTHING, SMOOTHING, Settings
@@ -36,14 +34,6 @@ def of_rank(one: KeySmoothing, num_kv_heads: int, head_size: int, world_size: in
         need = f"one for {num_kv_heads * world_size} kv heads of {head_size}: {_NEED}"
         raise ArgumentError(argument, f"one for {total} heads of {size}", need)
     return one.of_heads(slice(first, first + num_kv_heads))
-
-
-def rows_of_rank(rows: torch.Tensor | None, num_heads: int, total: int, place: int) -> torch.Tensor | None:
-    """Of ``rows``, one for each head, the ``place``-th [num_heads, ...] of ``total``; they may be one for all heads, or this rank's alone.
-    ``None`` if they are for other heads, or there are none."""
-    if rows is not None and len(rows) == total:
-        rows = rows[place * num_heads : (place + 1) * num_heads]
-    return None if rows is None or len(rows) not in (1, num_heads) else rows.expand(num_heads, -1)
 
 
 def smooth_layers(config: Any, world_size: int, rank: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -18,8 +17,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of
-from kvq_vllm.smoothing import rows_of_rank
+from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of, rows_of_heads, with_factors
 
 _LOG: Final = logging.getLogger("vllm.kvq")
 _CHECKED: Final = (2, 3, 50, 400)
@@ -55,9 +53,7 @@ def weights_smoothing(layer: Any) -> KeySmoothing | None:
     (projection,) = projections
     known = _key_bias(owner, projection, layer.layer_name)
     factors = _norm_factors(owner, projection, layer.layer_name)
-    if factors is None:
-        return known
-    return replace(KeySmoothing(torch.zeros_like(factors)) if known is None else known, balance=factors)
+    return known if factors is None else with_factors(known, factors)
 
 
 def _key_bias(owner: Any, projection: Any, layer_name: str) -> KeySmoothing | None:
@@ -89,9 +85,9 @@ def _norm_factors(owner: Any, projection: Any, layer_name: str) -> torch.Tensor 
         _LOG.warning("kvq: channels of keys of %s stay as their norm leaves them: their rotary embedding is not known", layer_name)
         return None
     rank, (q_norm, k_norm) = projection.tp_rank, (norm_squares(norm, projection.head_size) for norm in norms)
-    queries = rows_of_rank(q_norm, projection.num_heads, projection.total_num_heads, rank)
+    queries = rows_of_heads(q_norm, projection.num_heads, projection.total_num_heads, rank)
     # Where there are more ranks than kv heads, several have each.
-    keys = rows_of_rank(k_norm, projection.num_kv_heads, projection.total_num_kv_heads, rank // projection.num_kv_head_replicas)
+    keys = rows_of_heads(k_norm, projection.num_kv_heads, projection.total_num_kv_heads, rank // projection.num_kv_head_replicas)
     if queries is None or keys is None:
         _LOG.warning("kvq: channels of keys of %s stay as their norm leaves them, whose weight is not one for their heads", layer_name)
         return None

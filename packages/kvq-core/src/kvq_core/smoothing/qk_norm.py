@@ -7,12 +7,13 @@ they are whatever the factors.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from kvq_core.errors import is_out_of_memory
-from kvq_core.smoothing.calibration import channel_factors
+from kvq_core.smoothing.calibration import KeySmoothing, channel_factors
 
 _NAMES: Final = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 """What attention modules call norms before their rotary embedding."""
@@ -37,7 +38,7 @@ def norm_squares(norm: Any, head_size: int) -> torch.Tensor | None:
     signs = torch.ones_like(weight)
     signs[..., 1::2] = -1
     try:
-        # vLLM's name for what no kernel computes, which may not take a single row.
+        # What vLLM calls a norm in plain torch, beside its kernels.
         rows = getattr(norm, "forward_native", norm)(signs[None])
     except Exception as problem:  # a model's own code, which may want more
         if is_out_of_memory(problem):
@@ -46,6 +47,19 @@ def norm_squares(norm: Any, head_size: int) -> torch.Tensor | None:
     if not isinstance(rows, torch.Tensor) or rows.numel() != weight.numel():
         return None
     return rows.double().square().view(-1, head_size)
+
+
+def rows_of_heads(rows: torch.Tensor | None, num_heads: int, total: int, rank: int = 0) -> torch.Tensor | None:
+    """Of :func:`norm_squares`, those of the ``rank``-th ``num_heads`` heads of ``total``, [num_heads, head_size]. ``rows`` may be one for
+    all heads, one for each of ``total``, or for these alone. ``None`` if they are for other heads, or there are none."""
+    if rows is not None and len(rows) == total:
+        rows = rows[rank * num_heads : (rank + 1) * num_heads]
+    return None if rows is None or len(rows) not in (1, num_heads) else rows.expand(num_heads, -1)
+
+
+def with_factors(known: KeySmoothing | None, factors: torch.Tensor) -> KeySmoothing:
+    """``known``, or no mean, and ``factors``."""
+    return replace(KeySmoothing(torch.zeros_like(factors)) if known is None else known, balance=factors)
 
 
 def norm_factors(keys: torch.Tensor, queries: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,7 @@ def build(target: str, modes: tuple[str, ...], *, every_tile: bool = False) -> N
             assert one["kernel"] != "write" or one["spilled"] == 0, one
             assert one["merged_exponents"] == 0, f"huge scores lose their maximum: {one}"
             assert one["unordered_arrivals"] == 0, f"a thread speaks for others that are not done: {one}"
+            assert one["reused_mbarriers"] == 0, f"something else lies where an mbarrier is: {one}"
     # Here, since compiling is what takes time.
     if target in CUDA_TARGETS:
         compare_with_golden(target, built, modes, every_tile=every_tile)

@@ -11,9 +11,9 @@ from kvq_core.launch.device import DeviceFacts
 from kvq_core.plan import Table
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
-from kvq_core.testing.arrivals import unordered_arrivals
 from kvq_core.testing.cases import Case
 from kvq_core.testing.interpret.ptx import interpreted_ptx
+from kvq_core.testing.mbarriers import reused_mbarriers, unordered_arrivals
 
 MODES = sorted(set(FIRST_PARTY) - {"none"})
 DECODE = Case(query_lens=(1, 1), seq_lens=(65, 33), head_size=128, queries_per_kv=4, num_kv_heads=1, dtype=torch.bfloat16)
@@ -71,3 +71,17 @@ ARRIVAL = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
 )
 def test_arrivals_that_an_access_reaches(unordered: int, code: str) -> None:
     assert unordered_arrivals(code) == unordered
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("reused", "access"),
+    [
+        (1, "st.shared.v4.b32 [global_smem+64], {%r60, %r61, %r59, %r62};"),
+        (0, "@%p1 mbarrier.inval.shared::cta.b64 [%r2];\nst.shared.b32 [global_smem+64], %r60;"),
+        (0, "@%p1 ld.shared.b64 %rd5, [global_smem+72];"),
+    ],
+)
+def test_mbarriers_whose_memory_is_used(reused: int, access: str) -> None:
+    begin = "mov.b32 %r1, global_smem;\nadd.s32 %r2, %r1, 64;\n@%p1 mbarrier.init.shared::cta.b64 [%r2], 2;\n"
+    assert reused_mbarriers(begin + access) == reused

@@ -108,7 +108,8 @@ WRITES = MappingProxyType(
 @dataclass(frozen=True)
 class Build:
     """One compiled kernel. ``spilled``: bytes of local memory (CUDA) or spilled registers (HIP) per thread. ``merged_exponents`` (see
-    :mod:`~kvq_core.testing.machine_code`), ``unordered_arrivals`` (:mod:`~kvq_core.testing.arrivals`) and ``hot``: CUDA only."""
+    :mod:`~kvq_core.testing.machine_code`), ``unordered_arrivals``, ``reused_mbarriers`` (:mod:`~kvq_core.testing.mbarriers`) and ``hot``:
+    CUDA only."""
 
     mode: str
     target: str
@@ -122,6 +123,7 @@ class Build:
     loads: int
     merged_exponents: int
     unordered_arrivals: int
+    reused_mbarriers: int
     hot: machine_code.Hot | None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_core.testing import sass
-from kvq_core.testing.arrivals import unordered_arrivals
+from kvq_core.testing.mbarriers import reused_mbarriers, unordered_arrivals
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def of_cuda(kernel: Any) -> dict[str, Any]:
         **_count([one.operation for one in code], tuple(sass.PRODUCTS), ("LDG", "LDGSTS")),
         "merged_exponents": merged_exponents(kernel.asm["ptx"]),
         "unordered_arrivals": unordered_arrivals(kernel.asm["ptx"]),
+        "reused_mbarriers": reused_mbarriers(kernel.asm["ptx"]),
         "hot": _hot(kernel, code),
     }
 
@@ -95,6 +96,7 @@ def of_hip(kernel: Any) -> dict[str, Any]:
         **_count(codes, products, loads),
         "merged_exponents": 0,
         "unordered_arrivals": 0,
+        "reused_mbarriers": 0,
         "hot": None,
     }
 

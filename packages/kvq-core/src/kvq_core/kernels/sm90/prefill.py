@@ -104,13 +104,15 @@ def attend_in_groups(
             mbarrier.init(v_full.index(at), count=THREADS if COPIED else 1)
             mbarrier.init(k_free.index(at), count=GROUPS)
             mbarrier.init(v_free.index(at), count=GROUPS)
+        ready = k_full
+        if C.format.key.rotated:
+            ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(ready, count=GROUPS)
         turns = k_full
         if COPIED:
             turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
             for group in gl.static_range(GROUPS):
                 mbarrier.init(turns.index(group), count=1)
-        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready, count=GROUPS)
         rotary_tiles = k_tiles
         rotary_queries = q_tile
         if C.features.rotary_pairs > 0:

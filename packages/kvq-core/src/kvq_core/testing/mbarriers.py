@@ -1,7 +1,8 @@
-"""Whether what a group of threads did to shared memory is done when one of them says so, by the PTX of a kernel.
+"""What a kernel does with its mbarriers, by its PTX: what Triton could leave out, and the interpreter would not miss.
 
 A thread that arrives at an mbarrier speaks for itself alone. Where one arrives for its group, a barrier of the group must lie between the
-others' accesses and it. Triton puts it there, and the interpreter, to whom a group is one thread, would not miss it.
+others' accesses to shared memory and it. And an mbarrier that nobody waits for is dead once it is initialized: Triton gives its memory to
+something else, which other threads may write before the one that initializes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ _EVENTS: Final = {
     # Products read shared memory until they are waited for.
     "access": re.compile(r"\b(?:ld|st|red|atom)\.shared\b|\b(?:st|ld)matrix\b|\bwgmma\.wait_group\b"),
 }
+
+
+_CONSTANT: Final = re.compile(r"^mov\.b32\s+(%\w+), global_smem;")
+_SUM: Final = re.compile(r"^add\.s32\s+(%\w+), (%\w+), (\d+);")
+_LIFE: Final = re.compile(r"\bmbarrier\.(init|inval)\S*\s+\[(%\w+)\]")
+_PLAIN: Final = re.compile(r"\b(?:ld|st)\.shared\S*\s.*?\[global_smem(?:\+(\d+))?\]")
 
 
 @dataclass
@@ -44,6 +51,24 @@ def unordered_arrivals(ptx: str) -> int:
                 entered[name] = True
                 waiting.append(name)
     return sum(_followed(block.events, entered[name])[0] for name, block in blocks.items())
+
+
+def reused_mbarriers(ptx: str) -> int:
+    """How many mbarriers there are whose memory plain loads or stores use, too, both at addresses that the compiler knew, but those that
+    are invalidated."""
+    offsets: dict[str, int] = {}
+    mbarriers: dict[str, set[int | None]] = {"init": set(), "inval": set()}
+    used = set()
+    for line in _code(ptx):
+        if constant := _CONSTANT.match(line):
+            offsets[constant[1]] = 0
+        elif (summed := _SUM.match(line)) and summed[2] in offsets:
+            offsets[summed[1]] = offsets[summed[2]] + int(summed[3])
+        elif life := _LIFE.search(line):
+            mbarriers[life[1]].add(offsets.get(life[2]))
+        elif plain := _PLAIN.search(line):
+            used.add(int(plain[1] or 0))
+    return len((mbarriers["init"] - mbarriers["inval"]) & used)
 
 
 def _followed(events: list[str], pending: bool) -> tuple[int, bool]:

@@ -9,7 +9,7 @@ from transformers import CompileConfig, PreTrainedModel
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate
 from kvq_transformers.naming import GENERATE
-from transformers_families import make_model, prompts
+from transformers_families import eager_twin, logits_in_steps, make_model, prompts, uneven, worst
 
 pytestmark = pytest.mark.gpu
 STEPS = [19, 9, 1, 1, 3]
@@ -30,15 +30,16 @@ def half_model(family: str, **changes: Any) -> PreTrainedModel:
 
 
 COMPILED = [(family, mode) for family in ("Llama", "Gemma2") for mode in ("none", "int8", "int4", "int2", "fp8_per_tensor")]
-COMPILED += [("Qwen2", "int8"), ("Qwen2", "int4")]
+COMPILED += [("Qwen2", "int8"), ("Qwen2", "int4"), ("Qwen3", "int4")]
 """gpt-oss's loop over experts does not compile (transformers 5.17, torch 2.11)."""
 
 
 @pytest.mark.parametrize(("family", "mode"), COMPILED)
 def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) -> None:
-    """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation. One mode is calibrated, and one
-    family has key biases."""
-    model, inputs = half_model(family), on_gpu(prompts(2, 23, (0, 9)))
+    """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation. One mode is calibrated, and
+    two families have what is read from the weights: key biases, norms of keys."""
+    model = uneven(family).to("cuda", torch.bfloat16) if family == "Qwen3" else half_model(family)
+    inputs = on_gpu(prompts(2, 23, (0, 9)))
     given: dict[str, Any] = vars(calibrate(model, **inputs, smoothing="balanced")) if mode == "fp8_per_tensor" else {}
 
     def make() -> KVQCache:
@@ -75,3 +76,15 @@ def test_no_copy_of_the_cache_is_ever_made() -> None:
         for _ in range(4):
             model(ids[:, :1], **{GENERATE: cache})
     assert torch.cuda.max_memory_allocated() - before < cache.nbytes / 4
+
+
+@torch.no_grad()
+def test_codes_lose_less_by_the_norms_of_keys() -> None:
+    model, inputs = uneven("Qwen3").cuda(), on_gpu(prompts(2, sum(STEPS), (0, 5)))
+    gold = eager_twin(model)(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits
+
+    def loss(mode: str, **given: Any) -> float:
+        return worst(logits_in_steps(model, inputs, KVQCache(model, mode, **given), STEPS), gold, inputs["attention_mask"])
+
+    assert loss("none") < 1e-2 * float(gold.abs().max())
+    assert loss("int8") < 0.6 * loss("int8", smoothing="key_bias")

@@ -12,24 +12,12 @@ from kvq_core.smoothing.calibration import KEY_BIAS, WEIGHTS, KeySmoothing, Mode
 from kvq_transformers import KVQCache
 from kvq_transformers.key_bias import key_biases
 from kvq_transformers.naming import cache_argument
-from kvq_transformers.weights import layer_norms, weights_smoothing
-from transformers_families import biased, eager_twin, logits_in_steps, make_model, prompts, worst
+from kvq_transformers.weights import weights_smoothing
+from transformers_families import biased, eager_twin, logits_in_steps, make_model, prompts, uneven, worst
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 STEPS = [19, 40, 1, 3, 1]
 OFF = {"smoothing": KEY_BIAS}
-
-
-@torch.no_grad()
-def uneven(family: str) -> PreTrainedModel:
-    """A model whose norms make a few channels of keys large, as those of trained ones do, and theirs of queries small."""
-    model = make_model(family)
-    for one in layer_norms(model):
-        for norm, by in ((one.k_norm, 12.0), (one.q_norm, 1 / 12.0)):
-            effective = norm(torch.ones(1, norm.weight.numel()))[0]
-            wanted = torch.where(torch.arange(norm.weight.numel()) % 16 == 3, by, 1.0)
-            norm.weight += wanted - effective
-    return model
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Olmo2", "Lfm2"])

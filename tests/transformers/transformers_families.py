@@ -17,6 +17,7 @@ from transformers.masking_utils import eager_mask
 from kvq_core import get_backend
 from kvq_transformers import KVQCache
 from kvq_transformers.naming import GENERATE
+from kvq_transformers.weights import layer_norms
 
 CAPACITIES: dict[str, dict[str, Any]] = {"growing": {}, "fixed": {"max_cache_len": 80}}
 """Both kinds of pages, as KVQCache is asked for them."""
@@ -119,6 +120,18 @@ def biased(name: str, size: float = 10.0, **changes: Any) -> PreTrainedModel:
     """A tiny model whose key biases are ``size`` times a standard normal, other biases small."""
     family, options = BIASED[name]
     return make_model(family, biases=(size, 0.1), **(options | changes))
+
+
+@torch.no_grad()
+def uneven(family: str) -> PreTrainedModel:
+    """A model whose norms make a few channels of keys large, as those of trained ones do, and theirs of queries small."""
+    model = make_model(family)
+    for one in layer_norms(model):
+        for norm, by in ((one.k_norm, 12.0), (one.q_norm, 1 / 12.0)):
+            effective = norm(torch.ones(1, norm.weight.numel()))[0]
+            wanted = torch.where(torch.arange(norm.weight.numel()) % 16 == 3, by, 1.0)
+            norm.weight += wanted - effective
+    return model
 
 
 def prompts(batch_size: int, columns: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:

@@ -102,6 +102,7 @@ class Check:
 
 SMOOTHED: Final = "smoothed keys"
 BIASED: Final = "key biases"
+NORMS: Final = "norms of queries and keys"
 WINDOWS: Final = {"num_gpu_blocks_override": 64, "additional_config": {"kvq": {"mode": "int4"}}}
 """Windows have pages of their own, which take more of them. vLLM 0.26 counts those of ``int4_per_token_head`` as large as int8's, and then
 fails: int4 has to be in pages of int8's name there."""
@@ -109,12 +110,12 @@ DRAFTS: Final = {"speculative_config": {"method": "ngram_gpu"}}
 """Proposed by what needs no further package, and has to be compiled."""
 V1: Final = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 CHECKS: Final[dict[str, Check]] = {
-    **{name: Check(name) for name in ("none", "int8", "fp8", "int4", "int2", SMOOTHED, BIASED)},
+    **{name: Check(name) for name in ("none", "int8", "fp8", "int4", "int2", SMOOTHED, BIASED, NORMS)},
     "a skipped layer": Check("a skipped layer", options={"num_gpu_blocks_override": 9}),  # of 64 tokens, to hold as many bytes as float32's
     "int3": Check("int3"),
     "int4, no graphs": Check("int4", graphs=None),
     **{f"{name}, runner V1": Check(name, settings=V1) for name in ("int8", "int4", SMOOTHED)},
-    **{f"{name}, graphs in pieces": Check(name, PIECES) for name in ("int8", "int4", BIASED)},
+    **{f"{name}, graphs in pieces": Check(name, PIECES) for name in ("int8", "int4", BIASED, NORMS)},
     "int4, graphs in pieces, runner V1": Check("int4", PIECES, V1),
     "residual window": Check("residual window"),
     "residual window and sinks": Check("residual window and sinks"),

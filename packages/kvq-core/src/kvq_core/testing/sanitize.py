@@ -1,9 +1,13 @@
-"""Every kernel under NVIDIA's compute-sanitizer: ``python -m kvq_core.testing.sanitize [MODE ...] [--tool TOOL]``.
+"""Every kernel under NVIDIA's compute-sanitizer, and delayed: ``python -m kvq_core.testing.sanitize [MODE ...] [--tool TOOL]``.
 
 For each tool and mode a process runs a slice of small problems (:mod:`kvq_core.testing.sanitizer_slice`) under the tool, with torch's
 caching allocator off, so that every tensor ends where its memory does. ``memcheck`` finds accesses outside an allocation, ``racecheck``
 hazards in shared memory, ``initcheck`` reads of memory that nothing has written. The kernels are compiled before, by a run without a tool,
 which must give the right results, too.
+
+``delays`` is no tool of NVIDIA's: warps wait at random where they meet (:mod:`kvq_core.testing.delays`), anew for each of ``--seeds``, and
+results must have the bits of the run without. It finds some of the races between warps that ``racecheck`` has no notion of: products and
+copies that run on their own.
 
 Prints errors by tool, mode and kernel. Exit status: 0 clean, 1 errors or a slice that failed, 2 nothing could be run (and why).
 """
@@ -30,6 +34,7 @@ from kvq_core.environment import cuda_tool
 from kvq_core.testing.sanitizer_slice import REPORT
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
+DELAYS = "delays"
 FOUND = 86
 """Exit status of a slice in which the tool found errors."""
 ELSEWHERE = "(elsewhere)"
@@ -44,8 +49,8 @@ _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (?P<count>\d+)")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One slice: ``launches`` and ``errors`` by kernel, and the tool's first words on each kind; ``trouble`` says what kept it from being
-    judged."""
+    """One slice: ``launches`` and ``errors`` by kernel, the tool's first words on each kind, and a digest of the results; ``trouble`` says
+    what kept it from being judged."""
 
     tool: str
     mode: str
@@ -53,6 +58,7 @@ class Outcome:
     errors: dict[str, int]
     words: tuple[str, ...] = ()
     trouble: str = ""
+    results: str = ""
     seconds: float = 0.0
 
     @property
@@ -89,17 +95,21 @@ def judge(tool: str, mode: str, status: int, said: str) -> Outcome:
     trouble = ""
     if report is None or status not in (0, FOUND):
         trouble = f"the slice ended with status {status}: {said.strip()[-1500:] or 'it said nothing'}"
-    elif tool and not counted:
+    elif tool in TOOLS and not counted:
         trouble = f"{tool} gave no summary: {said.strip()[-1500:]}"
     elif status == FOUND and not any(errors.values()):
         errors = {ELSEWHERE: 1}
-    return Outcome(tool, mode, {} if report is None else report, errors, words_of(said), trouble)
+    report = report or {"launches": {}, "results": ""}
+    return Outcome(tool, mode, report["launches"], errors, words_of(said), trouble, report["results"])
 
 
-def run_slice(tool: str, mode: str, sanitizer: str) -> Outcome:
-    """Run the slice of ``mode`` under ``tool`` ("": without one)."""
+def run_slice(tool: str, mode: str, sanitizer: str = "") -> Outcome:
+    """Run the slice of ``mode`` under ``tool`` ("": without one; "delays SEED")."""
     command = [sys.executable, "-m", "kvq_core.testing.sanitizer_slice", mode]
-    if tool:
+    if tool.startswith(DELAYS):
+        command += ["--delays", tool.removeprefix(DELAYS).strip()]
+    elif tool:
+        command.append("--short")
         options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only", "--print-limit", "1000"]
         options += ["--report-api-errors", "no"] if tool == "memcheck" else []
         command = [sanitizer, *options, *command]
@@ -113,8 +123,16 @@ def run_slice(tool: str, mode: str, sanitizer: str) -> Outcome:
     except subprocess.TimeoutExpired as late:
         # Bytes, though text was asked for (cpython issue 87597).
         said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        return Outcome(tool, mode, {}, {}, (), f"not done after {_LIMIT} s: {said.strip()[-500:] or 'it said nothing'}", _LIMIT)
+        return Outcome(tool, mode, {}, {}, (), f"not done after {_LIMIT} s: {said.strip()[-500:] or 'it said nothing'}", seconds=_LIMIT)
     return replace(judge(tool, mode, done.returncode, done.stdout + done.stderr), seconds=time.monotonic() - begin)
+
+
+def compare(tool: str, mode: str, sanitizer: str, undisturbed: Outcome) -> Outcome:
+    """Run the slice of ``mode`` under ``tool``. Delayed, its results must be bit for bit those of the slice that nothing disturbed."""
+    found = run_slice(tool, mode, sanitizer)
+    if found.trouble or not tool.startswith(DELAYS) or found.results == undisturbed.results:
+        return found
+    return replace(found, errors={ELSEWHERE: 1}, words=("results that depend on when a warp arrives",))
 
 
 def outcomes(tools: list[str], modes: list[str], sanitizer: str, jobs: int) -> Iterator[Outcome]:
@@ -128,18 +146,18 @@ def outcomes(tools: list[str], modes: list[str], sanitizer: str, jobs: int) -> I
                 sys.stdout.flush()
                 yield done.result()
 
-        able = []
-        for outcome in told([pool.submit(run_slice, "", mode, sanitizer) for mode in modes]):
+        undisturbed = {}
+        for outcome in told([pool.submit(run_slice, "", mode) for mode in modes]):
             if outcome.trouble:
                 yield outcome
             else:
-                able.append(outcome.mode)
-        yield from told([pool.submit(run_slice, tool, mode, sanitizer) for mode in able for tool in tools])
+                undisturbed[outcome.mode] = outcome
+        yield from told([pool.submit(compare, tool, mode, sanitizer, undisturbed[mode]) for mode in undisturbed for tool in tools])
 
 
 def in_words(one: Outcome) -> str:
     """An outcome in a line, and what runs it alone if it is not clean."""
-    again = f"; again: python -m kvq_core.testing.sanitize {one.mode}" + (f" --tool {one.tool}" if one.tool else "")
+    again = f"; again: python -m kvq_core.testing.sanitize {one.mode}" + (f" --tool {one.tool.split()[0]}" if one.tool else "")
     launches, errors = sum(one.launches.values()), sum(one.errors.values())
     verdict = "not judged" if one.trouble else f"{launches} launches, {errors} errors"
     return f"{one.tool or 'without a tool'}, {one.mode}: {verdict}, {one.seconds:.0f} s{'' if one.clean else again}"
@@ -158,9 +176,12 @@ def table(judged: list[Outcome]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvq_core.testing.sanitize", description="Run every kernel under compute-sanitizer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvq_core.testing.sanitize", description="Run every kernel under compute-sanitizer, and delayed."
+    )
     parser.add_argument("modes", nargs="*", metavar="MODE", help="default: all that are installed")
-    parser.add_argument("--tool", choices=(*TOOLS, "all"), default="all")
+    parser.add_argument("--tool", choices=(*TOOLS, DELAYS, "all"), default="all")
+    parser.add_argument("--seeds", type=int, default=4, metavar="N", help="of delays (default: 4)")
     parser.add_argument("--jobs", type=int, default=6, metavar="N", help="slices at a time (default: 6)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="a file for the outcomes, one by one")
     chosen = parser.parse_args(argv)
@@ -168,8 +189,10 @@ def main(argv: list[str] | None = None) -> int:
 
     from kvq_core.registry import get_backend, list_backends
 
+    tools = [f"{DELAYS} {seed}" for seed in range(max(1, chosen.seeds))] if chosen.tool in (DELAYS, "all") else []
+    tools += TOOLS if chosen.tool == "all" else [chosen.tool] * (chosen.tool != DELAYS)
     sanitizer = cuda_tool("compute-sanitizer")
-    if sanitizer is None:
+    if sanitizer is None and chosen.tool != DELAYS:
         need = "need compute-sanitizer, which comes with NVIDIA's CUDA toolkit: put it in PATH, or set CUDA_HOME"
         print(f"no compute-sanitizer in PATH, CUDA_HOME/bin, CUDA_PATH/bin or /usr/local/cuda/bin: {need}", file=sys.stderr)
         return 2
@@ -178,9 +201,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     started = time.monotonic()
     modes = list(dict.fromkeys(get_backend(name).mode for name in chosen.modes or [found.mode for found in list_backends()]))
-    tools = list(TOOLS) if chosen.tool == "all" else [chosen.tool]
     judged: list[Outcome] = []
-    for outcome in outcomes(tools, modes, sanitizer, max(1, chosen.jobs)):
+    for outcome in outcomes(tools, modes, sanitizer or "", max(1, chosen.jobs)):
         judged.append(outcome)
         if chosen.json is not None:
             chosen.json.write_text(json.dumps([asdict(one) for one in judged], indent=1) + "\n", encoding="utf-8")

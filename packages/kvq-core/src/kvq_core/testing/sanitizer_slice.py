@@ -10,11 +10,15 @@ model's own dtype, are never loaded where nothing is stored (0 * NaN is NaN), so
 That a write leaves no byte of its slots out is the poisoned suite's to show.
 
 Values are drawn, and results compared with float64 attention, on the CPU: what the checker sees is the mode's kernels and a few copies.
+
+``--delays SEED``: kernels are compiled with waits (:mod:`kvq_core.testing.delays`), whose results must be those without.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import sys
 import time
@@ -28,14 +32,15 @@ import torch
 from kvq_core.launch.workspace import provided
 from kvq_core.testing import layouts, scene
 from kvq_core.testing.cases import LAYOUTS, Case
+from kvq_core.testing.delays import delaying
 from kvq_core.testing.launches import noted_launches
 from kvq_core.testing.places import Place
 
 if TYPE_CHECKING:
     from kvq_core.testing.scene import Scene
 
-REPORT = "launches of the slice: "
-"""Begins the line that the slice prints last: kernel -> launches, as JSON."""
+REPORT = "the slice: "
+"""Begins the line that the slice prints last, JSON: ``launches``, by kernel, and ``results``, a digest of every output's bits."""
 
 _DECODE = Case(query_lens=(1, 1, 0), seq_lens=(300, 37, 9), padding=0, dtype=torch.bfloat16)
 _ROWS = Case(query_lens=(20, 3, 1), seq_lens=(45, 18, 33), padding=0)
@@ -50,6 +55,10 @@ PROBLEMS: tuple[tuple[Case, dict[str, Any]], ...] = (
     # So many rows of 128 channels that warp groups take them, where there are any.
     (Case(query_lens=(70, 20), seq_lens=(300, 150), head_size=128, queries_per_kv=4, dtype=torch.bfloat16, padding=0), {}),
 )
+LONGER: tuple[tuple[Case, dict[str, Any]], ...] = (
+    (Case(query_lens=(300, 200), seq_lens=(1900, 1000), head_size=128, queries_per_kv=4, dtype=torch.bfloat16), {}),
+)
+"""More tiles than buffers: too many for a tool that slows programs down a thousandfold."""
 
 
 def cases_of(backend: Any) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -70,8 +79,8 @@ def exact_caches(built: Scene, device: torch.device) -> dict[str, torch.Tensor]:
     return fields
 
 
-def run(subject: Any, case: Case, options: dict[str, Any], device: torch.device) -> None:
-    """One write and one read on ``device``, compared on the CPU."""
+def run(subject: Any, case: Case, options: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """One write and one read on ``device``, compared on the CPU. Returns the output, there."""
     backend, options = subject.make_backend(), dict(options)
     built = scene.build(case, backend, torch.device("cpu"))
     caches = exact_caches(built, device)
@@ -99,7 +108,9 @@ def run(subject: Any, case: Case, options: dict[str, Any], device: torch.device)
         # As bytes: what was never written stays behind, copied slot by slot.
         at = built.slots // case.block_size, built.slots % case.block_size
         built.pages.integers(name)[at] = _stored(field, at, built.pages.integers(name).dtype)
-    subject.assert_exact(backend, built, Place("gpu"), out[: sum(case.query_lens)].cpu())
+    rows = out[: sum(case.query_lens)].cpu()
+    subject.assert_exact(backend, built, Place("gpu" if device.type == "cuda" else "interpret"), rows)
+    return rows
 
 
 def _stored(field: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -112,18 +123,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvq_core.testing.sanitizer_slice")
     parser.add_argument("mode")
     parser.add_argument("--device", default="cuda", help="cpu: in Triton's interpreter, to try the slice itself")
+    parser.add_argument("--delays", type=int, metavar="SEED", help="warps wait at random, drawn with this seed")
+    parser.add_argument("--short", action="store_true", help="leave out what takes a checker too long")
     chosen = parser.parse_args(argv)
     from kvq_core.testing.fuzz import settle, subject_of
 
     settle("interpret" if chosen.device == "cpu" else "gpu")
     subject, begin = subject_of(chosen.mode, ()), time.monotonic()
-    cases = list(cases_of(subject.make_backend()))
-    with noted_launches() as launches:
+    cases, results = list(cases_of(subject.make_backend())), hashlib.sha256()
+    cases += () if chosen.short else LONGER
+    with noted_launches() as launches, contextlib.nullcontext() if chosen.delays is None else delaying(chosen.delays):
         for number, (case, options) in enumerate(cases, 1):
-            run(subject, case, options, torch.device(chosen.device))
+            rows = run(subject, case, options, torch.device(chosen.device))
+            results.update(rows.view(torch.uint8).numpy().tobytes())
             # A tool slows some things down a thousandfold: if the time is over, the last of these lines says where it went.
             print(f"problem {number} of {len(cases)} after {time.monotonic() - begin:.0f} s", flush=True)
-    print(REPORT + json.dumps(Counter(launches)), flush=True)
+    print(REPORT + json.dumps({"launches": Counter(launches), "results": results.hexdigest()}), flush=True)
     return 0
 
 

@@ -28,14 +28,17 @@ def speed_up() -> None:
     meaning, reduction = getattr(semantic, "TritonSemantic", None), getattr(interpreter, "ReduceOps", None)
     operands = "self lhs rhs allow_lhs_ptr allow_rhs_ptr arithmetic_check div_or_mod"
     faster: tuple[tuple[Any, str, str, Callable[[Any], Any]], ...] = (
-        (interpreter, "_patch_attr", "obj name member builder scope", lambda patch_attr: _unchecked(patch_attr, core)),
+        (interpreter, "_patch_attr", "obj name member builder scope", lambda patch_attr: _direct(patch_attr, core, interpreter)),
+        (interpreter, "_validate_np_data_size", "np_array tl_dtype", _knowing_sizes),
         (interpreter, "_get_np_dtype", "tt_dtype", _remembering),
         (reduction, "generic_reduce", "self input", _slice_by_slice),
         (core, "_unwrap_if_constexpr", "o", lambda unwrap: _unless_a_tensor(unwrap, core)),
         (core.block_type, "__init__", "self element_ty shape", lambda init: _remembering_types(init, core)),
+        (core.block_type, "to_ir", "self builder", lambda to_ir: _of_itself(to_ir, interpreter)),
+        (core.block_type, "with_element_ty", "self scalar_ty", _remembering_blocks),
         (core.tensor, "__init__", "self handle type", lambda init: _remembering_shapes(init, core)),
         (meaning, "broadcast_impl_value", "self lhs rhs", lambda broadcast: _unless_alike(broadcast, core)),
-        (meaning, "binary_op_type_checking_impl", operands, lambda operands: _unless_of_one_type(operands, core)),
+        (meaning, "binary_op_type_checking_impl", operands, lambda operands: _known_operands(operands, core, interpreter)),
         (meaning, "binary_op_sanitize_overflow_impl", "self lhs rhs binary_op", lambda check: _if_asserted(check, interpreter)),
     )
     for owner, name, parameters, replacement in faster:
@@ -83,16 +86,23 @@ def _once_a_launch(patch: Any, launch: Any) -> tuple[Any, Any]:
     return patch_once, launch_patched
 
 
-def _unchecked(patch_attr: Any, core: Any) -> Any:
-    """``patch_attr`` of what a builtin wraps: the wrapper checks for the argument that the interpreter always gives."""
+def _direct(patch_attr: Any, core: Any, interpreter: Any) -> Any:
+    """``patch_attr`` of what a builtin wraps, since the wrapper checks for the argument that the interpreter always gives, and with nothing
+    between a call and it but that argument."""
     wrapper = core.builtin(lambda: None).__code__
 
     @functools.wraps(patch_attr)
-    def unchecked(obj: Any, name: str, member: Any, *others: Any) -> None:
-        is_wrapped = getattr(member, "__code__", None) is wrapper
-        patch_attr(obj, name, member.__wrapped__ if is_wrapped else member, *others)
+    def direct(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+        semantic = interpreter.interpreter_semantic
 
-    return unchecked
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    return direct
 
 
 def _slice_by_slice(reduce: Any) -> Any:
@@ -124,6 +134,21 @@ def _remembering(dtype_of: Any) -> Any:
     return remembered
 
 
+def _knowing_sizes(fits: Any) -> Any:
+    """``fits``, whether data have no more bytes than their type's, which is known of a type by its name."""
+    largest: dict[str, int] = {}
+
+    @functools.wraps(fits)
+    def knowing_sizes(data: Any, kind: Any) -> Any:
+        size = largest.get(kind.name)
+        if size is None:
+            sizes = [one for one in (1, 2, 4, 8) if fits(np.empty(0, f"V{one}"), kind)]
+            size = largest[kind.name] = max(sizes)
+        return data.itemsize <= size
+
+    return knowing_sizes
+
+
 def _remembering_types(init: Any, core: Any) -> Any:
     """``block_type.__init__`` for blocks of numbers, cached."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -144,22 +169,45 @@ def _remembering_types(init: Any, core: Any) -> Any:
     return remembered
 
 
+def _of_itself(to_ir: Any, interpreter: Any) -> Any:
+    """``to_ir`` of a type of blocks, which for the interpreter makes it anew."""
+
+    @functools.wraps(to_ir)
+    def of_itself(self: Any, builder: Any) -> Any:
+        return self if isinstance(builder, interpreter.InterpreterBuilder) else to_ir(self, builder)
+
+    return of_itself
+
+
+def _remembering_blocks(with_element: Any) -> Any:
+    """``with_element``: a type of blocks of the same shape, cached."""
+    known: dict[tuple[str, str], Any] = {}
+
+    @functools.wraps(with_element)
+    def remembering_blocks(self: Any, kind: Any) -> Any:
+        names = self.name, kind.name
+        if names not in known:
+            known[names] = with_element(self, kind)
+        return known[names]
+
+    return remembering_blocks
+
+
 def _remembering_shapes(init: Any, core: Any) -> Any:
     """``tensor.__init__``, with the attributes that follow from a type of numbers cached."""
     known: dict[str, dict[str, Any]] = {}
 
     @functools.wraps(init)
     def remembered(self: Any, handle: Any, type: Any) -> None:
-        if self.__class__ is not core.tensor or not _is_of_numbers(type, core):
-            return init(self, handle, type)
-        found = known.get(type.name)
+        found = known.get(type.name) if self.__class__ is core.tensor else None
         if found is None:
             init(self, handle, type)
-            known[type.name] = {**vars(self), "handle": None}
+            if self.__class__ is core.tensor and _is_of_numbers(type, core):
+                known[type.name] = {**vars(self), "handle": None}
         else:
-            vars(self).update(found)
-            self.handle, self.type = handle, type
-        return None
+            attributes = self.__dict__
+            attributes.update(found)
+            attributes["handle"], attributes["type"] = handle, type
 
     return remembered
 
@@ -177,31 +225,59 @@ def _unless_alike(broadcast: Any, core: Any) -> Any:
     return unless_alike
 
 
-def _unless_of_one_type(operands: Any, core: Any) -> Any:
-    """``operands`` skipped for tensors of one type, which it returns as they are; the tensor it makes of a number, cached."""
-    known: dict[tuple[Any, ...], Any] = {}
+def _known_operands(operands: Any, core: Any, interpreter: Any) -> Any:
+    """``operands`` as it was found to be for the same types before: of which type each operand becomes, and the tensor of a number.
+
+    What is broadcast keeps its data, which numpy broadcasts in the operation that comes next.
+    """
+    becomes: dict[tuple[Any, ...], tuple[tuple[Any, Any], ...]] = {}
+    constants: dict[tuple[Any, ...], tuple[Any, tuple[Any, Any]]] = {}
     numbers = (int, float, bool)
 
-    @functools.wraps(operands)
-    def unless_of_one_type(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
-        if named or lhs.__class__ is not core.tensor or not _is_of_numbers(lhs.type, core):
-            return operands(self, lhs, rhs, *flags, **named)
-        if rhs.__class__ is core.tensor:
-            is_division = flags[3:] == (True,)
-            return (lhs, rhs) if lhs.type.name == rhs.type.name and not is_division else operands(self, lhs, rhs, *flags)
-        if rhs.__class__ not in numbers:
-            return operands(self, lhs, rhs, *flags)
-        facts = (lhs.type.name, rhs.__class__, rhs, flags, self.builder)
-        constant = known.get(facts)
-        if constant is None:
-            converted, constant = operands(self, lhs, rhs, *flags)
-            if converted is not lhs:
-                return converted, constant
-            constant.handle.data.setflags(write=False)
-            known[facts] = constant
-        return lhs, constant
+    def learned(before: Any, after: Any) -> tuple[Any, Any]:
+        """(the type of numbers to convert to, if it is another; the type)."""
+        return None if before.type.scalar == after.type.scalar else after.type.scalar, after.type
 
-    return unless_of_one_type
+    def become(self: Any, x: Any, how: tuple[Any, Any]) -> Any:
+        converted, kind = how
+        if converted is not None:
+            x = self.cast(x, converted)
+        if x.type.name == kind.name:
+            return x
+        if not x.type.is_block() and x.handle.data.dtype != interpreter._get_np_dtype(x.type):
+            return self.tensor(self.builder.create_splat(kind, x.handle), kind)  # which converts
+        return core.tensor(x.handle, kind)
+
+    @functools.wraps(operands)
+    def known_operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        if named:
+            return operands(self, lhs, rhs, *flags, **named)
+        if lhs.__class__ is core.tensor and rhs.__class__ is core.tensor:
+            facts = lhs.type.name, rhs.type.name, flags
+            found = becomes.get(facts)
+            if found is None:
+                results = operands(self, lhs, rhs, *flags)
+                is_same = results[0] is lhs and results[1] is rhs
+                becomes[facts] = () if is_same else (learned(lhs, results[0]), learned(rhs, results[1]))
+                return results
+            return (become(self, lhs, found[0]), become(self, rhs, found[1])) if found else (lhs, rhs)
+        is_left = lhs.__class__ in numbers
+        x, number = (rhs, lhs) if is_left else (lhs, rhs)
+        if x.__class__ is not core.tensor or number.__class__ not in numbers or not _is_of_numbers(x.type, core):
+            return operands(self, lhs, rhs, *flags)
+        # 0.0 and -0.0 are equal.
+        facts = x.type.name, is_left, number.__class__, number or repr(number), flags, self.builder
+        constant = constants.get(facts)
+        if constant is None:
+            results = operands(self, lhs, rhs, *flags)
+            made, after = results if is_left else results[::-1]
+            made.handle.data.setflags(write=False)
+            constants[facts] = made, learned(x, after)
+            return results
+        after = become(self, x, constant[1])
+        return (constant[0], after) if is_left else (after, constant[0])
+
+    return known_operands
 
 
 def _is_of_numbers(kind: Any, core: Any) -> bool:

@@ -1,5 +1,6 @@
 """Settings for every test of the workspace."""
 
+import gc
 import os
 from functools import cache
 from pathlib import Path
@@ -69,3 +70,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
         if torch.cuda.memory_reserved() > GPU_KEPT:
             torch.cuda.empty_cache()
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector, at each of its rounds, the hundreds of thousands of objects that modules and tests are made of."""
+    gc.freeze()

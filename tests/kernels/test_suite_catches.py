@@ -58,9 +58,10 @@ class Run:
 def run(name: str, wanted: list[tuple[str, ...]], *more: str, modes: ModuleType = mutants) -> tuple[Run, str]:
     """Run tests of the suite of one of ``modes``, in a pytest within this one."""
     seen, said, file = Run(wanted), io.StringIO(), Path(str(modes.__file__))
-    # Without this project's configuration: its plugins are at work outside already.
-    plain = ["-c", "/dev/null", "--rootdir", str(file.parent), "--import-mode=importlib", "-q", "--tb=line"]
-    off = [flag for plugin in ("cacheprovider", "xdist", "timeout", "warnings") for flag in ("-p", f"no:{plugin}")]
+    # Without this project's configuration: its plugins are at work outside already. Nor are objects looked through for what a test left.
+    plain = ["-c", "/dev/null", "--rootdir", str(file.parent), "--import-mode=importlib", "-q", "--tb=line", "--assert=plain"]
+    plugins = ("cacheprovider", "xdist", "timeout", "warnings", "unraisableexception", "threadexception")
+    off = [flag for plugin in plugins for flag in ("-p", f"no:{plugin}")]
     with contextlib.redirect_stdout(said):
         pytest.main([*plain, *off, "-o", f"python_classes=Test{name}", *more, str(file)], plugins=[seen])
     return seen, said.getvalue()

@@ -1,5 +1,6 @@
 """The interpreted Gluon and PTX of these tests notice what a GPU would do wrong. That they compute the right things, the kernels show."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -9,6 +10,7 @@ import torch
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
+import operands
 from kvq_core.testing.interpret.gluon import interpreted_gluon
 
 pytestmark = pytest.mark.quick
@@ -55,3 +57,12 @@ def test_nothing_is_left_of_it(interpreted: torch.device) -> None:
         pass
     assert not hasattr(tl.block_type, "layout") and "gluon_samples" not in sys.modules
     assert all(sys.modules.get(name) is module for name, module in before.items())
+
+
+def test_sped_up_operations_give_the_same_bits() -> None:
+    command = [sys.executable, "-W", "ignore", operands.__file__]
+    as_it_comes, sped_up = (
+        subprocess.run([*command, *how], capture_output=True, text=True, check=True).stdout for how in ([], ["--sped-up"])
+    )
+    assert sped_up == as_it_comes
+    assert as_it_comes.count("[") > 3 * operands.COUNT, "half of them give numbers"

@@ -265,8 +265,7 @@ def _known_operands(operands: Any, core: Any, interpreter: Any) -> Any:
         x, number = (rhs, lhs) if is_left else (lhs, rhs)
         if x.__class__ is not core.tensor or number.__class__ not in numbers or not _is_of_numbers(x.type, core):
             return operands(self, lhs, rhs, *flags)
-        # 0.0 and -0.0 are equal.
-        facts = x.type.name, is_left, number.__class__, number or repr(number), flags, self.builder
+        facts = x.type.name, is_left, number.__class__, number, flags, self.builder
         constant = constants.get(facts)
         if constant is None:
             results = operands(self, lhs, rhs, *flags)

@@ -6,8 +6,7 @@ hazards in shared memory, ``initcheck`` reads of memory that nothing has written
 which must give the right results, too.
 
 ``delays`` is no tool of NVIDIA's: warps wait at random where they meet (:mod:`kvq_core.testing.delays`), anew for each of ``--seeds``, and
-results must have the bits of the run without. It finds some of the races between warps that ``racecheck`` has no notion of: products and
-copies that run on their own.
+results must have the bits of the run without. It is for what ``racecheck`` has no notion of: products and copies that run on their own.
 
 Prints errors by tool, mode and kernel. Exit status: 0 clean, 1 errors or a slice that failed, 2 nothing could be run (and why).
 """

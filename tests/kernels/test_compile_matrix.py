@@ -45,7 +45,7 @@ WHOLE = "sm_90"
 
 
 def some_modes(target: str) -> tuple[str, ...]:
-    """The modes that ``target`` is built for by default: a fifth of them, of AMD's two targets a quarter.
+    """The modes that ``target`` is built for by default: a fifth of them; AMD's, which take longest, two in all.
 
     Targets take turns in the order of their shared memory, so that each mode is built where there is least of it.
     """
@@ -53,7 +53,7 @@ def some_modes(target: str) -> tuple[str, ...]:
         return MODES
     peers = [name for name in TARGETS if name != WHOLE and TARGETS[name].backend == TARGETS[target].backend]
     peers.sort(key=lambda name: TARGETS[name].shared_limit)
-    turns = len(peers) if target in CUDA_TARGETS else 4
+    turns = len(peers) if target in CUDA_TARGETS else len(MODES)
     return MODES[peers.index(target) % turns :: turns]
 
 

@@ -230,15 +230,18 @@ def _known_operands(operands: Any, core: Any, interpreter: Any) -> Any:
 
     What is broadcast keeps its data, which numpy broadcasts in the operation that comes next.
     """
-    becomes: dict[tuple[Any, ...], tuple[tuple[Any, Any], ...]] = {}
-    constants: dict[tuple[Any, ...], tuple[Any, tuple[Any, Any]]] = {}
+    becomes: dict[tuple[Any, ...], tuple[tuple[Any, Any] | None, ...]] = {}
+    constants: dict[tuple[Any, ...], tuple[Any, tuple[Any, Any] | None]] = {}
     numbers = (int, float, bool)
 
-    def learned(before: Any, after: Any) -> tuple[Any, Any]:
-        """(the type of numbers to convert to, if it is another; the type)."""
-        return None if before.type.scalar == after.type.scalar else after.type.scalar, after.type
+    def learned(before: Any, after: Any) -> tuple[Any, Any] | None:
+        """(the type of numbers to convert to, if it is another; the type); ``None``: as it was."""
+        converted = None if before.type.scalar == after.type.scalar else after.type.scalar
+        return None if before.type.name == after.type.name else (converted, after.type)
 
-    def become(self: Any, x: Any, how: tuple[Any, Any]) -> Any:
+    def become(self: Any, x: Any, how: tuple[Any, Any] | None) -> Any:
+        if how is None:
+            return x
         converted, kind = how
         if converted is not None:
             x = self.cast(x, converted)
@@ -248,33 +251,39 @@ def _known_operands(operands: Any, core: Any, interpreter: Any) -> Any:
             return self.tensor(self.builder.create_splat(kind, x.handle), kind)  # which converts
         return core.tensor(x.handle, kind)
 
-    @functools.wraps(operands)
-    def known_operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
-        if named:
-            return operands(self, lhs, rhs, *flags, **named)
-        if lhs.__class__ is core.tensor and rhs.__class__ is core.tensor:
-            facts = lhs.type.name, rhs.type.name, flags
-            found = becomes.get(facts)
-            if found is None:
-                results = operands(self, lhs, rhs, *flags)
-                is_same = results[0] is lhs and results[1] is rhs
-                becomes[facts] = () if is_same else (learned(lhs, results[0]), learned(rhs, results[1]))
-                return results
-            return (become(self, lhs, found[0]), become(self, rhs, found[1])) if found else (lhs, rhs)
-        is_left = lhs.__class__ in numbers
-        x, number = (rhs, lhs) if is_left else (lhs, rhs)
-        if x.__class__ is not core.tensor or number.__class__ not in numbers or not _is_of_numbers(x.type, core):
-            return operands(self, lhs, rhs, *flags)
+    def of_tensors(self: Any, lhs: Any, rhs: Any, flags: tuple[Any, ...]) -> Any:
+        facts = lhs.type.name, rhs.type.name, flags
+        found = becomes.get(facts)
+        if found is None:
+            results = operands(self, lhs, rhs, *flags)
+            becomes[facts] = learned(lhs, results[0]), learned(rhs, results[1])
+            return results
+        return (lhs, rhs) if found == (None, None) else (become(self, lhs, found[0]), become(self, rhs, found[1]))
+
+    def of_number(self: Any, x: Any, number: Any, is_left: bool, flags: tuple[Any, ...]) -> Any:
+        """Of a tensor and a number, which ``is_left`` of it or not."""
         facts = x.type.name, is_left, number.__class__, number, flags, self.builder
         constant = constants.get(facts)
         if constant is None:
-            results = operands(self, lhs, rhs, *flags)
+            results = operands(self, *((number, x) if is_left else (x, number)), *flags)
             made, after = results if is_left else results[::-1]
             made.handle.data.setflags(write=False)
             constants[facts] = made, learned(x, after)
             return results
         after = become(self, x, constant[1])
         return (constant[0], after) if is_left else (after, constant[0])
+
+    @functools.wraps(operands)
+    def known_operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        is_tensor = lhs.__class__ is core.tensor, rhs.__class__ is core.tensor
+        if not named:
+            if is_tensor == (True, True):
+                return of_tensors(self, lhs, rhs, flags)
+            if is_tensor == (True, False) and rhs.__class__ in numbers and _is_of_numbers(lhs.type, core):
+                return of_number(self, lhs, rhs, False, flags)
+            if is_tensor == (False, True) and lhs.__class__ in numbers and _is_of_numbers(rhs.type, core):
+                return of_number(self, rhs, lhs, True, flags)
+        return operands(self, lhs, rhs, *flags, **named)
 
     return known_operands
 

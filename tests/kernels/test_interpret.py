@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-import operands
+import interpreted_operands
 from kvq_core.testing.interpret.gluon import interpreted_gluon
 
 pytestmark = pytest.mark.quick
@@ -60,9 +60,9 @@ def test_nothing_is_left_of_it(interpreted: torch.device) -> None:
 
 
 def test_sped_up_operations_give_the_same_bits() -> None:
-    command = [sys.executable, "-W", "ignore", operands.__file__]
+    command = [sys.executable, "-W", "ignore", interpreted_operands.__file__]
     as_it_comes, sped_up = (
         subprocess.run([*command, *how], capture_output=True, text=True, check=True).stdout for how in ([], ["--sped-up"])
     )
     assert sped_up == as_it_comes
-    assert as_it_comes.count("[") > 3 * operands.COUNT, "half of them give numbers"
+    assert as_it_comes.count("[") > 3 * interpreted_operands.COUNT, "half of them give numbers"

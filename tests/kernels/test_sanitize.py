@@ -7,7 +7,7 @@ import pytest
 
 from kvq_core.testing import sanitize
 from kvq_core.testing.delays import delayed
-from kvq_core.testing.sanitize import ELSEWHERE, FOUND, compare, judge
+from kvq_core.testing.sanitize import ELSEWHERE, FOUND, compare, in_words, judge
 from kvq_core.testing.sanitizer_slice import REPORT
 
 START = "========= COMPUTE-SANITIZER\n" + REPORT + '{"launches": {"attend": 19, "write": 14}, "results": "5e"}\n'
@@ -57,6 +57,8 @@ def test_delays_must_not_change_a_bit(results: str, clean: bool, monkeypatch: py
     monkeypatch.setattr(sanitize, "run_slice", lambda tool, mode, sanitizer: judge(tool, mode, 0, START.replace("5e", results)))
     found = compare("delays 1", "int4", "", judge("", "int4", 0, START))
     assert found.clean == clean and not found.trouble
+    # What runs it again draws its seed again.
+    assert ("int4 --tool delays --seeds 2" in in_words(found)) == (not clean)
 
 
 def test_delays_are_beside_what_meets() -> None:

@@ -58,7 +58,7 @@ class Run:
 def run(name: str, wanted: list[tuple[str, ...]], *more: str, modes: ModuleType = mutants) -> tuple[Run, str]:
     """Run tests of the suite of one of ``modes``, in a pytest within this one."""
     seen, said, file = Run(wanted), io.StringIO(), Path(str(modes.__file__))
-    # Without this project's configuration: its plugins are at work outside already. Nor are objects looked through for what a test left.
+    # Without this project's configuration: its plugins are at work outside already. The last two would run the garbage collector.
     plain = ["-c", "/dev/null", "--rootdir", str(file.parent), "--import-mode=importlib", "-q", "--tb=line", "--assert=plain"]
     plugins = ("cacheprovider", "xdist", "timeout", "warnings", "unraisableexception", "threadexception")
     off = [flag for plugin in plugins for flag in ("-p", f"no:{plugin}")]

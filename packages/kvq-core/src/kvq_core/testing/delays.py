@@ -1,8 +1,7 @@
-"""Kernels whose warps wait at random where they meet: an order that they do not keep shows in results.
+"""Kernels whose warps sleep at random around their synchronization, so that a race shows in results. For NVIDIA GPUs.
 
-Threads that only happen to be in time give the right results until something delays them, and what delays them (another kernel, a clock, a
-profiler) is rarely there in a test. Within :func:`delaying`, warps chosen by a seed sleep before and after barriers, arrivals, copies and
-products, so that the groups of a program pass each other in orders that no undisturbed run has. For NVIDIA GPUs.
+A missing barrier goes unnoticed as long as every warp happens to arrive in time, as in most tests. Within :func:`delaying`, warps chosen by
+a seed sleep before and after barriers, arrivals, copies and products, and arrive in orders that no undisturbed run has.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _WAITED: Final = re.compile(r"^\s*@!?%?\w+ bra(?:\.uni)? waitLoop;")
 _PRODUCTS: Final = re.compile(r"\bwgmma\.(?:fence|mma_async)\b")
 _ACCESS: Final = re.compile(r"matrix|shared")
 _DURATIONS: Final = 4, 16
-"""Sleeps are so many powers of two of nanoseconds: some are longer than a group takes for all tiles that there are buffers for."""
+"""Exponents of the shortest and the longest sleep, 2^n ns. A race over a ring of buffers needs one longer than the ring's tiles take."""
 
 
 def delayed(ptx: str, seed: int) -> str:
@@ -47,7 +46,7 @@ def delayed(ptx: str, seed: int) -> str:
 
 
 def _sleep(draw: random.Random) -> str:
-    """Warps of a random half of the numbers up to 32 sleep."""
+    """PTX in which a random half of the warps sleeps: warp n if bit n of a drawn word is set."""
     warps, duration = draw.getrandbits(32), int(2 ** draw.uniform(*_DURATIONS))
     return (
         "{ .reg .b32 %delay_w; mov.u32 %delay_w, %tid.x; shr.u32 %delay_w, %delay_w, 5; "

@@ -5,8 +5,9 @@ caching allocator off, so that every tensor ends where its memory does. ``memche
 hazards in shared memory, ``initcheck`` reads of memory that nothing has written. The kernels are compiled before, by a run without a tool,
 which must give the right results, too.
 
-``delays`` is no tool of NVIDIA's: warps wait at random where they meet (:mod:`kvq_core.testing.delays`), anew for each of ``--seeds``, and
-results must have the bits of the run without. It is for what ``racecheck`` has no notion of: products and copies that run on their own.
+``delays`` is no tool of NVIDIA's: warps sleep at random around their synchronization (:mod:`kvq_core.testing.delays`), drawn anew for each
+of ``--seeds``, and results must have the bits of the run without. It is for what ``racecheck`` does not track: asynchronous products and
+copies.
 
 Prints errors by tool, mode and kernel. Exit status: 0 clean, 1 errors or a slice that failed, 2 nothing could be run (and why).
 """
@@ -131,7 +132,7 @@ def compare(tool: str, mode: str, sanitizer: str, undisturbed: Outcome) -> Outco
     found = run_slice(tool, mode, sanitizer)
     if found.trouble or not tool.startswith(DELAYS) or found.results == undisturbed.results:
         return found
-    return replace(found, errors={ELSEWHERE: 1}, words=("results that depend on when a warp arrives",))
+    return replace(found, errors={ELSEWHERE: 1}, words=("results depend on the timing of warps",))
 
 
 def outcomes(tools: list[str], modes: list[str], sanitizer: str, jobs: int) -> Iterator[Outcome]:
@@ -156,7 +157,9 @@ def outcomes(tools: list[str], modes: list[str], sanitizer: str, jobs: int) -> I
 
 def in_words(one: Outcome) -> str:
     """An outcome in a line, and what runs it alone if it is not clean."""
-    again = f"; again: python -m kvq_core.testing.sanitize {one.mode}" + (f" --tool {one.tool.split()[0]}" if one.tool else "")
+    again = f"; again: python -m kvq_core.testing.sanitize {one.mode}" + (f" --tool {one.tool}" if one.tool else "")
+    # Seeds are counted from 0.
+    again = re.sub(rf"{DELAYS} (\d+)$", lambda m: f"{DELAYS} --seeds {int(m[1]) + 1}", again)
     launches, errors = sum(one.launches.values()), sum(one.errors.values())
     verdict = "not judged" if one.trouble else f"{launches} launches, {errors} errors"
     return f"{one.tool or 'without a tool'}, {one.mode}: {verdict}, {one.seconds:.0f} s{'' if one.clean else again}"

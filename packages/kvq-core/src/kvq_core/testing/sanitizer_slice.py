@@ -11,7 +11,7 @@ That a write leaves no byte of its slots out is the poisoned suite's to show.
 
 Values are drawn, and results compared with float64 attention, on the CPU: what the checker sees is the mode's kernels and a few copies.
 
-``--delays SEED``: kernels are compiled with waits (:mod:`kvq_core.testing.delays`), whose results must be those without.
+``--delays SEED``: kernels are compiled with sleeps (:mod:`kvq_core.testing.delays`). Their results must be those without.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvq_core.testing.sanitizer_slice")
     parser.add_argument("mode")
     parser.add_argument("--device", default="cuda", help="cpu: in Triton's interpreter, to try the slice itself")
-    parser.add_argument("--delays", type=int, metavar="SEED", help="warps wait at random, drawn with this seed")
+    parser.add_argument("--delays", type=int, metavar="SEED", help="warps sleep at random, drawn with this seed")
     parser.add_argument("--short", action="store_true", help="leave out what takes a checker too long")
     chosen = parser.parse_args(argv)
     from kvq_core.testing.fuzz import settle, subject_of

@@ -87,8 +87,7 @@ def _once_a_launch(patch: Any, launch: Any) -> tuple[Any, Any]:
 
 
 def _direct(patch_attr: Any, core: Any, interpreter: Any) -> Any:
-    """``patch_attr`` of what a builtin wraps, since the wrapper checks for the argument that the interpreter always gives, and with nothing
-    between a call and it but that argument."""
+    """``patch_attr`` of what a builtin wraps, called with the argument that the interpreter adds: the wrapper only checks for it."""
     wrapper = core.builtin(lambda: None).__code__
 
     @functools.wraps(patch_attr)
@@ -261,8 +260,8 @@ def _known_operands(operands: Any, core: Any, interpreter: Any) -> Any:
         return (lhs, rhs) if found == (None, None) else (become(self, lhs, found[0]), become(self, rhs, found[1]))
 
     def of_number(self: Any, x: Any, number: Any, is_left: bool, flags: tuple[Any, ...]) -> Any:
-        """Of a tensor and a number, which ``is_left`` of it or not."""
-        facts = x.type.name, is_left, number.__class__, number, flags, self.builder
+        """``x`` and the tensor of ``number``, which is the left operand or the right one."""
+        facts = x.type.name, number.__class__, number, flags, self.builder
         constant = constants.get(facts)
         if constant is None:
             results = operands(self, *((number, x) if is_left else (x, number)), *flags)

@@ -1,4 +1,6 @@
-"""Operations on operands of drawn types, in Triton's interpreter as it comes or sped up: ``python tests/kernels/operands.py [--sped-up]``.
+"""Operations on operands of drawn types in Triton's interpreter, as it comes or sped up.
+
+    python tests/kernels/interpreted_operands.py [--sped-up]
 
 Prints a line for each drawn pair and operation, each done twice: what comes out, bit by bit, or the error.
 """

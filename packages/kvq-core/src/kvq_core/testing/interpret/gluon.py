@@ -19,17 +19,20 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
 
 from kvq_core.testing.interpret.machine import Copies, Layout, MBarrierLayout, allocate, multiply, specialize, waited
 from kvq_core.testing.interpret.ptx import interpreted_ptx
 
 _GLUON = "triton.experimental.gluon"
 _TYPES = ("pointer_type", "float16", "bfloat16", "float32", "int32", "int64", "int16", "uint16", "uint32", "int1")
-_FUNCTIONS = ("zeros", "full", "arange", "load", "store", "where", "max", "sum", "maximum", "minimum", "exp2", "log2", "fma", "join",
-              "split", "permute", "program_id", "num_programs", "cdiv", "associative_scan", "static_assert", "abs", "zeros_like",
-              "inline_asm_elementwise")  # fmt: skip
+_FUNCTIONS = ("zeros", "full", "arange", "load", "store", "where", "max", "sum", "maximum", "minimum", "exp2", "log2", "fma", "floor",
+              "join", "split", "permute", "program_id", "num_programs", "cdiv", "associative_scan", "static_assert", "abs", "zeros_like",
+              "multiple_of", "inline_asm_elementwise")  # fmt: skip
 _LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout", "DotOperandLayout",
             "DistributedLinearLayout")  # fmt: skip
 
@@ -50,6 +53,10 @@ def _jit(fn: Any = None, **options: Any) -> Any:
     # The interpreter looks for the language under this name in a kernel's module.
     fn.__globals__["tl"] = tl
     return triton.jit(fn, **options)
+
+
+def _constexpr_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: fn(*(arg.value if isinstance(arg, tl.constexpr) else arg for arg in args))
 
 
 def _module(name: str, **contents: Any) -> ModuleType:
@@ -109,7 +116,7 @@ def _modules(seed: int) -> dict[str, ModuleType]:
     hopper = _module("hopper", warpgroup_mma=multiply, warpgroup_mma_wait=waited, fence_async_shared=_nothing, mbarrier=mbarrier)
     nvidia = f"{_GLUON}.language.nvidia"
     return {
-        _GLUON: _module(_GLUON, jit=_jit, constexpr_function=lambda fn: fn, language=language),
+        _GLUON: _module(_GLUON, jit=_jit, constexpr_function=_constexpr_function, language=language),
         f"{_GLUON}.language": language,
         nvidia: _module("nvidia"),
         f"{nvidia}.ampere": _module("ampere", async_copy=async_copy, mma_v2=multiply),
@@ -117,13 +124,23 @@ def _modules(seed: int) -> dict[str, ModuleType]:
     }
 
 
+def _create_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """In the place of ``InterpreterBuilder.create_fma``, which rounds the product, too."""
+    if x.data.dtype != np.float32:
+        return TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return TensorHandle((x.data.astype(np.float64) * y.data + z.data).astype(np.float32), z.dtype.scalar)
+
+
 @contextlib.contextmanager
 def interpreted_gluon(*kernels: str, seed: int = 0) -> Iterator[list[ModuleType]]:
-    """Import the modules named ``kernels`` with Gluon and inline PTX interpreted, and undo it afterwards.
+    """Import the modules named ``kernels`` with Gluon and inline PTX interpreted, multiply-adds rounded once, and undo it afterwards.
 
     ``seed`` fixes the order in which warp groups take turns.
     """
     tl.block_type.layout = Layout()
+    builder: Any = interpreter.InterpreterBuilder
+    create_fma, builder.create_fma = builder.create_fma, _create_fma
     try:
         with _replaced({}, "kvq_core.kernels.sm90", "kvq_core.kernels.api.sm90", *kernels), interpreted_ptx():
             # For the import only: Triton itself asks for its Gluon at a launch.
@@ -132,6 +149,7 @@ def interpreted_gluon(*kernels: str, seed: int = 0) -> Iterator[list[ModuleType]
             yield modules
     finally:
         del tl.block_type.layout
+        builder.create_fma = create_fma
 
 
 @contextlib.contextmanager

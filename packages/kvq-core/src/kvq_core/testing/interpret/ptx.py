@@ -76,9 +76,11 @@ class _Results:
 
 def _create_inline_asm(asm: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int) -> _Results:
     """In the place of ``InterpreterBuilder.create_inline_asm``, which raises."""
-    assert pure and pack in (1, 2), "no side effects, an element or two a register"
+    assert pure, "no side effects"
     arrays = [np.ascontiguousarray(value.data) for value in values]
     bits = [array.view(f"u{array.dtype.itemsize}").astype(np.uint32) for array in arrays]
+    if pack > 2:
+        return _Results([TensorHandle(_of_many(asm, constraints, bits, pack).view(arrays[0].dtype), types[0].scalar)])
     wide = [_get_np_dtype(kind.scalar).itemsize == 4 for kind in types]
     if pack == 1:
         results = run(asm, bits, len(types))
@@ -117,16 +119,35 @@ def _registers(array: Array, bits: Word) -> list[Word]:
     return [low, high] if array.dtype.itemsize == 4 else [low | high << UP]
 
 
-def run(asm: str, inputs: list[Word], results: int) -> list[Word]:
-    """Run ``asm`` with ``inputs`` in the registers after the ``results``; returns $0, $1, ..."""
-    registers: dict[str, Any] = {f"${results + i}": word for i, word in enumerate(inputs)}
+def _of_many(asm: str, constraints: str, bits: list[Word], pack: int) -> Word:
+    """Assembly on ``pack`` 32-bit elements of a thread, the first of which are also its results: neighbours on the last axis."""
+    assert constraints.split(",") == ["=f"] * pack + [str(i) for i in range(pack)] + ["f"] * (pack * (len(bits) - 1))
+    registers = [word for words in bits for word in np.moveaxis(words.reshape(-1, pack), 1, 0)]
+    results = run(asm, [*registers[:pack], *registers], pack, first=0)
+    return np.stack(results, 1).reshape(bits[0].shape)
+
+
+def run(asm: str, inputs: list[Word], results: int, first: int | None = None) -> list[Word]:
+    """Run ``asm`` with ``inputs`` in the registers from the ``first`` on, by default those after the ``results``; returns $0, $1, ...
+
+    All threads are of one warp: a branch is taken by all or none, and leads to a label after it.
+    """
+    registers: dict[str, Any] = {f"${(results if first is None else first) + i}": word for i, word in enumerate(inputs)}
+    label = ""
     body = asm.strip()
     if body.startswith("{"):
         body = body[1:-1]
     for line in (text.strip() for text in body.split(";")):
-        if not line or line.startswith(".reg"):
+        if label:
+            label = "" if line == label else label
+            continue
+        if not line or line.startswith(".reg") or line.endswith(":"):
             continue
         operation, _, operands = line.partition(" ")
+        if operation.startswith("@!"):
+            assert operands.startswith("bra.uni ")
+            label = "" if registers[operation[2:]] else operands.split()[1] + ":"
+            continue
         target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", operands)
         value = _OPERATIONS[operation](*(_value(source, registers) for source in sources))
         if target.startswith("{"):
@@ -226,7 +247,7 @@ def _reciprocal(a: Word) -> Word:
         return _word(1.0 / _float(a))
 
 
-_OPERATIONS: dict[str, Callable[..., Word]] = {
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
@@ -243,6 +264,11 @@ _OPERATIONS: dict[str, Callable[..., Word]] = {
     "fma.rz.f32": lambda a, b, c: _toward_zero(_float(a) * _float(b), _float(c)),
     "fma.rn.sat.f32": lambda a, b, c: _saturated(_float(a) * _float(b) + _float(c)),
     "rcp.approx.ftz.f32": _reciprocal,
+    "mul.f32": lambda a, b: _word(_float(a) * _float(b)),
+    "sub.f32": lambda a, b: _word(_float(a) - _float(b)),
+    "setp.neu.f32": lambda a, b: ~(_float(a) == _float(b)),
+    "setp.neu.or.f32": lambda a, b, c: ~(_float(a) == _float(b)) | c,
+    "vote.sync.any.pred": lambda a, threads: bool(np.any(a)),
     "fma.rn.f16x2": _fma_f16x2,
     "cvt.rn.f16x2.e4m3x2": _from_e4m3,
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from kvq_core.plan import Table
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
+from kvq_core.testing.interpret import ptx
+from kvq_core.testing.interpret.gluon import interpreted_gluon
 from kvq_core.testing.interpret.ptx import interpreted_ptx
 from kvq_core.testing.mbarriers import reused_mbarriers, unordered_arrivals
 
@@ -49,6 +52,18 @@ def test_short_sequences_are_prefetched(interpreted: torch.device, monkeypatch: 
         codes = built.pages.integers("key_cache")
         rows = {codes[slot // 16, slot % 16, 0].data_ptr() for slot in built.slots.tolist()}
         assert rows & log.prefetched == (rows if mode == "int4" else set())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.25, 1.0), (1.0, 0.25), (0.0, 0.5)])
+def test_products_that_a_warp_skips(factors: tuple[float, float]) -> None:
+    """Where both of a thread's rows, which take turns by two numbers, are times 1."""
+    with interpreted_gluon("kvq_core.kernels.sm90.softmax") as (softmax,):
+        asm = softmax.skippable("mul.f32", "0f3F800000", 8)
+    numbers = np.random.default_rng(0).standard_normal((8, 32), np.float32)
+    by_number = np.array([factors[i // 2 % 2] for i in range(8)], np.float32)[:, None] + np.zeros_like(numbers)
+    got = ptx.run(asm, [*(x.view(np.uint32) for x in (*numbers, *numbers, *by_number))], 8, first=0)
+    assert np.array_equal(np.stack(got).view(np.float32), numbers * by_number)
 
 
 ARRIVAL = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"

@@ -39,6 +39,7 @@ SHIPPED = Table("sm_90", {})
 
 PROMPTS = Case(query_lens=(70, 129), seq_lens=(1100, 400), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
 ONE_HEAD = replace(PROMPTS, num_kv_heads=1)
+OTHER_BLOCKS = tuple(replace(ONE_HEAD, block_size=size) for size in (8, 24, 128, 256))
 INTERPRETED_PROMPTS = (
     ONE_HEAD,
     replace(ONE_HEAD, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
@@ -273,6 +274,7 @@ def parametrize(*params: Any) -> Any:
     *each(PREFILL, *INTERPRETED_PROMPTS, gpu=()),
     *each(PREFILL, *LARGE_PROMPTS, interpret=()),
     *each(PREFILL, *ROTARY_PROMPTS, interpret=(INT8, INT3), gpu=PACKED),
+    *each(PREFILL, *OTHER_BLOCKS, interpret=("none",), gpu=("none",)),
     *each(STAGED, ONE_HEAD, gpu=()),
     *each(STAGED, ONE_HEAD, interpret=COMPOSED[:1], gpu=COMPOSED),
     *(one for n, case in enumerate(INTERPRETED_PROMPTS[1:]) for one in each(STAGED, case, interpret=(STAGED.modes[n % 6],))),
@@ -328,11 +330,12 @@ def test_lse(mode: str, case: Case, where: Where) -> None:
 
 @parametrize(
     *each(MULTIROW, replace(ROWS, seq_lens=(1500, 900, 1100), num_kv_heads=3, dtype=torch.float32)),
+    *each(PREFILL, replace(PROMPTS, seq_lens=(1500, 900), num_kv_heads=3), interpret=("none", INT8, INT4)),
     *each(STAGED, replace(PROMPTS, seq_lens=(1500, 900), num_kv_heads=3, dtype=torch.float32), interpret=(INT8, INT2)),
 )
 def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, case: Case, where: Where) -> None:
     """The running maximum is raised in some tiles and not in others, for some heads and rows more than for others."""
-    built = where.build(mode, case)
+    built = where.build(mode, case, most=500)
     rising = torch.tensor([0.02, 0.2, 3.0], device=built.key.device)
     for seq in range(built.case.num_seqs):
         rows = slice(built.first_key(seq), built.first_key(seq + 1))
@@ -346,17 +349,19 @@ def test_maxima_and_scales_that_rise_from_key_to_key(mode: str, case: Case, wher
 
 @parametrize(
     *each(MULTIROW, ROWS, interpret=(INT8, INT2), gpu=(INT8, INT4, INT2)),
+    *each(PREFILL, PROMPTS, interpret=("none",), gpu=("none", INT8, INT4)),
     *each(STAGED, PROMPTS, interpret=(INT8, INT2), gpu=(INT8, INT4, INT3, INT2)),
 )
 def test_the_largest_of_huge_scores_wins(mode: str, case: Case, where: Where) -> None:
-    """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent. Or queries, of
-    which a power of two, with what scales leave for it, is beyond float32."""
-    built = where.build(mode, case)
+    """Keys of one direction, as long as can be: the rounding of a product of such a score is itself beyond every exponent. Or all of one
+    length: equal scores have equal weights, whatever tile they are in. Or queries, of which a power of two, with what scales leave for it,
+    is beyond float32."""
+    built = where.build(mode, case, most=500)
     direction = built.key[0].clone()
     order = torch.randperm(built.key.shape[0], generator=torch.Generator().manual_seed(0)).to(built.key.device)
-    longer = 1.02 ** order[:, None, None].double() * direction.double()
-    for of_keys, of_queries in ((1e22, 1.0), *(((1e-13, 1e36),) if where.family is STAGED else ())):
-        built.key[:] = (of_keys * longer).clamp(-1e37, 1e37).to(built.key.dtype)
+    for longer, of_keys, of_queries in ((1.02, 1e22, 1.0), (1.0, 1e22, 1.0), *(((1.02, 1e-13, 1e36),) if where.family is STAGED else ())):
+        keys = of_keys * longer ** order[:, None, None].double() * direction.double()
+        built.key[:] = keys.clamp(-1e37, 1e37).to(built.key.dtype)
         built.q[:] = of_queries * direction.repeat_interleave(built.case.queries_per_kv, 0)
         built.fill()
         arguments = built.read_arguments()
@@ -454,6 +459,18 @@ def test_keys_far_apart(mode: str, case: Case, apart: int, where: Where) -> None
     direction = built.key[0].clone()
     built.key[::3] = -(2.0**apart) * direction
     built.q += 2 * direction.repeat_interleave(built.case.queries_per_kv, 0)
+    built.fill()
+    where.read_exactly(mode, built)
+
+
+@parametrize(*each(STAGED, replace(PROMPTS, num_kv_heads=1, dtype=torch.float32), interpret=(INT8, INT4)))
+@pytest.mark.parametrize(("of_keys", "of_queries"), [(1.0, 2.0**-12), (1.0, 2.0**10), (2.0**13, 2.0**-13), (2.0**12, 2.0**5)])
+def test_scores_beyond_a_bound(mode: str, case: Case, of_keys: float, of_queries: float, where: Where) -> None:
+    """Some rows, and keys of one tile, are larger or smaller than what lets a reader know a bound of scores."""
+    built = where.build(mode, case, most=500)
+    if mode != "fp8_per_tensor":  # whose scale is given
+        built.key[130:200] *= of_keys
+    built.q[::3] *= of_queries
     built.fill()
     where.read_exactly(mode, built)
 

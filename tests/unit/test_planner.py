@@ -134,7 +134,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "8x64 w1 s2 K r168 12/SM 1L; segments 1024/1024 least 0; 8,32,8,1 w4": {"arch": "", "engine_segments": 16},
     "16x32 w1 s2 Q r168 12/SM 1L; equal 198/234 least 4; 8,32,8,1 w4 + 64x64 w4 s2 Q": {**MIXED, "arch": "", "lanes": 32, "ways": 2},
     # On an H200.
-    "64x32 w2 s2 K 4/SM 1L; equal 66/75 least 4; 8,128,64,4 w4 + 128x128 w4 s2 Q r200 SM90_PREFILL": {**BF16, **MIXED, **SM90, "lanes": 64},
+    "64x32 w2 s2 K 4/SM 1L; equal 66/75 least 4; 8,128,64,4 w4 + 128x128 w4 s2 Q r232 SM90_PREFILL": {**BF16, **MIXED, **SM90, "lanes": 64},
     "8x32 w1 s5 K 6/SM 2L; equal 64/68 least 2 waits; 1,32,1,2 w2": {**BF16, "num_seqs": 4, "max_seqlen_k": 1024, "lanes": 128},
     "128x128 w8 s2 Q": {**BF16, "num_seqs": 1, "max_seqlen_q": 8192, "lanes": 128},
     "32x64 w4 s4 K r248 2/SM 2L SM90_DECODE_MULTIROW; equal 33/97 least 2; 8,32,64,1 w4": {

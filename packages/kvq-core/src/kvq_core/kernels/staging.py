@@ -9,8 +9,8 @@ A rotary mean (:mod:`.rotary`) is given back as further channels of the keys: R_
 query's channels once more. Such a row is over its scale times a power of two that keeps the mean in float16's range.
 
 Staged tiles are a cache of their own, with blocks of 128 tokens, a scale for each row, a block table for each kv head, and a stop for each
-sequence. A tile with rows that are missing, or values too large or small to share a power of two, has no entry in that table, which makes
-its readers go by the scales of the values' rows: there each row has its own.
+sequence. A tile with rows that are missing, values too large or small to share a power of two, or large keys, has no entry in that table,
+which makes its readers go by the scales of the values' rows, since there each row has its own, and take scores as they come.
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ MEAN_SHARE = tl.constexpr(2.0**8)
 """What queries' channels are multiplied by for a rotary mean's, which lack it: float16 then holds small ones of either."""
 LARGEST_MEAN = tl.constexpr(2.0**14)
 """Half of what a rotary mean is at most, in units of its row."""
+LARGEST_KEY = tl.constexpr(2.0**10)
+"""Of a key's channels, so that readers know a bound of its scores."""
 LARGEST = tl.constexpr(2.0**120)
 """No power of two that rows are over is larger: it and its inverse are normal numbers."""
 
@@ -72,9 +74,9 @@ def stage_kernel(
         if C.features.rotary_pairs > 0:
             start = tl.load(batch.first_positions + seq) if batch.first_positions is not None else 0
             mean = pair_means(factor, rotary + kv_head * (5 * C.features.rotary_pairs), kv_head, start + tile.position, C)
-        stage_keys(keys, tile, kv_head, num_blocks, mean, staged.k_tiles, staged.k_scales, row, C)
+        bounded = stage_keys(keys, tile, kv_head, num_blocks, mean, staged.k_tiles, staged.k_scales, row, C)
         alike = stage_values(values, tile, kv_head, num_blocks, staged.v_tiles, staged.v_scales, row, C)
-        tl.store(staged.table + kv_head * capacity + number, tl.where(alike, number, -1))
+        tl.store(staged.table + kv_head * capacity + number, tl.where(bounded & alike, number, -1))
         number += tl.num_programs(0)
         found, seq, first, stop = staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C)
 
@@ -109,11 +111,14 @@ def staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_wid
 
 @triton.jit
 def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: tl.constexpr):
-    """Stage a tile's keys, to row ``row`` and after it: integers, or e4m3's numbers, beside a rotary ``mean`` times a power of two."""
+    """Stage a tile's keys, to row ``row`` and after it: integers, or e4m3's numbers, beside a rotary ``mean`` times a power of two. Whether
+    none, nor its mean, is beyond LARGEST_KEY."""
     x, scale = staged_numbers(plane, tile, kv_head, num_blocks, False, C)
     scale = scale * C.key_number_scale
+    bounded = tl.max(tl.where(tile.valid, tl.max(tl.abs(x), 1) * scale, 0.0)) <= LARGEST_KEY
     if mean is not None:
         x_mean, y_mean, largest = mean
+        bounded = bounded & (largest <= LARGEST_KEY)
         share, scale = mean_unit(scale, largest)
         x = x * share[:, None]
         unit = (1.0 / (scale * MEAN_SHARE))[:, None]
@@ -122,6 +127,7 @@ def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: 
         store_rows(y_mean * unit, PAIRS, out + (C.channels + PAIRS), row, tile, C.staged_key_size, C)
     store_rows(x, C.shape.head_size, out, row, tile, C.staged_key_size, C)
     tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, scale, -1.0))
+    return bounded
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The copying group, in the place of the unpacking one: tiles that are operands already, of unquantized pages or staged.
 
-Copies arrive at a tile's barrier themselves, so the group waits for none.
+Copies arrive at a round's barrier themselves, so the group waits for none. What a round is: pingpong.py.
 """
 
 from triton.experimental import gluon
@@ -8,64 +8,139 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, lane_row_places
-from kvq_core.kernels.sm90.layouts import HALF, REST, VECTOR, row_layout
+from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions
+from kvq_core.kernels.sm90.layouts import HALF, VECTOR, keys_of_run, row_layout, run_layout
 from kvq_core.kernels.sm90.queries import existing
 from kvq_core.kernels.sm90.rotary import PAIRS
 
 
 @gluon.jit
 def copy_tiles(keys, values, span, shared, C: gl.constexpr):
-    """Tiles of unquantized rows."""
-    for n in range(0, span.last):
-        at = n % C.tile.stages
-        free = (n // C.tile.stages) & 1 ^ 1
-        block, slot, seen, _ = key_positions(n, span, gl.SliceLayout(1, row_layout(C.channels)), C)
-        _, _, key_seen, key_position = key_positions(n, span, VECTOR, C)
-        mbarrier.wait(shared.k_free.index(at), free)
-        shared.positions.index(at).store(gl.where(key_seen, key_position, UNSEEN))
-        mbarrier.arrive(shared.k_full.index(at), count=1)
-        copy_rows(shared.k.index(at), keys, block, slot, seen, C)
-        async_copy.mbarrier_arrive(shared.k_full.index(at), increment_count=False)
-        mbarrier.wait(shared.v_free.index(at), free)
-        copy_rows(shared.v.index(at), values, block, slot, seen, C)
-        async_copy.mbarrier_arrive(shared.v_full.index(at), increment_count=False)
+    """Rounds of unquantized rows: a tile's keys, and the values of the one before."""
+    block, slot, seen = copy_keys(0, keys, span, shared, True, C)
+    announce(0, shared, C)
+    for n in range(1, span.whole):
+        block, slot, seen = copy_round(n, keys, values, block, slot, seen, span, shared, False, C)
+    for n in range(gl.maximum(span.whole, 1), span.last):
+        block, slot, seen = copy_round(n, keys, values, block, slot, seen, span, shared, True, C)
+    await_room(span.last, shared, C)
+    mbarrier.arrive(shared.k_full.index(span.last % C.tile.stages), count=1)
+    copy_rows(shared.v.index(span.last % C.tile.stages), values, block, slot, seen, C)
+    announce(span.last, shared, C)
     async_copy.wait_group(0)
+
+
+@gluon.jit
+def copy_round(n, keys, values, block, slot, seen, span, shared, EDGE: gl.constexpr, C: gl.constexpr):
+    """Round n, where tile n - 1's rows have these places; tile n's, of which at an EDGE some may be behind the last key."""
+    await_room(n, shared, C)
+    copy_rows(shared.v.index(n % C.tile.stages), values, block, slot, seen, C)
+    block, slot, seen = copy_keys(n, keys, span, shared, EDGE, C)
+    announce(n, shared, C)
+    return block, slot, seen
+
+
+@gluon.jit
+def copy_keys(n, keys, span, shared, EDGE: gl.constexpr, C: gl.constexpr):
+    """Begin to copy tile n's keys, whose places it returns."""
+    block, slot, seen = row_places(n, span, EDGE, C)
+    _, _, key_seen, key_position = key_positions(n, span, VECTOR, C)
+    shared.positions.index(n % C.tile.stages).store(gl.where(key_seen, key_position, UNSEEN))
+    mbarrier.arrive(shared.k_full.index(n % C.tile.stages), count=1)
+    copy_rows(shared.k.index(n % C.tile.stages), keys, block, slot, seen, C)
+    return block, slot, seen
+
+
+@gluon.jit
+def await_room(n, shared, C: gl.constexpr):
+    """Wait until the buffers of round n are free."""
+    mbarrier.wait(shared.k_free.index(n % C.tile.stages), (n // C.tile.stages) & 1 ^ 1)
+
+
+@gluon.jit
+def announce(n, shared, C: gl.constexpr):
+    """Round n is full when what was begun to be copied for it has arrived."""
+    async_copy.mbarrier_arrive(shared.k_full.index(n % C.tile.stages), increment_count=False)
+
+
+@gluon.jit
+def row_places(n, span, EDGE: gl.constexpr, C: gl.constexpr):
+    """(block, slot, whether it is there to be seen) of a tile's keys, [runs, keys of one]: of a run, which lies in one block, looked up
+    once. Unseen keys lie in some block that exists."""
+    RUN: gl.constexpr = keys_of_run(C.shape.block_size, C.tile.keys)
+    BY_KEY: gl.constexpr = gl.SliceLayout(2, run_layout(C.channels, C.tile.keys, RUN))
+    position = n * C.tile.keys + gl.arange(0, C.tile.keys // RUN, gl.SliceLayout(1, BY_KEY)) * RUN
+    if EDGE:
+        block = gl.load(span.table + position // C.shape.block_size, mask=position < span.stop, other=-1)
+    else:
+        block = gl.load(span.table + position // C.shape.block_size)
+    # Unsigned, so that a negative id is none of them.
+    exists = block.to(gl.uint32) < span.num_blocks.to(gl.uint32)
+    key = gl.arange(0, RUN, gl.SliceLayout(0, BY_KEY))[None, :]
+    seen = exists[:, None] & (key >= 0)  # of all its keys
+    if EDGE:
+        seen = seen & (position[:, None] + key < span.stop)
+    return gl.where(exists, block, 0)[:, None], (position % C.shape.block_size)[:, None] + key, seen
 
 
 @gluon.jit
 def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
     """Begin to copy a tile's rows; those of unseen keys become 0, since 0 * NaN is NaN, as do channels that a head has not."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, row_layout(C.channels))
+    if C.shape.wide_planes:
+        block = block.to(gl.int64)
+        slot = slot.to(gl.int64)
+    row = (block * plane.block_stride + slot * plane.slot_stride).reshape([C.tile.keys])
+    # Rows start at multiples of 16 bytes.
+    row = gl.multiple_of(gl.convert_layout(row, BY_ROW, assert_trivial=True), 8)
+    seen = gl.convert_layout(seen.reshape([C.tile.keys]), BY_ROW, assert_trivial=True)
     channel = gl.arange(0, C.channels, gl.SliceLayout(0, row_layout(C.channels)))
-    at = plane.codes + (lane_row_places(block, slot, plane, C) * 8)[:, None] + channel[None, :]
+    at = plane.codes + row[:, None] + channel[None, :]
     async_copy.async_copy_global_to_shared(target, at, mask=existing(seen, channel, C))
     async_copy.commit_group()
 
 
 @gluon.jit
 def copy_staged(keys, values, span, shared, C: gl.constexpr):
-    """Tiles of staged rows (:mod:`kvq_core.kernels.staging`), and their scales; the next one's scales are on their way meanwhile."""
+    """Rounds of staged rows (:mod:`kvq_core.kernels.staging`), and their scales; the next ones' are on their way meanwhile."""
     k_scale, v_scale = load_staged_scales(0, keys, values, span, C)
-    for n in range(0, span.last):
-        at = n % C.tile.stages
-        free = (n // C.tile.stages) & 1 ^ 1
-        position = n * C.tile.keys + gl.arange(0, C.tile.keys, VECTOR)
-        mbarrier.wait(shared.k_free.index(at), free)
-        shared.positions.index(at).store(gl.where(k_scale >= 0.0, position, UNSEEN))
-        shared.k_scales.index(at).store(k_scale * (1.0 / REST))
-        shared.v_scales.index(at).store(v_scale)
-        # Of a tile whose rows share one, the largest is it.
-        shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + gl.max(v_scale, 0))
-        mbarrier.arrive(shared.k_full.index(at), count=1)
-        copy_block(shared.k.index(at), keys, span.first + n, 0, C.channels, C.staged_key_size, C)
-        if C.features.rotary_pairs > 0:
-            copy_block(shared.rotary.index(at), keys, span.first + n, C.channels, 2 * PAIRS, C.staged_key_size, C)
-        async_copy.mbarrier_arrive(shared.k_full.index(at), increment_count=False)
-        mbarrier.wait(shared.v_free.index(at), free)
-        copy_block(shared.v.index(at), values, span.first + n, 0, C.channels, C.channels, C)
-        async_copy.mbarrier_arrive(shared.v_full.index(at), increment_count=False)
-        k_scale, v_scale = load_staged_scales(gl.minimum(n + 1, span.last - 1), keys, values, span, C)
+    copy_staged_keys(0, keys, k_scale, span, shared, C)
+    announce(0, shared, C)
+    for n in range(1, span.last):
+        k_scale, next_v_scale = load_staged_scales(n, keys, values, span, C)
+        await_room(n, shared, C)
+        copy_staged_values(n, values, v_scale, span, shared, C)
+        copy_staged_keys(n, keys, k_scale, span, shared, C)
+        announce(n, shared, C)
+        v_scale = next_v_scale
+    await_room(span.last, shared, C)
+    copy_staged_values(span.last, values, v_scale, span, shared, C)
+    mbarrier.arrive(shared.k_full.index(span.last % C.tile.stages), count=1)
+    announce(span.last, shared, C)
     async_copy.wait_group(0)
+
+
+@gluon.jit
+def copy_staged_values(n, values, scale, span, shared, C: gl.constexpr):
+    """Begin to copy the values of round n, which are tile n - 1's."""
+    at = n % C.tile.stages
+    copy_block(shared.v.index(at), values, span.first + n - 1, 0, C.channels, C.channels, C)
+    shared.v_scales.index(at).store(scale)
+    # Of a tile whose rows share one, the largest is it.
+    shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + gl.max(scale, 0))
+
+
+@gluon.jit
+def copy_staged_keys(n, keys, scale, span, shared, C: gl.constexpr):
+    """Begin to copy tile n's keys; what was stored for the round is there at once."""
+    at = n % C.tile.stages
+    position = n * C.tile.keys + gl.arange(0, C.tile.keys, VECTOR)
+    shared.positions.index(at).store(gl.where(scale >= 0.0, position, UNSEEN))
+    shared.k_scales.index(at).store(scale)
+    mbarrier.arrive(shared.k_full.index(at), count=1)
+    copy_block(shared.k.index(at), keys, span.first + n, 0, C.channels, C.staged_key_size, C)
+    if C.features.rotary_pairs > 0:
+        copy_block(shared.rotary.index(at), keys, span.first + n, C.channels, 2 * PAIRS, C.staged_key_size, C)
 
 
 @gluon.jit

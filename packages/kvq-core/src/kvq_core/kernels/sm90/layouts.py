@@ -16,8 +16,6 @@ WARPS = gl.constexpr(4)
 """Of every group."""
 THREADS = gl.constexpr(128)
 """Likewise."""
-REST = gl.constexpr(2.0**10)
-"""Scales of staged keys are over it, and the unit of scores is larger by it, so that sums of products times them are finite."""
 
 
 @gluon.constexpr_function
@@ -30,6 +28,31 @@ def product_layout(columns):
 def row_layout(channels):
     """Rows as they come from memory, 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // channels, channels // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def keys_of_run(block_size, keys):
+    """How many keys of a tile lie in one block, wherever the tile begins: a power of two."""
+    return min(block_size & -block_size, keys)
+
+
+@gluon.constexpr_function
+def run_layout(channels, keys, run):
+    """``row_layout``, as [runs, keys of one, channels]."""
+
+    def bits(first, last):
+        return [1 << bit for bit in range(first.bit_length() - 1, last.bit_length() - 1)]
+
+    rows = [[row // run, row % run, 0] for row in bits(1, keys)]
+    together = (256 // channels).bit_length() - 1  # of a warp
+    lanes = [*([0, 0, channel] for channel in bits(8, channels)), *rows[:together]]
+    return gl.DistributedLinearLayout(
+        [*([0, 0, channel] for channel in bits(1, 8)), *rows[together + 2 :]],
+        lanes,
+        rows[together : together + 2],
+        [],
+        [keys // run, run, channels],
+    )
 
 
 PRODUCT = gl.constexpr(product_layout(128))
@@ -78,9 +101,10 @@ class Buffers(NamedTuple):
     """Shared memory for ``stages`` tiles: operands, what goes with each key, and barriers that say which are full and which free.
 
     ``k_scales``, ``v_scales`` [KEYS] float32: unpacked values' are relative to the largest so far, which is in all of ``v_largest`` [HALF];
-    staged values' are as they are, with the tile's own largest in ``v_largest``, and staged keys' are over :data:`REST`.
+    staged values' are as they are, with the tile's own largest in ``v_largest``.
     ``positions`` [KEYS] int32: each key's position, beyond all others if it is not to be seen. ``rotary``: cosines and sines of positions,
-    where there is a rotary mean. ``turns``: what each multiplying group waits for before it multiplies, with tiles that are copied.
+    where there is a rotary mean. Of copied tiles ``k_full`` and ``k_free`` are for rounds (pingpong.py), whose ``v_scales`` and
+    ``v_largest`` are those of the tile before; each multiplying group waits for its ``turn_0`` or ``turn_1`` before it multiplies.
     """
 
     k: Any
@@ -94,7 +118,8 @@ class Buffers(NamedTuple):
     k_free: Any
     v_free: Any
     rotary: Any
-    turns: Any
+    turn_0: Any
+    turn_1: Any
 
 
 class RotaryArgs(NamedTuple):

@@ -95,31 +95,39 @@ def attend_in_groups(
             v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN)
             v_largest = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], PLAIN)
         k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        # The producer group arrives once for an unpacked tile; for a copied one each thread's copies do, and for K the group's positions.
+        v_full = k_full
+        v_free = k_free
+        turn_0 = k_full
+        turn_1 = k_full
         for at in gl.static_range(STAGES):
+            # The producer group arrives once for an unpacked tile. For a round each thread's copies do, and the group for what it stores.
             mbarrier.init(k_full.index(at), count=THREADS + 1 if COPIED else 1)
-            mbarrier.init(v_full.index(at), count=THREADS if COPIED else 1)
             mbarrier.init(k_free.index(at), count=GROUPS)
-            mbarrier.init(v_free.index(at), count=GROUPS)
+        if COPIED:
+            turn_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            turn_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(turn_0, count=1)
+            mbarrier.init(turn_1, count=1)
+        else:
+            v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            for at in gl.static_range(STAGES):
+                mbarrier.init(v_full.index(at), count=1)
+                mbarrier.init(v_free.index(at), count=GROUPS)
         ready = k_full
         if C.format.key.rotated:
             ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
             mbarrier.init(ready, count=GROUPS)
-        turns = k_full
-        if COPIED:
-            turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-            for group in gl.static_range(GROUPS):
-                mbarrier.init(turns.index(group), count=1)
         rotary_tiles = k_tiles
         rotary_queries = q_tile
         if C.features.rotary_pairs > 0:
             rotary_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, 2 * PAIRS], ROTARY)
             rotary_queries = gl.allocate_shared_memory(gl.float16, [GROUPS, HALF, 2 * PAIRS], ROTARY)
         rotary = rotary_of(queries, kv_head, seq, scoring.softmax_scale, rotary_queries, batch, C)
-        shared = Buffers(k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free, rotary_tiles, turns)
+        shared = Buffers(
+            k_tiles, v_tiles, k_scales, v_scales, v_largest, positions, k_full, v_full, k_free, v_free, rotary_tiles, turn_0, turn_1
+        )  # fmt: skip
 
         BALANCED: gl.constexpr = queries.factor is not None
         SINKS: gl.constexpr = scoring.sinks is not None
@@ -149,8 +157,8 @@ def attend_in_groups(
         v = Codes(v_codes, v_scale, values.block_stride, values.slot_stride, values.scale_block_stride, values.scale_slot_stride)
         score_unit = key_operand_scale * scoring.softmax_scale * LOG2E
         value_unit = value_operand_scale * 1.0
-        if not COPIED:
-            value_unit = value_operand_scale * (1.0 / 256.0)
+        if SCALED and not COPIED:
+            value_unit = value_operand_scale * 0.5
         work = QueryTile(
             queries.ptr,
             queries.token_stride,

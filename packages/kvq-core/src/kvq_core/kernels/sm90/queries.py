@@ -7,6 +7,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kvq_core.kernels.rounding import in_float16
 from kvq_core.kernels.sm90.layouts import HALF, OPERAND, PRODUCT, QUERY, ROWS, WEIGHTS, product_layout
 
+LEAST_QUERY = gl.constexpr(2.0**-8)
+LARGEST_QUERY = gl.constexpr(2.0**6)
+"""Rows for staged keys between them, in log2 units, stay in these. Their scores are then below 2^24, keys being at most
+staging.LARGEST_KEY, and float16's numbers are at most 2^-17 of a row's largest channel off."""
+
 
 @gluon.jit
 def channel_at(index, ADJACENT: gl.constexpr, C: gl.constexpr):
@@ -51,7 +56,8 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     """A group's rows into its part of the query tile, in the order of the keys' operands; what is left to multiply scores by, [HALF].
 
     Rows for packed keys are brought to a peak of 1/2 to 1, so that no score overflows, by the score's factor and a power of two. That power
-    of two is what is left, as in kvq_core.kernels.queries.row_factors. Rows for unquantized keys stay as they are.
+    of two is what is left, as in kvq_core.kernels.queries.row_factors. Rows for staged keys from LEAST_QUERY to LARGEST_QUERY, and zeros,
+    are in log2 units, so that 1 is left. Rows for unquantized keys stay as they are.
     """
     channel = gl.arange(0, C.channels, gl.SliceLayout(0, QUERY))
     if not C.format.key.rotated:
@@ -72,6 +78,8 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
             y = rotated(y, tile, work, GROUP, ADJACENT, PARTS, C)
         top = gl.minimum(gl.maximum(gl.max(gl.abs(y), 1) * work.score_unit, 2.0**-100), 2.0**120)
         power = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        if C.format.key.staged:
+            power = gl.where((power >= LEAST_QUERY) & (power < LARGEST_QUERY) | (power == 2.0**-100), 0.5, power)
         tile.store((y * (work.score_unit * (0.5 / power))[:, None]).to(gl.float16))
         score_scale = gl.convert_layout(power, ROWS) * 2.0
     fence_async_shared()

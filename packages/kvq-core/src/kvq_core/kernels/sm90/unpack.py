@@ -61,10 +61,10 @@ def unpack_tiles(
             k_word = load_scales(keys, block, slot, seen)
         mbarrier.wait(shared.v_free.index(at), free)
         if SCALED:
-            # float16 holds weights of at most 256, so scales are taken relative to the largest so far.
+            # float16 does not hold weights of 2^16, so scales are taken relative to the largest so far.
             scale = SCALE_OF(v_word)
             largest = gl.maximum(largest, gl.max(scale, 0))
-            shared.v_scales.index(at).store(scale * (256.0 / largest))
+            shared.v_scales.index(at).store(scale * (2.0 / largest))
             shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + largest)
         hand_over(v, gl.convert_layout(v_word, BY_ROW), shared.v.index(at), shared.v_full.index(at), UNPACK, C)
         v = load_words(values, row_block, row_slot, row_seen, FINITE, WORDS, LAYOUT, C)

@@ -1,0 +1,154 @@
+"""A multiplying group over tiles that were copied, with FlashAttention 3's ping-pong schedule.
+
+A group issues two products in its turn, PV of a tile and QK of the next, and computes its softmax during the other group's turn. Without it
+both groups multiply at the same time, and the tensor cores idle during both softmaxes. Tiles that are unpacked gain nothing: that needs the
+issue slots that a softmax leaves.
+
+Tiles come in rounds: the values of a tile with the keys of the next, which a turn needs together. Round n has tile n's keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, product_layout
+from kvq_core.kernels.sm90.softmax import exponents, exponents_of_bounded, rescaled, weights_of
+from kvq_core.kernels.staging import inverse_power
+
+REST = gl.constexpr(2.0**10)
+"""What scales of keys are divided by, and the unit of scores is larger by, so that sums of products times them are finite."""
+HUGE = gl.constexpr(2.0**100)
+"""The largest unit of scores: sums of staged rows times it are finite."""
+
+
+@gluon.jit
+def multiply_copied(
+    GROUP: gl.constexpr, whole, acc, reference, total, largest, score_scale, position, query, rotary_query, span, shared,
+    SCALED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """All tiles, at least one. The first ``whole`` are seen by all rows."""
+    final = span.last - 1
+    if SCALED:
+        # Without rows in other units, which are rare, and with bounded keys (kernels/staging.py) scores are bounded.
+        whole = gl.where(gl.max((score_scale != 1.0).to(gl.int32), 0) == 0, whole, 0)
+    await_round(0, shared, C)
+    take_turn(0, GROUP, shared)
+    s = begin_scores(0, query, rotary_query, shared, C)
+    end_turn(GROUP, shared)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    x, alpha, reference = exponents_of(0, s, score_scale, reference, position, shared, SCALED, True, C)
+    end_round(0, shared, C)
+    # The last of these tiles is an edge here, since it is followed by one.
+    whole = gl.maximum(gl.minimum(whole, final) - 1, 0)
+    for n in range(0, whole):
+        x, alpha, acc, reference, total, largest = multiply_ahead(
+            n, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, False, False, C
+        )
+    for n in range(whole, final):
+        x, alpha, acc, reference, total, largest = multiply_ahead(
+            n, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, True, False, C
+        )
+    x, alpha, acc, reference, total, largest = multiply_ahead(
+        final, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, True, True, C
+    )
+    return acc, reference, total, largest
+
+
+@gluon.jit
+def multiply_ahead(
+    n, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared,
+    SCALED: gl.constexpr, GROUP: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One tile from its weights' exponents ``x`` and the factor for what was summed before: weights, weighted values and, unless FINAL, the
+    next tile's exponents.
+
+    Values of a staged tile that all rows see have one scale. At an EDGE, each row's own counts, and values are taken relative to the
+    largest so far. The accumulator is in units of ``largest``.
+    """
+    OUTPUT: gl.constexpr = product_layout(C.channels)
+    at = (n + 1) % C.tile.stages
+    p, total = weights_of(x, total, alpha)
+    await_round(n + 1, shared, C)
+    if SCALED:
+        grown = shared.v_largest.index(at).load(ROWS)
+        if EDGE:
+            grown = gl.maximum(grown, largest)
+            p = p * (shared.v_scales.index(at).load(COLUMNS)[None, :] * inverse_power(grown)[:, None])
+        alpha = alpha * (largest * inverse_power(grown))
+        largest = grown
+    weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+    acc = rescaled(acc, alpha)
+    take_turn(n + 1, GROUP, shared)
+    if FINAL:
+        acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
+        end_turn(GROUP, shared)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        if SCALED:
+            acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
+            s = begin_scores(n + 1, query, rotary_query, shared, C)
+            end_turn(GROUP, shared)
+            acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+        else:
+            # The next exponents hide behind PV. Of scaled keys they and the products take longer so.
+            s = begin_scores(n + 1, query, rotary_query, shared, C)
+            acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
+            end_turn(GROUP, shared)
+            s = warpgroup_mma_wait(1, deps=(s,))
+        x, alpha, reference = exponents_of(n + 1, s, score_scale, reference, position, shared, SCALED, EDGE, C)
+        if not SCALED:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        end_round(n + 1, shared, C)
+    return x, alpha, acc, reference, total, largest
+
+
+@gluon.jit
+def begin_scores(n, query, rotary_query, shared, C: gl.constexpr):
+    """Issue QK of tile n; the result must be waited for."""
+    KEYS: gl.constexpr = C.tile.keys
+    at = n % C.tile.stages
+    nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
+    s = warpgroup_mma(query, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if C.features.rotary_pairs > 0:
+        s = warpgroup_mma(rotary_query, shared.rotary.index(at).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def exponents_of(n, s, score_scale, reference, position, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
+    """softmax.exponents of tile n's products."""
+    at = n % C.tile.stages
+    if SCALED and not EDGE:
+        x, alpha, reference = exponents_of_bounded(s, shared.k_scales.index(at).load(COLUMNS), reference)
+    else:
+        if SCALED:
+            s = s * (shared.k_scales.index(at).load(COLUMNS) * (1.0 / REST))[None, :]
+            score_scale = gl.minimum(score_scale * REST, HUGE)
+        if EDGE:
+            s = gl.where(shared.positions.index(at).load(COLUMNS)[None, :] <= position[:, None], s, float("-inf"))
+        x, alpha, reference = exponents(s, score_scale, reference)
+    return x, alpha, reference
+
+
+@gluon.jit
+def await_round(n, shared, C: gl.constexpr):
+    mbarrier.wait(shared.k_full.index(n % C.tile.stages), (n // C.tile.stages) & 1)
+    # cp.async writes through the generic proxy, wgmma reads through the async one.
+    fence_async_shared()
+
+
+@gluon.jit
+def end_round(n, shared, C: gl.constexpr):
+    mbarrier.arrive(shared.k_free.index(n % C.tile.stages), count=1)
+
+
+@gluon.jit
+def take_turn(number, GROUP: gl.constexpr, shared):
+    """Wait for a group's turn of this number; group 0 has the first."""
+    mbarrier.wait(shared.turn_1 if GROUP else shared.turn_0, (number & 1) ^ (1 - GROUP))
+
+
+@gluon.jit
+def end_turn(GROUP: gl.constexpr, shared):
+    """The other group's turn begins when this one's products have been issued, not when they end."""
+    mbarrier.arrive(shared.turn_0 if GROUP else shared.turn_1, count=1)

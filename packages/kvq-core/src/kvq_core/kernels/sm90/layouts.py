@@ -122,6 +122,29 @@ class Buffers(NamedTuple):
     turn_1: Any
 
 
+class Rows(NamedTuple):
+    """A group's query rows as products take them: their tile in shared memory, and what they take of a rotary mean; ``position`` [HALF].
+
+    ``score_scale`` [HALF] turns scores into log2 units. ``row_scale`` [HALF]: what does so before a rotary mean joins, in log2 units.
+    """
+
+    tile: Any
+    rotary_tile: Any
+    position: Any
+    row_scale: Any
+    score_scale: Any
+
+
+class Sums(NamedTuple):
+    """What a group has summed: weighted values ``acc`` [HALF, D], in units of ``largest`` [HALF], and weights ``total`` [HALF, 4], by each
+    of a row's threads; weights are relative to ``reference`` [HALF] (softmax.py)."""
+
+    acc: Any
+    reference: Any
+    total: Any
+    largest: Any
+
+
 class RotaryArgs(NamedTuple):
     """A rotary mean: its table of one head, the position of the sequence's first key, what turns q.k into log2 units, and the query rows'
     part of its products, [GROUPS, HALF, 32] in shared memory."""

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
-from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS, product_layout
+from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS, Rows, Sums, product_layout
 from kvq_core.kernels.sm90.pingpong import multiply_copied
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
 from kvq_core.kernels.sm90.rotary import load_rotary_channels, load_rotary_queries
@@ -36,27 +36,20 @@ def multiply_tiles(
             load_rotary_queries(work, rotary, GROUP, C)
             score_scale = gl.full_like(row_scale, 1.0)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
+    rows = Rows(work.tile.index(GROUP), rotary.tile.index(GROUP), position, row_scale, score_scale)
     acc = gl.zeros([HALF, D], gl.float32, OUTPUT)
     reference = gl.full([HALF], float("-inf"), gl.float32, ROWS)
-    total = no_sums(C.tile.keys)
-    largest = gl.full([HALF], 2.0**-100, gl.float32, ROWS)
+    sums = Sums(acc, reference, no_sums(C.tile.keys), gl.full([HALF], 2.0**-100, gl.float32, ROWS))
     whole = gl.where(all_exist(0, span.whole * C.tile.keys, span, C), span.whole, 0)
-    query = work.tile.index(GROUP)
-    rotary_query = rotary.tile.index(GROUP)
-    if not COPIED:
-        for n in range(0, whole):
-            acc, reference, total, largest = multiply(
-                n, acc, reference, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, False, C
-            )
-        for n in range(whole, span.last):
-            acc, reference, total, largest = multiply(
-                n, acc, reference, total, largest, row_scale, score_scale, position, query, rotary_query, shared, SCALED, True, C
-            )
+    if COPIED:
+        sums = multiply_copied(GROUP, whole, sums, rows, span, shared, SCALED, C)
     else:
-        acc, reference, total, largest = multiply_copied(
-            GROUP, whole, acc, reference, total, largest, score_scale, position, query, rotary_query, span, shared, SCALED, C
-        )
-    total = joined(total)
+        for n in range(0, whole):
+            sums = multiply(n, sums, rows, shared, SCALED, False, C)
+        for n in range(whole, span.last):
+            sums = multiply(n, sums, rows, shared, SCALED, True, C)
+    total = joined(sums.total)
+    reference = sums.reference
     if C.features.shifted:
         reference += score_shift(work, rotary.unit, GROUP, C)
     scale, reference, total = take_sink(reference, total, head, valid, work, SINKS)
@@ -65,22 +58,19 @@ def multiply_tiles(
         gl.store(work.lse + at, (reference + gl.log2(total)) * LN2, mask=valid)
     scale = scale * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
     if SCALED:
-        scale = scale * largest
-    store_output(acc * gl.convert_layout(scale, gl.SliceLayout(1, OUTPUT))[:, None], work, GROUP, ADJACENT, C)
+        scale = scale * sums.largest
+    store_output(sums.acc * gl.convert_layout(scale, gl.SliceLayout(1, OUTPUT))[:, None], work, GROUP, ADJACENT, C)
 
 
 @gluon.jit
-def multiply(
-    n, acc, reference, total, largest, row_scale, score_scale, position, query, rotary_query, shared,
-    SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+def multiply(n, sums, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
     """One tile: scores, softmax, weighted values. Its buffers are free once their product is done."""
     KEYS: gl.constexpr = C.tile.keys
     at = n % C.tile.stages
     full = (n // C.tile.stages) & 1
     mbarrier.wait(shared.k_full.index(at), full)
     nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
-    s = warpgroup_mma(query, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(rows.tile, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
     if SCALED:
         k_scale = shared.k_scales.index(at).load(COLUMNS)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -91,17 +81,18 @@ def multiply(
         s = gl.fma(s, nothing + k_scale[None, :], nothing)
     if C.features.rotary_pairs > 0:
         # After the scales of keys and rows, which are not those of this.
-        s = s * row_scale[:, None]
-        s = warpgroup_mma(rotary_query, shared.rotary.index(at).permute((1, 0)), s, is_async=True)
+        s = s * rows.row_scale[:, None]
+        s = warpgroup_mma(rows.rotary_tile, shared.rotary.index(at).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if not EDGE:
             mbarrier.arrive(shared.k_free.index(at), count=1)
     if EDGE:
         key_position = shared.positions.index(at).load(COLUMNS)
         mbarrier.arrive(shared.k_free.index(at), count=1)
-        s = gl.where(key_position[None, :] <= position[:, None], s, float("-inf"))
-    x, alpha, reference = exponents(s, score_scale, reference)
-    p, total = weights_of(x, total, alpha)
+        s = gl.where(key_position[None, :] <= rows.position[:, None], s, float("-inf"))
+    x, alpha, reference = exponents(s, rows.score_scale, sums.reference)
+    p, total = weights_of(x, sums.total, alpha)
+    largest = sums.largest
     mbarrier.wait(shared.v_full.index(at), full)
     if SCALED:
         grown = shared.v_largest.index(at).load(ROWS)
@@ -109,10 +100,10 @@ def multiply(
         alpha = alpha * (largest / grown)
         largest = grown
     weights = gl.convert_layout(p.to(shared.v.dtype), WEIGHTS)
-    acc = warpgroup_mma(weights, shared.v.index(at), rescaled(acc, alpha), is_async=True)
+    acc = warpgroup_mma(weights, shared.v.index(at), rescaled(sums.acc, alpha), is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(shared.v_free.index(at), count=1)
-    return acc, reference, total, largest
+    return Sums(acc, reference, total, largest)
 
 
 @gluon.jit

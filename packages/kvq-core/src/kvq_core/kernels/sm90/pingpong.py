@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, product_layout
+from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, Sums, product_layout
 from kvq_core.kernels.sm90.softmax import exponents, exponents_of_bounded, rescaled, weights_of
 from kvq_core.kernels.staging import inverse_power
 
@@ -22,52 +22,45 @@ HUGE = gl.constexpr(2.0**100)
 
 
 @gluon.jit
-def multiply_copied(
-    GROUP: gl.constexpr, whole, acc, reference, total, largest, score_scale, position, query, rotary_query, span, shared,
-    SCALED: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+def multiply_copied(GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED: gl.constexpr, C: gl.constexpr):
     """All tiles, at least one. The first ``whole`` are seen by all rows."""
     final = span.last - 1
     if SCALED:
         # Without rows in other units, which are rare, and with bounded keys (kernels/staging.py) scores are bounded.
-        whole = gl.where(gl.max((score_scale != 1.0).to(gl.int32), 0) == 0, whole, 0)
+        whole = gl.where(gl.max((rows.score_scale != 1.0).to(gl.int32), 0) == 0, whole, 0)
     await_round(0, shared, C)
     take_turn(0, GROUP, shared)
-    s = begin_scores(0, query, rotary_query, shared, C)
+    s = begin_scores(0, rows, shared, C)
     end_turn(GROUP, shared)
     s = warpgroup_mma_wait(0, deps=(s,))
-    x, alpha, reference = exponents_of(0, s, score_scale, reference, position, shared, SCALED, True, C)
+    x, alpha, reference = exponents_of(0, s, sums.reference, rows, shared, SCALED, True, C)
+    sums = Sums(sums.acc, reference, sums.total, sums.largest)
     end_round(0, shared, C)
     # The last of these tiles is an edge here, since it is followed by one.
     whole = gl.maximum(gl.minimum(whole, final) - 1, 0)
     for n in range(0, whole):
-        x, alpha, acc, reference, total, largest = multiply_ahead(
-            n, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, False, False, C
-        )
+        x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, False, False, C)
     for n in range(whole, final):
-        x, alpha, acc, reference, total, largest = multiply_ahead(
-            n, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, True, False, C
-        )
-    x, alpha, acc, reference, total, largest = multiply_ahead(
-        final, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared, SCALED, GROUP, True, True, C
-    )
-    return acc, reference, total, largest
+        x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, True, False, C)
+    x, alpha, sums = multiply_ahead(final, x, alpha, sums, rows, shared, GROUP, SCALED, True, True, C)
+    return sums
 
 
 @gluon.jit
 def multiply_ahead(
-    n, x, alpha, acc, reference, total, largest, score_scale, position, query, rotary_query, shared,
-    SCALED: gl.constexpr, GROUP: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
+    n, x, alpha, sums, rows, shared,
+    GROUP: gl.constexpr, SCALED: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile from its weights' exponents ``x`` and the factor for what was summed before: weights, weighted values and, unless FINAL, the
-    next tile's exponents.
+    next tile's exponents. ``sums.reference`` is of the exponents.
 
     Values of a staged tile that all rows see have one scale. At an EDGE, each row's own counts, and values are taken relative to the
-    largest so far. The accumulator is in units of ``largest``.
+    largest so far.
     """
     OUTPUT: gl.constexpr = product_layout(C.channels)
     at = (n + 1) % C.tile.stages
-    p, total = weights_of(x, total, alpha)
+    p, total = weights_of(x, sums.total, alpha)
+    largest = sums.largest
     await_round(n + 1, shared, C)
     if SCALED:
         grown = shared.v_largest.index(at).load(ROWS)
@@ -77,7 +70,8 @@ def multiply_ahead(
         alpha = alpha * (largest * inverse_power(grown))
         largest = grown
     weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-    acc = rescaled(acc, alpha)
+    acc = rescaled(sums.acc, alpha)
+    reference = sums.reference
     take_turn(n + 1, GROUP, shared)
     if FINAL:
         acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
@@ -86,46 +80,47 @@ def multiply_ahead(
     else:
         if SCALED:
             acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
-            s = begin_scores(n + 1, query, rotary_query, shared, C)
+            s = begin_scores(n + 1, rows, shared, C)
             end_turn(GROUP, shared)
             acc, s = warpgroup_mma_wait(0, deps=(acc, s))
         else:
             # The next exponents hide behind PV. Of scaled keys they and the products take longer so.
-            s = begin_scores(n + 1, query, rotary_query, shared, C)
+            s = begin_scores(n + 1, rows, shared, C)
             acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
             end_turn(GROUP, shared)
             s = warpgroup_mma_wait(1, deps=(s,))
-        x, alpha, reference = exponents_of(n + 1, s, score_scale, reference, position, shared, SCALED, EDGE, C)
+        x, alpha, reference = exponents_of(n + 1, s, reference, rows, shared, SCALED, EDGE, C)
         if not SCALED:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         end_round(n + 1, shared, C)
-    return x, alpha, acc, reference, total, largest
+    return x, alpha, Sums(acc, reference, total, largest)
 
 
 @gluon.jit
-def begin_scores(n, query, rotary_query, shared, C: gl.constexpr):
+def begin_scores(n, rows, shared, C: gl.constexpr):
     """Issue QK of tile n; the result must be waited for."""
     KEYS: gl.constexpr = C.tile.keys
     at = n % C.tile.stages
     nothing = gl.zeros([HALF, KEYS], gl.float32, PRODUCT)
-    s = warpgroup_mma(query, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(rows.tile, shared.k.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
     if C.features.rotary_pairs > 0:
-        s = warpgroup_mma(rotary_query, shared.rotary.index(at).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(rows.rotary_tile, shared.rotary.index(at).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def exponents_of(n, s, score_scale, reference, position, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
+def exponents_of(n, s, reference, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
     """softmax.exponents of tile n's products."""
     at = n % C.tile.stages
     if SCALED and not EDGE:
         x, alpha, reference = exponents_of_bounded(s, shared.k_scales.index(at).load(COLUMNS), reference)
     else:
+        score_scale = rows.score_scale
         if SCALED:
             s = s * (shared.k_scales.index(at).load(COLUMNS) * (1.0 / REST))[None, :]
             score_scale = gl.minimum(score_scale * REST, HUGE)
         if EDGE:
-            s = gl.where(shared.positions.index(at).load(COLUMNS)[None, :] <= position[:, None], s, float("-inf"))
+            s = gl.where(shared.positions.index(at).load(COLUMNS)[None, :] <= rows.position[:, None], s, float("-inf"))
         x, alpha, reference = exponents(s, score_scale, reference)
     return x, alpha, reference
 

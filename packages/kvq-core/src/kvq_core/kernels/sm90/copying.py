@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions
-from kvq_core.kernels.sm90.layouts import HALF, VECTOR, keys_of_run, row_layout, run_layout
+from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, row_places
+from kvq_core.kernels.sm90.layouts import HALF, VECTOR, row_layout
 from kvq_core.kernels.sm90.queries import existing
 from kvq_core.kernels.sm90.rotary import PAIRS
 
@@ -61,26 +61,6 @@ def await_room(n, shared, C: gl.constexpr):
 def announce(n, shared, C: gl.constexpr):
     """Round n is full when what was begun to be copied for it has arrived."""
     async_copy.mbarrier_arrive(shared.k_full.index(n % C.tile.stages), increment_count=False)
-
-
-@gluon.jit
-def row_places(n, span, EDGE: gl.constexpr, C: gl.constexpr):
-    """(block, slot, whether it is there to be seen) of a tile's keys, [runs, keys of one]: of a run, which lies in one block, looked up
-    once. Unseen keys lie in some block that exists."""
-    RUN: gl.constexpr = keys_of_run(C.shape.block_size, C.tile.keys)
-    BY_KEY: gl.constexpr = gl.SliceLayout(2, run_layout(C.channels, C.tile.keys, RUN))
-    position = n * C.tile.keys + gl.arange(0, C.tile.keys // RUN, gl.SliceLayout(1, BY_KEY)) * RUN
-    if EDGE:
-        block = gl.load(span.table + position // C.shape.block_size, mask=position < span.stop, other=-1)
-    else:
-        block = gl.load(span.table + position // C.shape.block_size)
-    # Unsigned, so that a negative id is none of them.
-    exists = block.to(gl.uint32) < span.num_blocks.to(gl.uint32)
-    key = gl.arange(0, RUN, gl.SliceLayout(0, BY_KEY))[None, :]
-    seen = exists[:, None] & (key >= 0)  # of all its keys
-    if EDGE:
-        seen = seen & (position[:, None] + key < span.stop)
-    return gl.where(exists, block, 0)[:, None], (position % C.shape.block_size)[:, None] + key, seen
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ def multiply_copied(GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED
     s = begin_scores(0, rows, shared, C)
     end_turn(GROUP, shared)
     s = warpgroup_mma_wait(0, deps=(s,))
-    x, alpha, reference = exponents_of(0, s, sums.reference, rows, shared, SCALED, True, C)
+    x, alpha, reference = tile_exponents(0, s, sums.reference, rows, shared, SCALED, True, C)
     sums = Sums(sums.acc, reference, sums.total, sums.largest)
     end_round(0, shared, C)
     # The last of these tiles is an edge here, since it is followed by one.
@@ -89,7 +89,7 @@ def multiply_ahead(
             acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
             end_turn(GROUP, shared)
             s = warpgroup_mma_wait(1, deps=(s,))
-        x, alpha, reference = exponents_of(n + 1, s, reference, rows, shared, SCALED, EDGE, C)
+        x, alpha, reference = tile_exponents(n + 1, s, reference, rows, shared, SCALED, EDGE, C)
         if not SCALED:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         end_round(n + 1, shared, C)
@@ -109,8 +109,8 @@ def begin_scores(n, rows, shared, C: gl.constexpr):
 
 
 @gluon.jit
-def exponents_of(n, s, reference, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
-    """softmax.exponents of tile n's products."""
+def tile_exponents(n, s, reference, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
+    """Tile n's products as softmax.exponents has them."""
     at = n % C.tile.stages
     if SCALED and not EDGE:
         x, alpha, reference = exponents_of_bounded(s, shared.k_scales.index(at).load(COLUMNS), reference)
@@ -127,6 +127,7 @@ def exponents_of(n, s, reference, rows, shared, SCALED: gl.constexpr, EDGE: gl.c
 
 @gluon.jit
 def await_round(n, shared, C: gl.constexpr):
+    """Wait until the copies of round n have arrived, where wgmma sees them."""
     mbarrier.wait(shared.k_full.index(n % C.tile.stages), (n // C.tile.stages) & 1)
     # cp.async writes through the generic proxy, wgmma reads through the async one.
     fence_async_shared()
@@ -134,6 +135,7 @@ def await_round(n, shared, C: gl.constexpr):
 
 @gluon.jit
 def end_round(n, shared, C: gl.constexpr):
+    """This group is done with the buffers of round n."""
     mbarrier.arrive(shared.k_free.index(n % C.tile.stages), count=1)
 
 

@@ -158,6 +158,7 @@ def attend_in_groups(
         score_unit = key_operand_scale * scoring.softmax_scale * LOG2E
         value_unit = value_operand_scale * 1.0
         if SCALED and not COPIED:
+            # Their scales are over half of the largest (unpack.py).
             value_unit = value_operand_scale * 0.5
         work = QueryTile(
             queries.ptr,

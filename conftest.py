@@ -16,6 +16,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("kvq", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("kvq")
 
+ASKED_TO_INTERPRET = os.environ.get("TRITON_INTERPRET")
+
 GPU_TIMEOUT = 180
 """Seconds. Kernels compile in two or three and run in none: what takes longer hangs."""
 GPU_KEPT = 1 << 30
@@ -73,5 +75,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector, at each of its rounds, the hundreds of thousands of objects that modules and tests are made of."""
+    """Refuse to skip every test of a GPU because some module, when imported, asked for the interpreter.
+
+    And spare the garbage collector, at each of its rounds, the hundreds of thousands of objects that modules and tests are made of."""
+    if has_gpu() and os.environ.get("TRITON_INTERPRET") != ASKED_TO_INTERPRET:
+        raise pytest.UsageError("importing the tests set TRITON_INTERPRET, under which no kernel runs on this GPU: have none set it")
     gc.freeze()

@@ -1,17 +1,14 @@
 """Operations on operands of drawn types in Triton's interpreter, as it comes or sped up.
 
-    python tests/kernels/interpreted_operands.py [--sped-up]
+    TRITON_INTERPRET=1 python tests/kernels/interpreted_operands.py [--sped-up]
 
 Prints a line for each drawn pair and operation, each done twice: what comes out, bit by bit, or the error.
 """
 
 import itertools
-import os
 import random
 import sys
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import triton

@@ -1,5 +1,6 @@
 """The interpreted Gluon and PTX of these tests notice what a GPU would do wrong. That they compute the right things, the kernels show."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,8 +62,9 @@ def test_nothing_is_left_of_it(interpreted: torch.device) -> None:
 
 def test_sped_up_operations_give_the_same_bits() -> None:
     command = [sys.executable, "-W", "ignore", interpreted_operands.__file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     as_it_comes, sped_up = (
-        subprocess.run([*command, *how], capture_output=True, text=True, check=True).stdout for how in ([], ["--sped-up"])
+        subprocess.run([*command, *how], env=environment, capture_output=True, text=True, check=True).stdout for how in ([], ["--sped-up"])
     )
     assert sped_up == as_it_comes
     assert as_it_comes.count("[") > 3 * interpreted_operands.COUNT, "half of them give numbers"

@@ -70,8 +70,8 @@ def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
         "driver": nvidia_driver() or "unknown",
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "triton": installed("triton") or "not installed",
-        "flashinfer": installed("flashinfer-python") or "not installed",
+        "triton": installed("triton"),
+        "flashinfer": installed("flashinfer-python"),
         "commit": source_version(checkout.ROOT),
         "hbm": timer.read_bandwidth(),
         "floor_us": timer.floor(),
@@ -80,7 +80,8 @@ def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
 
 def header(facts: dict[str, Any]) -> str:
     """The facts, and how to read the figures."""
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("driver", "python", "torch", "triton", "flashinfer", "commit"))
+    named = ("driver", "python", "torch", "triton", "flashinfer", "commit")
+    versions = ", ".join(f"{name} {facts[name] or 'not installed'}" for name in named)
     return "\n".join(
         (
             f"{facts['gpu']}: {versions}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,17 +15,20 @@ from kvq_core.kernels.combine import combine_kernel
 from kvq_core.kernels.config import CombineTile, Features, Heads, ReadConfig, Shape, Tile, multiplied_lanes
 from kvq_core.kernels.formats import Format, Kernels, Sm90Kernels
 from kvq_core.launch import dispatch
-from kvq_core.launch.bundles import bundle_output, bundle_plane, bundle_rows, bundle_scoring, row_alignment, strides_of
+from kvq_core.launch.bundles import Pages, bundle_output, bundle_pages, bundle_rows, bundle_scoring, row_alignment, strides_of
 from kvq_core.launch.device import device_facts, interpreting, overlaps
 from kvq_core.launch.replay import LaunchRecord
-from kvq_core.launch.staging import StagedCache, most_tiles, stage, staged_config
+from kvq_core.launch.staging import most_tiles, stage, staged_config
 from kvq_core.launch.workspace import sole_use
 from kvq_core.plan import planner
-from kvq_core.plan.planner import SM90_DECODE_MULTIROW, SM90_PREFILL, TRITON
+from kvq_core.plan.planner import KernelFamily
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 PREFETCHED_KEYS = 32
 """Keys of a split up to which a program prefetches its first tile; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
+
+Parts = tuple[args.Splits, args.Partials]
+"""How keys are split, and where the results of splits go."""
 
 
 def launch_attention(kernels: Kernels, attention: Attention) -> LaunchRecord:
@@ -32,12 +36,24 @@ def launch_attention(kernels: Kernels, attention: Attention) -> LaunchRecord:
     record = LaunchRecord(attention.q.device)
     sm90 = dispatch.sm90_reads(kernels, attention)
     problem = problem_of(attention, kernels.format, sm90)
-    entries = {TRITON: kernels.attend, SM90_PREFILL: sm90.prefill, SM90_DECODE_MULTIROW: sm90.decode_multirow}
-    staged = None
+    entries = {
+        KernelFamily.TRITON: kernels.attend,
+        KernelFamily.SM90_PREFILL: sm90.prefill,
+        KernelFamily.SM90_DECODE_MULTIROW: sm90.decode_multirow,
+    }
+    packed = bundle_pages(attention, kernels.format)
     with sole_use(attention.q.device):
         for launch in planner.plan(problem):
-            entry = sm90.staged if launch.staged else entries[launch.tile.family]
-            staged = _launch(record, entry, attention, kernels.format, problem, launch, staged)
+            entry, pages, config = entries[launch.tile.family], packed, _config(attention, kernels.format, launch)
+            if launch.staged:
+                pages = stage(record, attention, packed, launch.staged, config)
+                entry, config = sm90.staged, staged_config(config)
+                # The launches after it leave out the sequences that are staged.
+                packed = replace(packed, batch=packed.batch._replace(first_tiles=pages.batch.first_tiles))
+            parts = _splits(record, attention, launch, config)
+            _attend(record, entry, attention, pages, launch, parts, config)
+            if launch.split:
+                _combine(record, attention, problem, launch, pages.batch, parts, config)
     return record
 
 
@@ -84,79 +100,78 @@ def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> planner
     )
 
 
-def _launch(
+def _attend(
     record: LaunchRecord,
     kernel: Any,
     attention: Attention,
-    form: Format,
-    problem: planner.Problem,
+    pages: Pages,
     launch: planner.Launch,
-    staged: StagedCache | None,
-) -> StagedCache | None:
-    """Start one launch, and what goes with it. ``staged``: by a launch before it, or, returned, for those after it."""
-    batch, tile = attention.batch, launch.tile
-    config = _config(attention, form, launch)
-    items, programs = launch.max_items, launch.programs
+    parts: Parts,
+    config: ReadConfig,
+) -> None:
+    batch, tile, programs = attention.batch, launch.tile, launch.programs
     if not launch.split:
         # Every sequence has at most one row block that is not full.
         programs = min(batch.num_seqs * launch.max_row_blocks, attention.q.shape[0] // config.tokens + batch.num_seqs)
-    out = attention.out
-    output = bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
-    lengths = args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops, batch.first_positions)
-    score = bundle_scoring(attention)
-    keys, values = bundle_plane(attention.keys, "k_cache", form.key), bundle_plane(attention.values, "v_cache", form.value)
-    place = (batch.block_table.stride(0), batch.block_table.shape[1], attention.keys.num_blocks)
-    if launch.staged:
-        staged = stage(record, attention, (keys, values), lengths, score, launch.staged, config)
-        keys, values, lengths, place = staged.keys, staged.values, staged.batch, staged.place
-        config = staged_config(config)
-    elif staged is not None:
-        lengths = lengths._replace(first_tiles=staged.batch.first_tiles)
-    splits, partials = _splits(record, attention, launch, items, config)
     record.start(
         kernel,
-        (programs, problem.num_kv_heads),
+        (programs, attention.keys.num_kv_heads),
         bundle_rows(attention.q, attention.smoothing),
-        keys,
-        values,
-        output,
+        pages.keys,
+        pages.values,
+        _output(attention),
         attention.output_scale,
-        lengths,
-        score,
-        splits,
-        partials,
+        pages.batch,
+        bundle_scoring(attention),
+        *parts,
         batch.num_seqs,
-        *place,
+        *pages.table,
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **({"maxnreg": tile.registers} if tile.registers and config.features.use_asm and tile.family is not SM90_PREFILL else {}),
+        **(
+            {"maxnreg": tile.registers}
+            if tile.registers and config.features.use_asm and tile.family is not KernelFamily.SM90_PREFILL
+            else {}
+        ),
     )
-    if not launch.split:
-        return staged
-    row_blocks = batch.num_seqs * launch.max_row_blocks
+
+
+def _combine(
+    record: LaunchRecord,
+    attention: Attention,
+    problem: planner.Problem,
+    launch: planner.Launch,
+    batch: args.Batch,
+    parts: Parts,
+    config: ReadConfig,
+) -> None:
+    row_blocks = problem.num_seqs * launch.max_row_blocks
     combine = planner.combine_tile(problem, launch, row_blocks)
     slices = min(combine.slices, config.slices)
     rows = triton.cdiv(row_blocks, combine.blocks) * config.tokens * config.shape.group * slices
-    eights = 0 if config.tile.alone else row_blocks * (tile.rows // 8)
+    eights = 0 if config.tile.alone else row_blocks * (launch.tile.rows // 8)
     record.start(
         combine_kernel,
         (eights + rows, problem.num_kv_heads),
-        output,
+        _output(attention),
         attention.output_scale,
-        lengths,
-        score._replace(qq_bias=None, alibi_slopes=None),
-        splits,
-        partials,
+        batch,
+        bundle_scoring(attention)._replace(qq_bias=None, alibi_slopes=None),
+        *parts,
         row_blocks,
-        programs,
+        launch.programs,
         # With fewer slices than planned, as many bytes together all the same.
         TILE=CombineTile(combine.few, combine.splits * slices // combine.slices, combine.blocks, slices),
         C=config,
         num_warps=combine.warps,
         **({"launch_pdl": True} if config.tile.overlap else {}),
     )
-    return None
+
+
+def _output(attention: Attention) -> args.Output:
+    out = attention.out
+    return bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
 
 
 def _loops(attention: Attention, launch: planner.Launch) -> int:
@@ -191,7 +206,7 @@ def _shape(attention: Attention, fold: int) -> Shape:
 def _tile(attention: Attention, form: Format, launch: planner.Launch) -> Tile:
     tile = launch.tile
     # Warp groups have a loop over work tiles, and may leave a row in one split to the combine kernel.
-    alone = launch.split == "equal" and attention.batch.num_seqs * launch.max_row_blocks == 1 and tile.family is TRITON
+    alone = launch.split == "equal" and attention.batch.num_seqs * launch.max_row_blocks == 1 and tile.family is KernelFamily.TRITON
     return Tile(
         rows=tile.rows,
         keys=tile.keys,
@@ -208,9 +223,9 @@ def _tile(attention: Attention, form: Format, launch: planner.Launch) -> Tile:
         alone=alone,
         prefetch=alone and _prefetch(form, launch) and device_facts(attention.q.device).use_asm,
         split=launch.split,
-        least_splits=2 if tile.family is TRITON else 1,
+        least_splits=2 if tile.family is KernelFamily.TRITON else 1,
         overlap=("start" if launch.combine_waits else "end") if launch.split and overlaps(attention.q.device) else "",
-        registers=(tile.registers or 0) if tile.family is SM90_PREFILL else 0,
+        registers=(tile.registers or 0) if tile.family is KernelFamily.SM90_PREFILL else 0,
     )
 
 
@@ -221,7 +236,7 @@ def _features(attention: Attention, form: Format, launch: planner.Launch) -> Fea
         shifted=attention.smoothing is not None and attention.sees_shift,
         rotary_pairs=0 if attention.smoothing is None else attention.smoothing.num_pairs,
         output=_FP8_NAMES.get(attention.out.dtype, ""),
-        mixed=form.value.rotated and launch.tile.family is TRITON,
+        mixed=form.value.rotated and launch.tile.family is KernelFamily.TRITON,
         use_asm=device.use_asm,
         fp8_hardware=device.fp8_hardware,
         upcast_dots=interpreting(),
@@ -231,7 +246,7 @@ def _features(attention: Attention, form: Format, launch: planner.Launch) -> Fea
 def _narrow_n(attention: Attention, form: Format, launch: planner.Launch) -> bool:
     """Whether rows have two columns each: where much is done to each score, and at most half of the fewest rows of a tile can be valid."""
     tile = launch.tile
-    eight = tile.keys_first and tile.family is TRITON and tile.fold == 1 and tile.rows == 8
+    eight = tile.keys_first and tile.family is KernelFamily.TRITON and tile.fold == 1 and tile.rows == 8
     return form.narrow_n and attention.scoring.softcap > 0 and eight and 2 * launch.max_query_len * attention.queries_per_kv <= tile.rows
 
 
@@ -257,9 +272,7 @@ def _foldable(attention: Attention, form: Format) -> bool:
     return spares and all(plane.codes.stride(1) * plane.codes.element_size() == row_bytes for plane in (attention.keys, attention.values))
 
 
-def _splits(
-    record: LaunchRecord, attention: Attention, launch: planner.Launch, items: int, config: ReadConfig
-) -> tuple[args.Splits, args.Partials]:
+def _splits(record: LaunchRecord, attention: Attention, launch: planner.Launch, config: ReadConfig) -> Parts:
     if not launch.split:
         return args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
     row_blocks = attention.batch.num_seqs * launch.max_row_blocks
@@ -271,6 +284,6 @@ def _splits(
         splits = args.Splits(0, 0, segments)
         plan, *_ = record.workspace(row_blocks, 0, 0)
         return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
-    rows = items * attention.keys.num_kv_heads * config.tile.rows
+    rows = launch.max_items * attention.keys.num_kv_heads * config.tile.rows
     plan, acc, top, total = record.workspace(row_blocks, rows, config.shape.head_size_v)
     return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.shape.head_size_v)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +13,25 @@ from kvq_core.call.smoothed import Smoothing
 from kvq_core.call.spec import Attention, Plane
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
-from kvq_core.kernels.formats import PlaneFormat
+from kvq_core.kernels.formats import Format, PlaneFormat
+
+
+class BlockTable(NamedTuple):
+    """Of a block table: how far apart its rows are, how many columns they have, and how many blocks there are."""
+
+    stride: int
+    width: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A paged cache, and who attends to what of it."""
+
+    keys: args.Plane
+    values: args.Plane
+    batch: args.Batch
+    table: BlockTable
 
 
 def lanes_of(plane: Plane, name: str, form: PlaneFormat) -> torch.Tensor:
@@ -32,6 +52,16 @@ def bundle_plane(plane: Plane, name: str, form: PlaneFormat) -> args.Plane:
     if scales is None or scales.dim() != 3:
         return args.Plane(codes, scales, block, slot, head, 0, 0, 0)
     return args.Plane(codes, scales, block, slot, head, *scales.stride())
+
+
+def bundle_pages(attention: Attention, form: Format) -> Pages:
+    batch = attention.batch
+    return Pages(
+        bundle_plane(attention.keys, "k_cache", form.key),
+        bundle_plane(attention.values, "v_cache", form.value),
+        args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops, batch.first_positions),
+        BlockTable(batch.block_table.stride(0), batch.block_table.shape[1], attention.keys.num_blocks),
+    )
 
 
 def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None, positions: torch.Tensor | None = None) -> args.Rows:

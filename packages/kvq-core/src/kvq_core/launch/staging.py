@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -13,6 +13,7 @@ from kvq_core.kernels import args
 from kvq_core.kernels.config import ReadConfig, tile_channels
 from kvq_core.kernels.formats import Format, PlaneFormat
 from kvq_core.kernels.staging import Staged, stage_kernel
+from kvq_core.launch.bundles import BlockTable, Pages, bundle_scoring
 from kvq_core.launch.device import device_facts
 from kvq_core.launch.replay import LaunchRecord
 from kvq_core.plan.planner import GROUPS_TILE
@@ -35,31 +36,13 @@ def most_tiles(attention: Attention) -> int:
     return MOST_BYTES // (attention.keys.num_kv_heads * GROUPS_TILE * (2 * channels + 8))
 
 
-@dataclass(frozen=True)
-class StagedCache:
-    """Staged tiles as a paged cache with blocks of a tile's tokens."""
-
-    keys: args.Plane
-    values: args.Plane
-    batch: args.Batch
-    place: tuple[int, int, int]
-    """Of its block table: the stride, the width, which bounds nothing, since staged sequences have stops, and the number of blocks."""
-
-
-def stage(
-    record: LaunchRecord,
-    attention: Attention,
-    planes: tuple[args.Plane, args.Plane],
-    lengths: args.Batch,
-    scoring: args.Scoring,
-    capacity: int,
-    config: ReadConfig,
-) -> StagedCache:
-    """Launch the kernel that stages the keys of long prompts, up to ``capacity`` tiles of every kv head."""
-    batch, heads = attention.batch, attention.keys.num_kv_heads
+def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: int, config: ReadConfig) -> Pages:
+    """Launch the kernel that stages the keys of long prompts, up to ``capacity`` tiles of every kv head; the tiles as pages, with blocks of
+    a tile's tokens."""
+    num_seqs, heads = attention.batch.num_seqs, attention.keys.num_kv_heads
     key_size, value_size = config.staged_key_size, config.channels
     rows = capacity * heads * GROUPS_TILE
-    sizes = (rows * key_size // 2, rows * value_size // 2, rows, rows, heads * capacity, batch.num_seqs, batch.num_seqs)
+    sizes = (rows * key_size // 2, rows * value_size // 2, rows, rows, heads * capacity, num_seqs, num_seqs)
     keys, values, k_scales, v_scales, *indices = record.buffers(sizes)
     keys, values = keys.view(torch.float16), values.view(torch.float16)
     table, firsts, stops = (part.view(torch.int32) for part in indices)
@@ -67,26 +50,26 @@ def stage(
     record.start(
         stage_kernel,
         (min(capacity, math.ceil(PROGRAMS_PER_SM * device_facts(attention.q.device).num_sms / heads)), heads),
-        *planes,
+        packed.keys,
+        packed.values,
         Staged(keys, values, k_scales, v_scales, table, firsts, stops),
         None if smoothing is None else smoothing.factor,
         None if smoothing is None else smoothing.rotary,
-        lengths,
-        scoring,
-        batch.num_seqs,
-        batch.block_table.stride(0),
-        batch.block_table.shape[1],
-        attention.keys.num_blocks,
+        packed.batch,
+        bundle_scoring(attention),
+        num_seqs,
+        *packed.table,
         capacity,
         C=config,
         num_warps=_WARPS,
     )
     k_strides, v_strides = ((heads * GROUPS_TILE * size, size, GROUPS_TILE * size) for size in (key_size, value_size))
-    return StagedCache(
+    return Pages(
         args.Plane(keys, k_scales, *k_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
         args.Plane(values, v_scales, *v_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
-        args.Batch(lengths.cu_seqlens_q, lengths.seqused_k, table, stops, None, firsts),
-        (capacity, _UNBOUNDED, capacity),
+        args.Batch(packed.batch.cu_seqlens_q, packed.batch.seqused_k, table, stops, None, firsts),
+        # Its width bounds nothing: staged sequences have stops.
+        BlockTable(capacity, _UNBOUNDED, capacity),
     )
 
 

@@ -205,8 +205,7 @@ def warm_up(demands: Sequence[Demand], device: torch.device, processes: int | No
         launches = distinct_launches(demands, here)
         left = _load(list(dict.fromkeys(call for call, _ in launches)), here)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        # What takes longest first; the second launch of a call is a combine kernel.
-        wanted = sorted((launch for launch in launches if launch[0] in left), key=lambda launch: launch[1] == 1)
+        wanted = [launch for launch in launches if launch[0] in left]
         if len(wanted) > 1:
             _compile_in_processes(here, wanted, min(processes or min(cores, MOST_PROCESSES), len(wanted)))
         while left:
@@ -247,19 +246,21 @@ def reserve_workspace(demands: Sequence[Demand], device: torch.device) -> int:
 
 def workspace_elements(demands: Sequence[Demand], device: Device) -> int:
     """float32 elements of the largest workspace that ``demands`` can need on ``device``."""
-    largest = 0
     with planning_for(device) as planned:
         for call in _calls(demands):
             if call.num_seqs:
                 call()
-        largest = max(planned.spaces, default=0)
-    return largest
+        return max(planned.spaces, default=0)
 
 
 def distinct_launches(demands: Sequence[Demand], device: Device) -> list[tuple[Call, int]]:
-    """Calls, with the number of one of their launches, that between them launch every kernel that ``demands`` can need on ``device``."""
+    """Calls, with the number of one of their launches, that between them launch every kernel that ``demands`` can need on ``device``: the
+    combine kernels, which compile fastest, after all others."""
+    from kvq_core.kernels.combine import combine_kernel
+
     seen: set[object] = set()
-    kept = []
+    kept: list[tuple[Call, int]] = []
+    combining: list[tuple[Call, int]] = []
     with planning_for(device) as planned:
         for call in _calls(demands):
             planned.launches.clear()
@@ -268,8 +269,8 @@ def distinct_launches(demands: Sequence[Demand], device: Device) -> list[tuple[C
                 identity = _identity(launch)
                 if identity not in seen:
                     seen.add(identity)
-                    kept.append((call, number))
-    return kept
+                    (combining if launch[0] is combine_kernel else kept).append((call, number))
+    return kept + combining
 
 
 def _calls(demands: Sequence[Demand]) -> Iterator[Call]:
@@ -332,9 +333,11 @@ def _compile_in_processes(device: Device, launches: list[tuple[Call, int]], coun
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         running.append((process, pickle.dumps((device, launches[index::count]))))
     for process, work in running:
-        if process.stdin is not None:
-            process.stdin.write(work)
-            process.stdin.close()
+        # One that has ended already takes nothing.
+        with contextlib.suppress(BrokenPipeError):
+            if process.stdin is not None:
+                process.stdin.write(work)
+                process.stdin.close()
     for process, _ in running:
         process.wait()
 

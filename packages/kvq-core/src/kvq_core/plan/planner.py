@@ -55,9 +55,6 @@ class KernelFamily(Enum):
     SM90_PREFILL = 2
 
 
-TRITON, SM90_DECODE_MULTIROW, SM90_PREFILL = KernelFamily
-
-
 @dataclass(frozen=True)
 class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
@@ -212,7 +209,7 @@ def power_of_two(n: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def plan(problem: Problem) -> tuple[Launch, ...]:
-    """The launches that serve ``problem``."""
+    """The launches that serve ``problem``. Split ones come first: their partial results have the memory of tiles that are staged later."""
     longest = problem.max_seqlen_q
     if problem.batch_invariant:
         return (_decode(problem, DECODE_QUERY_LEN), *(_prefill(problem) if longest > DECODE_QUERY_LEN else []))

@@ -18,8 +18,8 @@
 
 Sign and magnitude lie in two planes of eight, because one shift then brings a channel's two bits to where a half-precision number
 wants them: ``(word << i) & 0x8080 | 0x0037`` is the fp16 subnormal +-55 or +-183, whose ratio 3.327 stands in for 3.336
-(format.py; it moves a value by 0.09 %, the mode itself by 35 %). Levels and boundaries: Lloyd (1982), Max (1960), four levels, unit
-Gaussian.
+(format.py; it moves a value by 0.09 %, the mode itself by 34 %, both rms). Levels and boundaries: Lloyd (1982), Max (1960), four
+levels, unit Gaussian.
 
 No finite row comes back further from itself than zero is. For a fixed c the squared error of a scale t = s b is
 

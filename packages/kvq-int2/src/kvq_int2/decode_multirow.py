@@ -1,6 +1,6 @@
-"""Decode of a few query rows over int2 pages by one warp group: what lanes of eight codes become. (The portable kernel: kernels.py.)
+"""Decode of a few query rows over int2 pages by one warp group: what lanes of eight codes become. (The Triton kernel: kernels.py.)
 
-Operands are those of the portable kernel. Of values a warp unpacks two ways of the eight, whose bits it moves to where they are wanted
+Operands are those of the Triton kernel. Of values a warp unpacks two ways of the eight, whose bits it moves to where they are wanted
 by a distance of its own.
 """
 

@@ -1,4 +1,4 @@
-"""int2 write of heads of 64 and 128 on sm_90. (The portable kernel, and what both do with rotated rows: quantize.py.)"""
+"""int2 write of heads of 64 and 128 on sm_90. (The Triton kernel, and what both do with rotated rows: quantize.py.)"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,6 +1,6 @@
-"""Decode of a few query rows over int4 pages by one warp group: what lanes of four codes become. (The portable kernel: kernels.py.)
+"""Decode of a few query rows over int4 pages by one warp group: what lanes of four codes become. (The Triton kernel: kernels.py.)
 
-Keys are what they are in the portable kernel. Of values a warp unpacks two ways of the four, those of its nibble, as prefill.py does:
+Keys are what they are in the Triton kernel. Of values a warp unpacks two ways of the four, those of its nibble, as prefill.py does:
 four warps would have to meet for the sum that takes zero points off there.
 """
 

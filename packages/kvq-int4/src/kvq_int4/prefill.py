@@ -1,4 +1,4 @@
-"""Prefill over int4 pages by warp groups: what a word of eight codes becomes. (The portable kernel: kernels.py.)
+"""Prefill over int4 pages by warp groups: what a word of eight codes becomes. (The Triton kernel: kernels.py.)
 
 A masked nibble n with the bits of 1024 on top is the float16 1024 + n, one in the high half of its byte 1024 + 16 n. One multiply-add makes
 either (n - z) * 2^-14, exactly: zero points come off here, where it costs nothing, and no sum of such operands overflows with its scale.

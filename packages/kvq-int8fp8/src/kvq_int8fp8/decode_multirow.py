@@ -1,6 +1,6 @@
-"""Decode of a few query rows over int8 and fp8 pages by one warp group: what lanes of two codes become. (The portable kernel: kernels.py.)
+"""Decode of a few query rows over int8 and fp8 pages by one warp group: what lanes of two codes become. (The Triton kernel: kernels.py.)
 
-Keys are what they are in the portable kernel. Of values no sum over a row is at hand, which would take an int8 code's 128 off afterwards: a
+Keys are what they are in the Triton kernel. Of values no sum over a row is at hand, which would take an int8 code's 128 off afterwards: a
 code's byte beside 0x64 is the float16 1024 + n, n = code + 128, and one multiply-add makes it code * 2^-14, exactly.
 """
 

@@ -1,8 +1,8 @@
-"""Prefill over int8 and fp8 pages by warp groups: what a word of four codes becomes. (The portable kernel: kernels.py.)
+"""Prefill over int8 and fp8 pages by warp groups: what a word of four codes becomes. (The Triton kernel: kernels.py.)
 
 Operands are adjacent pairs of channels in float16. int8: a code's byte beside 0x64 is 1024 + n, n = code + 128; one multiply-add makes it
 code * 2^-14, exactly, and no sum of such operands overflows with its scale. fp8: the hardware's own conversion, which gives numbers as they
-are, NaN included; so codes of keys that are not to be seen are not read.
+are, NaN included. So values of unseen keys load as 0, since a weight of 0 times NaN is NaN; unseen keys are masked as scores.
 """
 
 from triton.experimental import gluon

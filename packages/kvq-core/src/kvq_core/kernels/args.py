@@ -113,7 +113,8 @@ class SoftmaxState(NamedTuple):
 class TileRange(NamedTuple):
     """A program's units of work, ``next`` up to ``stop``; every program has ``size`` of them.
 
-    ``row_units``: as so many units every row block counts, some at the end of shorter ones empty; 0: each as its own.
+    ``row_units``: above 0, the units that every row block is numbered as having, those after a shorter one's end empty. 0: each has its
+    own number.
     """
 
     next: Any
@@ -125,8 +126,8 @@ class TileRange(NamedTuple):
 class WorkTile(NamedTuple):
     """Some rows of one sequence against the keys ``start`` to ``stop``.
 
-    A row block's keys are cut into ``num_splits``, of which any but the first, at unit 0, knows only that it is not the only one; this one
-    begins at unit ``unit`` and is number ``item`` of the launch's work tiles.
+    ``num_splits``: of the row block's keys; exact in the first split, at unit 0, and 2, for more than one, in every other. ``unit``: where
+    this split begins. ``item``: its number among the launch's work tiles.
     """
 
     seq: Any

@@ -126,7 +126,7 @@ class Tile(Constant):
     """What the launch plan chose: the tile, the loops over it, and how keys are split."""
 
     rows: int
-    keys: int = field()  # type: ignore[assignment]  # in the place of dict's method, which nobody calls
+    keys: int = field()  # type: ignore[assignment]  # Constant is a dict: else its method would be the default
     fold: int  # keys that are neighbours in memory and share a row of lanes, which one would fill in part (pack_keys.py)
     warps: int
     stages: int
@@ -161,7 +161,7 @@ class Tile(Constant):
 
     @property
     def masked_stages(self) -> int:
-        """num_stages of masked iterations. In decode there is at most one, not worth a pipeline's code and buffers."""
+        """num_stages of masked iterations. In decode there are usually one or two, not worth a pipeline's code and buffers."""
         return 1 if self.decode else self.stages
 
     @property

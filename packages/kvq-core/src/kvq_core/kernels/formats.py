@@ -55,12 +55,14 @@ class PlaneFormat(Constant):
         ways: channels that share a 16-bit lane: channel ``ways * lane + s`` is in way s. 1: rows are not packed.
         rotated: rows went through a Hadamard transform with ``signs``.
         signs: bit i set: sign +1 of channel i. ``None``: no signs.
-        divided: decoding divides by the transform's block.
+        divided: dequantization divides by the transform's block.
         scales: ``"row"``: one float32 for each (token, head). ``"plane"``: one for all. ``""``: none.
         level, exponent_scale: an operand is the number, zero point included, over their product; the latter is a power of two.
         converts: where the hardware converts fp8, operands are over ``level`` alone.
-        gains: powers of two that each way's operands are too large by: in decode; elsewhere, where all ways have the same. Empty: 1. Of
-            values' subnormal codes with a ``zero``, at least 16: of smaller ones the tensor cores drop bits, always downwards.
+        gains: (in decode, elsewhere): for each way the power of two by which its operands are larger than ``level`` and
+            ``exponent_scale`` say; elsewhere all ways have the same. Empty: 1. Values that are subnormal, rotated and have a zero point
+            should have their codes in bit 4 or above, by a gain or the ``exponent_scale``: tensor cores truncate smaller ones, and
+            un-rotation concentrates that bias in one or two channels.
         zero: the zero point of all codes.
         huge_scales: of K: sums of operands times the scale of a huge row overflow unless the query's factor comes first.
         has_nan: a code can be NaN: lanes of keys that are not there are loaded as 0.

@@ -1,7 +1,7 @@
 """Which keys a row sees, and the two orientations a tile of scores can have.
 
-Up to 8 query rows (decode): keys first, scores are [KEYS, ROWS], so that the tensor cores' long side holds keys. 16 rows, which fill it
-themselves, and many (prefill): rows first, [ROWS, KEYS]. The helpers below turn key and row vectors so that they broadcast in either.
+With ``C.tile.keys_first`` scores are [KEYS, ROWS], and the M of the MMA holds keys: in decode, unless 16 rows on one warp fill M
+themselves. Otherwise, and in prefill, they are [ROWS, KEYS]. The helpers below shape vectors of keys and of rows to broadcast in either.
 """
 
 import triton

@@ -10,7 +10,7 @@ import triton.language as tl
 from kvq_core.kernels.args import Tiles
 from kvq_core.kernels.paged_kv import key_tile, page_offset, tile_offsets
 
-SECTORS = tl.constexpr(64)  # bytes that memory sends together
+FETCH_BYTES = tl.constexpr(64)  # two sectors, which memory sends together
 
 
 @triton.jit
@@ -34,10 +34,10 @@ def prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks,
 @triton.jit
 def request_rows(plane, offset, kv_head, HEADS: tl.constexpr, C: tl.constexpr):
     SIZE: tl.constexpr = plane.codes.dtype.element_ty.primitive_bitwidth // 8
-    COUNT: tl.constexpr = (HEADS.lanes * SIZE + SECTORS - 1) // SECTORS
+    COUNT: tl.constexpr = (HEADS.lanes * SIZE + FETCH_BYTES - 1) // FETCH_BYTES
     base = plane.codes + kv_head.to(tl.int64) * plane.head_stride
     for i in tl.static_range(COUNT):
-        request(base + (offset + i * (SECTORS // SIZE)))
+        request(base + (offset + i * (FETCH_BYTES // SIZE)))
 
 
 @triton.jit

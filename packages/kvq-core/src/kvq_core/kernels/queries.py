@@ -20,7 +20,7 @@ def head_offset(head, head_stride, C: tl.constexpr):
 
 @triton.jit
 def load_queries(queries, rows, C: tl.constexpr):
-    """The tile's query rows [ROWS, WAYS * WIDTH] in channel order, balanced.
+    """The tile's query rows [ROWS, WAYS * WIDTH] in channel order, times the factors that smoothing has divided keys by.
 
     Apart from :func:`query_ways`, so that the other loads of a work tile can be on their way before the first of these is waited for.
     """
@@ -62,10 +62,11 @@ def query_ways(x, work, C: tl.constexpr):
 
 @triton.jit
 def scaled_queries(ways, queries, factor, C: tl.constexpr):
-    """(query ways as K's operands need them, factor of their products [ROWS], what takes a zero point of 1 off these [ROWS]).
+    """(query ways as K's operands need them, scale that turns products into scores [ROWS], seed [ROWS]).
 
-    ``factor``: of all scores. For packed keys ways are float16, less what K's operands have in excess (C.key_gains), and what is left of
-    the factor is a power of two.
+    ``factor`` multiplies every score. Of packed keys ways are float16, scaled to a peak of 32 to 64 and divided by C.key_gains, and the
+    scale that is left is a power of two; a zero point z starts a product at z times the seed. Otherwise ways have the queries' dtype, the
+    scale is ``factor``, and the seed is not used.
     Padding lanes of keys decode to a level, not to 0: the queries' zeros there are what keeps them out.
     """
     K: tl.constexpr = C.format.key

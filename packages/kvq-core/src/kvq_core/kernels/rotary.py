@@ -18,7 +18,7 @@ from kvq_core.kernels.narrow_n import first_columns, scattered
 from kvq_core.kernels.queries import head_offset
 
 SHARE = tl.constexpr(16.0)
-"""A power of two that cosines have and queries' parts lack: both are float16, and 65504 of them are 2^20 of a score in log2 units."""
+"""Cosines and sines are multiplied by it, A and B divided: all are float16, which then holds scores up to 65504 times it, 2^20."""
 
 
 @triton.jit

@@ -24,9 +24,9 @@ def softmax_start(C: tl.constexpr):
 def softmax_step(s, unit, state, C: tl.constexpr, EXACT: tl.constexpr = True):
     """(probabilities relative to the new maximum, factor for what was summed before, new state).
 
-    ``unit`` ([ROWS], above 0) turns scores into log2 units. EXACT: it is a power of two, and a multiply-add may take the maximum off. Else
-    the maximum comes off first: a multiply-add would leave the largest score the rounding error of its own product, beyond every exponent
-    for huge scores.
+    ``unit`` ([ROWS], above 0) turns scores into log2 units. EXACT: it is a power of two, so that products with it are exact, and one
+    multiply-add subtracts the maximum. Otherwise the maximum is subtracted first: a multiply-add rounds one of its two products, and of
+    huge scores that rounding error alone overflows exp2.
     """
     AXIS: tl.constexpr = 0 if C.tile.keys_first else 1
     top = tl.maximum(state.max, tl.max(s, AXIS))

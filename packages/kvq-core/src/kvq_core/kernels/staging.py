@@ -28,14 +28,16 @@ from kvq_core.kernels.scheduler import SCAN, sequence_facts
 from kvq_core.kernels.side_bytes import side_selectors
 
 GAIN = tl.constexpr(64.0)
-"""Staged values are so much larger than their numbers times less than two: float16 holds 448 of them, and of values 2^30 times smaller than
-the largest as much as of the weights times scales that other kernels multiply."""
+"""Factor of staged values: 448, e4m3's largest number, times a relative scale below 2 times it fits float16, and small rows keep as many
+bits as the weights times scales that other kernels multiply."""
 FARTHEST = tl.constexpr(2.0**30)
-"""Powers of two beyond it, or below its inverse, are not shared: float32 holds what is multiplied by the quotient of any two others."""
+"""A tile shares its power of two only up to it and down to its inverse: a sum times the quotient of any two of these is in float32's
+range."""
 MEAN_SHARE = tl.constexpr(2.0**8)
-"""What queries' channels are multiplied by for a rotary mean's, which lack it: float16 then holds small ones of either."""
+"""The queries' channels of a rotary mean are multiplied by it, the staged mean's divided: small ones of both stay above float16's
+subnormal numbers."""
 LARGEST_MEAN = tl.constexpr(2.0**14)
-"""Half of what a rotary mean is at most, in units of its row."""
+"""A rotary mean over its row's scale is below twice this."""
 LARGEST_KEY = tl.constexpr(2.0**10)
 """Of a key's channels, so that readers know a bound of its scores."""
 LARGEST = tl.constexpr(2.0**120)
@@ -45,7 +47,8 @@ LARGEST = tl.constexpr(2.0**120)
 class Staged(NamedTuple):
     """Where staged tiles go. ``k_tiles``, ``v_tiles`` [capacity, kv heads, 128, C.channels] float16, keys with two more for each pair of
     a rotary mean; ``k_scales``, ``v_scales`` [capacity, heads, 128] float32: negative for a key that is missing; ``table`` [kv heads,
-    capacity] int32; ``firsts`` [num_seqs] int32: a sequence's first tile, -1 if it has none; ``stops`` [num_seqs] int32: its keys' end.
+    capacity] int32: a tile's own number, or -1 if its readers must go by its rows' scales; ``firsts`` [num_seqs] int32: a sequence's first
+    tile, -1 if it has none; ``stops`` [num_seqs] int32: its keys' end.
     """
 
     k_tiles: Any

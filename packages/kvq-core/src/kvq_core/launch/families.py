@@ -1,5 +1,5 @@
 """What each family of kernels needs, in one table: dispatch asks whether a call has it (:mod:`kvq_core.launch.dispatch`), ``kvq doctor``
-says what this machine lacks. A call that lacks something takes the portable kernels, with the same result."""
+says what this machine lacks. A call that lacks something takes the Triton kernels, with the same result."""
 
 from __future__ import annotations
 
@@ -117,7 +117,13 @@ SM90_PREFILL: Final = Family(
     "sm_90 prefill kernels",
     "prefill",
     _HOPPER,
-    (*_SM90_CALL, Rule("heads of 128, in mode none of 40 to 128, at most 128 query heads to one of K", _has_heads_for_prefill)),
+    (
+        *_SM90_CALL,
+        Rule(
+            "heads of 128 channels, in mode none of more than 32 and at most 128; at most 128 query heads per kv head",
+            _has_heads_for_prefill,
+        ),
+    ),
 )
 STAGED_PREFILL: Final = Family(
     "sm_90 staged prefill kernels",
@@ -125,7 +131,7 @@ STAGED_PREFILL: Final = Family(
     _HOPPER,
     (
         *_SCORED,
-        Rule("heads of 40 to 128, at most 128 query heads to one of K", _has_heads_that_fit),
+        Rule("heads of 33 to 128; at most 128 query heads per kv head", _has_heads_that_fit),
         Rule("packed pages", lambda call: not call.unquantized),
         _ROTARY_MEAN,
     ),
@@ -134,7 +140,7 @@ SM90_DECODE_MULTIROW: Final = Family(
     "sm_90 multi-row decode kernels",
     "decode of several tokens a sequence",
     _HOPPER,
-    (*_SM90_CALL, Rule("heads of 128, at most 128 query heads to one of K", _has_heads_of_128)),
+    (*_SM90_CALL, Rule("heads of 128; at most 128 query heads per kv head", _has_heads_of_128)),
 )
 STORE_MMA: Final = Family(
     "sm_90 writes in the MMA layout",

@@ -16,7 +16,7 @@ from kvq_core.kernels.sm90.softmax import exponents, exponents_of_bounded, resca
 from kvq_core.kernels.staging import inverse_power
 
 REST = gl.constexpr(2.0**10)
-"""What scales of keys are divided by, and the unit of scores is larger by, so that sums of products times them are finite."""
+"""Moved from the scales of keys into the unit of scores, so that products times scales are finite."""
 HUGE = gl.constexpr(2.0**100)
 """The largest unit of scores: sums of staged rows times it are finite."""
 
@@ -36,7 +36,7 @@ def multiply_copied(GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED
     x, alpha, reference = tile_exponents(0, s, sums.reference, rows, shared, SCALED, True, C)
     sums = Sums(sums.acc, reference, sums.total, sums.largest)
     end_round(0, shared, C)
-    # The last of these tiles is an edge here, since it is followed by one.
+    # A step takes the next tile's scores, too: the last tile that all rows see is followed by one that needs the mask.
     whole = gl.maximum(gl.minimum(whole, final) - 1, 0)
     for n in range(0, whole):
         x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, False, False, C)

@@ -42,7 +42,7 @@ def attend_in_groups(
     C: gl.constexpr,
     COPIED: gl.constexpr = False,
 ):
-    """Causal attention of one row block and kv head; arguments as those of the portable kernels (args.py), and what a mode brings:
+    """Causal attention of one row block and kv head; arguments as those of the Triton kernels (args.py), and what a mode brings:
 
     ``key_operand_scale``, ``value_operand_scale``: what an operand of 1 stands for, beside its row's scale. SCALED: rows have scales,
     SCALE_OF(word).

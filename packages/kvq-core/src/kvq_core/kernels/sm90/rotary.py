@@ -1,6 +1,6 @@
 """A rotary mean: cosines and sines of a tile's positions are one more operand, of the same product for all rows.
 
-What the portable kernels do in two products over pairs (:mod:`kvq_core.kernels.rotary`) is one in prefill, over both.
+What the Triton kernels do in two products over pairs (:mod:`kvq_core.kernels.rotary`) is one in prefill, over both.
 """
 
 from triton.experimental import gluon

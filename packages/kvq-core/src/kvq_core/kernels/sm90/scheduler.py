@@ -1,6 +1,6 @@
 """From a program's number to a sequence, its query rows and its keys: a whole row block of many rows, a range of the keys of a few.
 
-Ranges are those of the portable kernels (:mod:`kvq_core.kernels.scheduler`), but for the scan over sequences, which makes tensors.
+Ranges are those of the Triton kernels (:mod:`kvq_core.kernels.scheduler`), but for the scan over sequences, which makes tensors.
 """
 
 from triton.experimental import gluon

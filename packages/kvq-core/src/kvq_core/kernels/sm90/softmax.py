@@ -24,8 +24,8 @@ def exponents(s, unit, reference):
     ``unit`` [HALF] are in log2 units."""
     most = gl.max(s, 1)
     zero = gl.zeros_like(most)
-    # Of huge scores a multiply-add leaves the rounding of the largest, which is itself beyond every exponent. By a power of two they are
-    # exact. It is not below the unit, so that they stay above those of other tiles.
+    # For huge scores fma(s, unit, -reference) keeps the rounding error of most * unit, which alone overflows exp2. Products with a power
+    # of two are exact. It is not below the unit, so that these scores stay above those of other tiles.
     unit = gl.where(gl.abs(most * unit) < EXACT, unit, power_not_below(unit))
     # A multiply-add, so that it is not merged with a difference.
     top = gl.fma(most, unit, zero)

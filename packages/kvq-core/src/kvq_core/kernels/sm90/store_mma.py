@@ -1,4 +1,4 @@
-"""New rows rotated in the tensor cores' own fragments: from memory into registers, and from there into packed lanes, by way of nothing.
+"""New rows rotated in the tensor cores' own fragments: from memory into registers, and from there into packed lanes, without shared memory.
 
 ``mma.sync`` has four registers of a left operand in each thread: two neighbours in k, at two places in k and in two rows. If those are
 eight channels of one row of ours, as a 16-byte load brings them, nothing has to move: bit 1 of a channel's number says which of a product's
@@ -6,7 +6,7 @@ rows it is in, bits 0 and 2, and 4 and 5, which thread's they are, which k. The 
 which a thread holds eight numbers. Over bits 3 and 6 the transform is in products that add up, by the matrix or by its negative, and over
 bit 1 in a step of additions, which is left to whoever wants the ways (:func:`kvq_core.kernels.hadamard.way`).
 
-The portable kernels go by shared memory twice, for the rows and for a matrix of 32 columns, and a thread has eight rows' places to find
+The Triton kernels go by shared memory twice, for the rows and for a matrix of 32 columns, and a thread has eight rows' places to find
 instead of two. What is done with rotated rows is each mode's (quantize.py).
 """
 
@@ -109,7 +109,7 @@ def rotated_pairs(x, HEADS: gl.constexpr, SIGNS: gl.constexpr, WAYS: gl.constexp
     HIGH: gl.constexpr = HEADS.size // 64  # values of channel bit 6
     if SIGNS is not None:
         x = with_signs(x, HEADS.size, SIGNS, C)
-    # Warps, and their rows; channel bits 6, 5 and 4, 3, 2, 1, 0. A product's rows, its k, and what is multiplied for itself.
+    # Warps, and their rows; channel bits 6, 5 and 4, 3, 2, 1, 0. A product's rows, its k, and operands of separate products.
     x = x.reshape([WARPS, UPPER, 8, HIGH, 4, 2, 2, 2, 2]).permute((0, 7, 2, 6, 4, 8, 1, 3, 5))
     COUNT: gl.constexpr = 2 * UPPER * HIGH
     parts = deinterleave(x.reshape([16 * WARPS, 16 * COUNT]), 16 * WARPS, 16, COUNT)

@@ -1,4 +1,4 @@
-"""The unpacking group: from pages in memory to operands in shared memory, a tile ahead of its own loads."""
+"""The producer group: pages in memory become operands in shared memory. Its loads run one tile ahead of its unpacking."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

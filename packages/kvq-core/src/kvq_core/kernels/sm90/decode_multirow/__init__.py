@@ -7,9 +7,9 @@ unpacks a quarter of it, straight into the registers that ``wgmma`` takes its le
     O^T = V^T P^T      [channels, rows]  P by way of shared memory, since all warps need all of it
 
 The products of one tile's values run beside those of the next tile's scores, and while that one's softmax is taken (kernel.py). Four warps
-have a row's maximum only after they have met twice; so it is left as it is while no score is far above it, which the range of the weights
-allows, and hardly any tile after the first has such a score (weights.py).
+have a row's maximum only after two barriers. So weights are relative to a reference that is kept while no score is far above it, which the
+range of the weights allows; hardly any tile after the first has such a score (weights.py).
 
-For modes of two ways, whose 64 lanes are what ``wgmma`` takes, which are not rotated; heads of 128, plain causal attention. Results are
-left to the combine kernel (:mod:`kvq_core.kernels.combine`), those of rows in one split as well.
+For packed modes of 2, 4 or 8 ways, rotated or not; heads of 128, plain causal attention. Every work tile stores a partial result, also
+where a row is in one split; the combine kernel (:mod:`kvq_core.kernels.combine`) finishes them.
 """

@@ -42,7 +42,7 @@ def attend_multirow(
     N: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Arguments as those of the portable kernels (args.py), and what a mode brings:
+    """Arguments as those of the Triton kernels (args.py), and what a mode brings:
 
     ``key_operand_scale``, ``value_operand_scale``: factors of all keys and values beside their rows' scales. N: :class:`Numbers`.
 
@@ -63,7 +63,7 @@ def attend_multirow(
     gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
-    gl.static_assert(STAGES >= 3, "two tiles ahead of the one in work")
+    gl.static_assert(STAGES >= 3, "at least three stages")
     gl.static_assert(C.tile.split == "equal" and C.tile.least_splits == 1, "an equal split, all of it combined")
     kv_head = gl.program_id(1)
     head = kv_head.to(gl.int64)
@@ -115,7 +115,8 @@ def attend_multirow(
             s = warpgroup_mma_wait(0, deps=(begin_scores(0, scales, rows, tiles, UNPACK_KEYS, N, C),))
             s, z, too_high = compare(first, first, s, scales, state, rows, rotary, tiles, span, True, N, C)
             state = weigh(first, first, s, z, too_high, scales, state, rows, tiles, N, C)
-            # Keys are copied two tiles ahead and found three: those away from the edges need no mask in any.
+            # Step n scores tile n, copies tile n + STAGES - 2 and looks up the blocks of tile n + STAGES - 1. While the last of these is
+            # seen whole, none of them needs a mask.
             middle = gl.maximum(whole - (STAGES - 1), first + 1)
             location = find_tile(first + STAGES - 1, span, True, N.scaled, C)
             for n in range(first + 1, middle):

@@ -13,8 +13,8 @@ from kvq_core.kernels.sm90.layouts import HALF
 class Numbers:
     """A key's operand is ``unit`` times (number - ``offset``), in odd ways ``odd`` times that.
 
-    ``scaled``: rows have scales, and keys' are taken times ``key_prescale``. ``zeros``: and zero points, which are taken off a number.
-    Rows of queries are brought to a peak of ``peak`` to twice that, so that no sum overflows.
+    ``scaled``: rows have scales, and those of keys are multiplied by ``key_prescale``. ``zeros``: rows have zero points, too, and
+    ``offset`` is per unit of these. Rows of queries are scaled to a peak of ``peak`` to twice that, so that no sum overflows.
     """
 
     scaled: bool = True

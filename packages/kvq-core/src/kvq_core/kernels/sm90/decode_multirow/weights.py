@@ -1,4 +1,4 @@
-"""Scores to weights, and the state that both are summed in: the softmax, with a maximum that is looked up anew only when it must be."""
+"""Online softmax relative to a reference near each row's maximum, which is raised only when a score exceeds it by HEADROOM."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,8 +12,7 @@ from kvq_core.kernels.sm90.decode_multirow.rotary import add_rotary_scores
 from kvq_core.kernels.sm90.layouts import WARPS
 
 HEADROOM = gl.constexpr(7.0)
-"""How far scores may be above their row's maximum as last looked up, in log2 units: weights of float16 reach 2^16, and 256 is their usual
-most."""
+"""How far scores may be above their row's reference, in log2 units: weights of float16 reach 2^16, and 256 is their usual most."""
 
 
 @gluon.jit
@@ -39,7 +38,7 @@ def load_scales(at, tiles, SPLIT: gl.constexpr, OFFSETS: gl.constexpr, N: gl.con
 def compare(
     n, first, s, scales, state, rows, rotary, tiles, span, EDGE: gl.constexpr, N: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """Tile n's products as (scores, the same in log2 units above their rows' maxima, whether these are to be looked up anew: a scalar)."""
+    """Tile n's products as (scores, the same in log2 units relative to their rows' references, whether these must be raised: a scalar)."""
     KEYS: gl.constexpr = C.tile.keys
     ROWS: gl.constexpr = C.tile.rows
     P: gl.constexpr = product(ROWS)

@@ -14,7 +14,7 @@ from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend
 from kvq_transformers.key_bias import key_projections
 from kvq_transformers.layers import HANDLE, GrowingLayer, KVQLayer
-from kvq_transformers.masks import kvq_mask, padding_of
+from kvq_transformers.masks import check_reach, kvq_mask, may_wait, padding_of, reaching_too_far
 from kvq_transformers.rows import GrowingForward
 from kvq_transformers.storage import Scoring
 from kvq_transformers.weights import layer_norms
@@ -62,6 +62,7 @@ def kvq_attention(
     layer: KVQLayer | None = getattr(key, HANDLE, None)
     if layer is not None:
         layer.arrive()
+        _check_config(module, layer)
         if layer.forward.knows_no_weights and not torch.compiler.is_compiling():
             layer.forward.knows_no_weights = False
             _warn_of_weights(module)
@@ -80,6 +81,7 @@ def kvq_attention(
     window = sliding_window
     if layer is None:
         layer = _passing_layer(key, value, attention_mask)
+        _check_reach(attention_mask, query.shape[2], window)
     elif layer.window is not None:
         window = layer.window if window is None else min(window, layer.window)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux)
@@ -90,6 +92,15 @@ def kvq_attention(
         if trained:
             out = _NoBackward.apply(out, *trained)
     return out, None
+
+
+def _check_config(module: torch.nn.Module, layer: KVQLayer) -> None:
+    """Raise :class:`ArgumentError` for a cache that was made for another number of layers than ``module``'s model has."""
+    if torch.compiler.is_compiling():
+        return
+    count, made_for = getattr(getattr(module, "config", None), "num_hidden_layers", None), layer.forward.num_layers
+    if None not in (count, made_for) and count != made_for:
+        raise ArgumentError("cache", f"one made for {made_for} layers", f"one made from this model, of {count}")
 
 
 def _warn_of_weights(module: torch.nn.Module) -> None:
@@ -109,6 +120,13 @@ def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch
     layer.update(key, value)
     layer.arrive()
     return layer
+
+
+def _check_reach(attention_mask: torch.Tensor | None, num_queries: int, window: int | None) -> None:
+    """Refuse padding between tokens in a window, where kvq's counts tokens and transformers' columns, as a ``KVQCache`` does."""
+    mask = padding_of(attention_mask, num_queries)
+    if mask is not None and window is not None and may_wait(mask.device):
+        check_reach(reaching_too_far(mask, torch.arange(mask.shape[1] - num_queries, mask.shape[1], device=mask.device), window), window)
 
 
 class _NoBackward(torch.autograd.Function):
@@ -136,10 +154,13 @@ class _Switched:
             self._before[id(config)] = config._attn_implementation
             config._attn_implementation = NAME
 
-    def off(self, config: PretrainedConfig) -> None:
+    def before(self, config: PretrainedConfig) -> str | None:
+        return self._before.get(id(config))
+
+    def off(self, config: PretrainedConfig, before: str | None) -> None:
         if config._attn_implementation == NAME:
             # Eager attention is what every model has.
-            config._attn_implementation = self._before.get(id(config)) or "eager"
+            config._attn_implementation = self.before(config) or before or "eager"
 
 
 _SWITCHED = _Switched()
@@ -150,9 +171,14 @@ def switch_on(config: PretrainedConfig) -> None:
     _SWITCHED.on(config)
 
 
-def switch_off(config: PretrainedConfig) -> None:
-    """Back to the attention implementation from before :func:`switch_on`."""
-    _SWITCHED.off(config)
+def before(config: PretrainedConfig) -> str | None:
+    """The attention implementation from before :func:`switch_on`; ``None``: not known, as of a copy."""
+    return _SWITCHED.before(config)
+
+
+def switch_off(config: PretrainedConfig, before: str | None = None) -> None:
+    """Back to the attention implementation from before :func:`switch_on`, or to ``before``, where that is not known."""
+    _SWITCHED.off(config, before)
 
 
 def register() -> None:

@@ -22,7 +22,7 @@ from kvq_transformers.key_bias import key_biases
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
 from kvq_transformers.rows import GrowingForward, row_indices
-from kvq_transformers.support import check_head_sizes, decoder_config
+from kvq_transformers.support import check_head_sizes, check_layers, decoder_config
 from kvq_transformers.weights import weights_smoothing
 
 # Slots are counted in int32, rows by launch grids.
@@ -97,6 +97,8 @@ class KVQCache(Cache):
         windows = {index: _window(layer, index, text) for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
         if not windows:
             raise ArgumentError("config", f"{text.model_type}, whose layers keep no K and V", "a model with attention layers")
+        if model is not None:
+            check_layers(model, text, windows)
         backends = layer_modes(mode, list(windows), len(layers))
         check_head_sizes(text, backends)
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
@@ -121,6 +123,7 @@ class KVQCache(Cache):
                 layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index], residual)
         gains = smoothing in (WEIGHTS, KEY_BIAS) and any(backend.mode != "none" for backend in backends.values())
         self._forward.knows_no_weights = model is None and gains
+        self._forward.num_layers = getattr(text, "num_hidden_layers", None)
         super().__init__(layers=layers)
         switch_on(text)
 

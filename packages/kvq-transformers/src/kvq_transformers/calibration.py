@@ -10,12 +10,14 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from kvq_core import checks
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import TensorRange
 from kvq_core.smoothing.calibration import KeyStatistics, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
+from kvq_transformers.given import whole
 from kvq_transformers.key_bias import Embedding, embeddings
 from kvq_transformers.layers import GrowingLayer
 from kvq_transformers.naming import cache_argument
@@ -87,14 +89,18 @@ def calibrate(
     Raises:
         ArgumentError: no text, an unknown ``smoothing``, or a model that kvq cannot serve.
     """
-    if isinstance(smoothing, str) and smoothing not in KINDS:
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError("model", type(model).__name__, "a transformers model")
+    if smoothing is not None and smoothing not in KINDS and not isinstance(smoothing, ModelSmoothing):
         raise ArgumentError("smoothing", repr(smoothing), f"{' or '.join(map(repr, KINDS))}, a ModelSmoothing, or None")
-    if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
+    checks.tensor("input_ids", input_ids)
+    if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in (torch.int64, torch.int32):
         raise ArgumentError("input_ids", f"shape {tuple(input_ids.shape)}, {input_ids.dtype}", "[batch_size, num_tokens] token ids")
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+    if attention_mask is not None and checks.tensor("attention_mask", attention_mask).shape != input_ids.shape:
         raise ArgumentError("attention_mask", f"shape {tuple(attention_mask.shape)}", f"{tuple(input_ids.shape)}, as input_ids")
-    if chunk < 1:
-        raise ArgumentError("chunk", chunk, "a positive integer")
+    if attention_mask is not None and not attention_mask.any():
+        raise ArgumentError("attention_mask", "0 everywhere", "a token that is no padding")
+    chunk = whole("chunk", chunk)
 
     def counted(rotary: Mapping[int, RotaryMean], rotary_embeddings: Mapping[int, Embedding]) -> list[_CountingLayer]:
         with _counting(model, rotary, rotary_embeddings) as (cache, layers):
@@ -127,7 +133,7 @@ def _counting(
     """An unquantized cache of counting layers; afterwards the model has the attention implementation that it had."""
     text = decoder_config(model.config)
     was_on = text._attn_implementation == NAME
-    cache = KVQCache(model.config, "none", smoothing=None)
+    cache = KVQCache(model, "none", smoothing=None)
     layers = []
     for place, layer in enumerate(cache.layers):
         if isinstance(layer, GrowingLayer):

@@ -150,6 +150,10 @@ class FixedForward(Forward):
         for lengths in self.lengths:
             lengths.select(rows)
 
+    def _has_tokens(self) -> bool:
+        # Code that may not wait is not told.
+        return not may_wait(self.lengths[0].device) or bool(self.lengths[0].counts[:-1].any())
+
     def _commit(self) -> None:
         if self._new is None:
             return

@@ -7,6 +7,8 @@ more tokens is read from blocks of its own (:class:`~kvq_core.residual.step.Stag
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvq_core.residual.step import Read, ResidualStep, Staging
@@ -30,6 +32,10 @@ class FixedWindow:
         self.first_block = torch.arange(batch_size, device=device, dtype=torch.int32)[:, None] * self.blocks
         self.valid_from = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.first_positions = torch.full((batch_size,), window.sinks, dtype=torch.int32, device=device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with torch.inference_mode(False):  # a copy made in inference mode goes on outside of it
+            self.__dict__.update({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()})
 
     @property
     def num_blocks(self) -> int:
@@ -68,7 +74,8 @@ class FixedWindow:
             read, staging = Read(self._table(first, self.blocks), used, self.blocks * self.size, first), None
         else:
             read, staging = self._staged(position, mask, first, used)
-        packed = None if is_first else Read(self.packed_table, (end - self.sinks).clamp(min=0), self.packed_len)
+        # Sinks may take all blocks that a row has.
+        packed = None if is_first or not self.packed_len else Read(self.packed_table, (end - self.sinks).clamp(min=0), self.packed_len)
         stops = torch.minimum(first, end) - self.sinks
         return ResidualStep((), slots.long(), staging, read, packed, stops, self.first_positions)
 

@@ -7,6 +7,7 @@ whose K and V were announced, but never attended to, before a later layer comes,
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ UNREAD: Final = (
     "kvq_transformers.enable(model)"
 )
 Mark = tuple[int, str]
+_LOG: Final = logging.getLogger(__name__)
 
 
 class CacheStateError(ArgumentError, RuntimeError):
@@ -30,7 +32,8 @@ class Forward(ABC):
     """What the layers of one cache share. ``layers`` keep K and V, ``recurrent`` ones another state, which cannot be rolled back.
 
     Attributes:
-        is_fresh: no forward has come to its end yet.
+        num_layers: of the config that the cache was made from; ``None``: not known.
+        is_fresh: no forward has stored a token yet.
         is_unread: the model does not call kvq's attention. For good.
         is_torn: what was there before the forward under way is partly overwritten.
         knows_no_weights: what the weights say of the model's keys is not known.
@@ -40,6 +43,8 @@ class Forward(ABC):
         self.layers, self.recurrent = frozenset(layers), frozenset(recurrent)
         self.is_fresh, self.is_unread, self.is_torn = True, False, False
         self.knows_no_weights = False
+        self.num_layers: int | None = None
+        self._left: frozenset[int] = frozenset()
         self._pending: int | None = None
         self._stored: set[int] = set()
         self._touched: set[Mark] = set()
@@ -53,6 +58,9 @@ class Forward(ABC):
         """``layer`` is about to change its ``state``. Begins a forward if the last one has changed it already, or is over."""
         if self._pending is not None and layer > self._pending:
             self.is_unread = True
+            if not self.is_fresh:
+                # What this forward returns lacks all earlier tokens.
+                raise KVQError(UNREAD)
         elif self._pending is not None or (layer, state) in self._touched or (self.is_torn and not self._touched):
             self.settle()
         self._touched.add((layer, state))
@@ -72,8 +80,9 @@ class Forward(ABC):
         self._stored.add(layer)
         if len(self._stored) == len(self.layers):
             self._commit()
-            self.is_fresh = self.is_torn = False
-            self._stored = set()
+            self.is_fresh = self.is_fresh and not self._has_tokens()
+            self.is_torn = False
+            self._stored, self._left = set(), frozenset()
             if not self.recurrent:
                 self._touched = set()
 
@@ -85,6 +94,7 @@ class Forward(ABC):
             CacheStateError: what the failed forward has overwritten cannot be brought back.
         """
         self.check_read()
+        self._note_left()
         if self.is_torn or (self.recurrent and self._touched and not self._is_whole()):
             self.is_torn = True
             _refuse_torn()
@@ -117,6 +127,18 @@ class Forward(ABC):
         self._discard()
         self._pending, self._stored, self._touched = None, set(), set()
 
+    def _note_left(self) -> None:
+        """Warn if two forwards in a row have ended behind the same layer without an error that a cache sees."""
+        left, before = frozenset(self._stored) if self._pending is None else frozenset(), self._left
+        self._left = left
+        if left and left == before:
+            count = f"{len(left)} of {len(self.layers)}"
+            _LOG.warning(
+                "two forwards ended after %s layers: unless both raised errors, the model lacks the others, and none of its tokens"
+                " are in the cache; make it from the model, KVQCache(model), which checks that",
+                count,
+            )
+
     def _is_whole(self) -> bool:
         """Whether the last forward came to every layer, as far as recurrent layers say."""
         touched = {layer for layer, _ in self._touched}
@@ -126,6 +148,10 @@ class Forward(ABC):
     @abstractmethod
     def batch_size(self) -> int:
         """Rows of the batch; -1 before there are any."""
+
+    @abstractmethod
+    def _has_tokens(self) -> bool:
+        """Whether a row has a token. Asked until one has."""
 
     @abstractmethod
     def _commit(self) -> None:

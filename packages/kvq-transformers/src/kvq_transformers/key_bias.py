@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvq_core.errors import ArgumentError, is_out_of_memory
 from kvq_core.smoothing.calibration import KeySmoothing
@@ -151,6 +152,8 @@ def _rotary_keys(model: Any, constants: Mapping[Any, torch.Tensor]) -> dict[int,
         # Positions of another kind may be rows of a table, past whose end a GPU does not forgive.
         raise UnknownEmbeddingError("it has no rotary embedding")
     cache = DynamicCache(config=text)
+    # Layers of small windows would not keep all positions.
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
     positions = _positions(model).to(model.device)[None]
     with ExitStack() as stack:
         for projection, constant in constants.items():

@@ -327,6 +327,9 @@ class GrowingForward(Forward):
             change(table)
         return changed
 
+    def _has_tokens(self) -> bool:
+        return any(any(table.lengths) for table in self.tables.values())
+
     def _commit(self) -> None:
         self.tables = self._planned
         self._planned = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from kvq_core.backend import QuantKVBackend
@@ -59,6 +61,15 @@ def _model_class(config: PretrainedConfig) -> Any:
     """The causal language model that transformers has for ``config``, if any."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+def check_layers(model: torch.nn.Module, config: Any, layers: Collection[int]) -> None:
+    """Raise :class:`ArgumentError` if ``model`` has lost attention ``layers`` of its ``config``: their tokens would never be stored."""
+    numbered = {module.layer_idx for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)}
+    missing = [layer for layer in layers if layer not in numbered and layer < (_plain(config, "num_hidden_layers") or 0)]
+    if numbered and missing:
+        got = f"{config.num_hidden_layers}, but the model has no layers {missing} (layer_idx of its modules)"
+        raise ArgumentError("config.num_hidden_layers", got, "the number of the model's layers, numbered from 0 on")
 
 
 def head_size(config: Any) -> int | None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from types import MethodType
 from typing import Any, Final, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvq_core.errors import ArgumentError
-from kvq_core.smoothing.calibration import WEIGHTS, Smoothings
-from kvq_transformers.attention import NAME, switch_off
+from kvq_core.smoothing.calibration import WEIGHTS, ModelSmoothing, Smoothings
+from kvq_transformers.attention import NAME, before, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import Scales
 from kvq_transformers.modes import Modes
 from kvq_transformers.naming import GENERATE, NAMES
+from kvq_transformers.storage import SharedBackend
 from kvq_transformers.support import decoder_config
 
 M = TypeVar("M", bound=PreTrainedModel)
 _DEFAULT: Final = "_kvq_default_cache_implementation"
+_BEFORE: Final = "_kvq_attention_before"
+"""In a model's own dictionary, so that its copies have them, too."""
 
 
 def enable(
@@ -58,31 +62,15 @@ def enable(
     options: dict[str, Any] = {"max_cache_len": max_cache_len, "block_size": block_size, "smoothing": smoothing}
     options |= {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
     # Refuses here rather than at the first generate, and settles what mappings say.
-    settled = KVQCache(model, mode, k_scale=k_scale, v_scale=v_scale, **options).settled | options
+    settled = KVQCache(model, mode, k_scale=k_scale, v_scale=v_scale, **options).settled | options | {"smoothing": deepcopy(smoothing)}
     if not _follows(model, text):
         if not was_on:
             switch_off(text)
         raise ArgumentError("model", type(model).__name__, "one whose attention layers use transformers' AttentionInterface")
-    signature = inspect.signature(type(model).generate)
-
-    @functools.wraps(type(model).generate)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        named = signature.bind_partial(self, *args, **kwargs).arguments
-        config = named.get("generation_config", kwargs.get("generation_config"))
-        given = _given_cache(kwargs)
-        kwargs = {
-            name: value for name, value in kwargs.items() if name not in NAMES and not (name == "use_cache" and value is None)
-        } | given
-        if _wants_cache(self, config, kwargs):
-            cache = KVQCache(self, **settled)
-            if getattr(config, "is_assistant", None):  # its drafts are rolled back
-                cache.activate_past_recording()
-            kwargs[GENERATE] = cache
-        return type(self).generate(self, *args, **kwargs)
-
     _take_default(model)
-    # A bound method, so that a deep copy of the model calls itself and not the original.
-    model.__dict__["generate"] = MethodType(generate, model)
+    own = model.__dict__.get("generate")
+    model.__dict__["generate"] = _Generate(model, settled, own.own if isinstance(own, _Generate) else own)
+    model.__dict__.setdefault(_BEFORE, before(text))
     return model
 
 
@@ -90,12 +78,65 @@ def disable(model: M) -> M:
     """Take :func:`enable` back: transformers' own cache, and the attention implementation from before kvq's. Returns ``model``."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", type(model).__name__, "a transformers model")
-    model.__dict__.pop("generate", None)
+    own = model.__dict__.get("generate")
+    if isinstance(own, _Generate):
+        del model.__dict__["generate"]
+        if own.own is not None:
+            model.__dict__["generate"] = own.own
     default = model.__dict__.pop(_DEFAULT, None)
     if default is not None and model.generation_config.cache_implementation is None:
         model.generation_config.cache_implementation = default
-    switch_off(decoder_config(model.config))
+    switch_off(decoder_config(model.config), model.__dict__.pop(_BEFORE, None))
     return model
+
+
+class _Generate:
+    """``model.generate`` of an enabled model. Copies of the model, pickled ones included, have one of their own.
+
+    ``settled``: the arguments of the caches. ``own``: what stood in the place of the class's ``generate``, if anything did.
+    """
+
+    def __init__(self, model: Any, settled: dict[str, Any], own: Callable[..., Any] | None) -> None:
+        self.model, self.settled, self.own = model, settled, own
+
+    def __getstate__(self) -> dict[str, Any]:
+        modes = {layer: SharedBackend(backend) for layer, backend in self.settled["mode"].items()}
+        return self.__dict__ | {"settled": self.settled | {"mode": modes}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        modes = {layer: shared.backend for layer, shared in state["settled"]["mode"].items()}
+        self.__dict__.update(state | {"settled": state["settled"] | {"mode": modes}})
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(type(self.model).generate, self.model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        generate = self.own or MethodType(type(self.model).generate, self.model)
+        named = self.__signature__.bind_partial(*args, **kwargs).arguments
+        config = named.get("generation_config", kwargs.get("generation_config"))
+        given = _given_cache(kwargs)
+        kwargs = {
+            name: value for name, value in kwargs.items() if name not in NAMES and not (name == "use_cache" and value is None)
+        } | given
+        if _wants_cache(self.model, config, kwargs):
+            cache = KVQCache(self.model, **self._of_layers(decoder_config(self.model.config)))
+            if getattr(config, "is_assistant", None):  # its drafts are rolled back
+                cache.activate_past_recording()
+            kwargs[GENERATE] = cache
+        return generate(*args, **kwargs)
+
+    def _of_layers(self, text: Any) -> dict[str, Any]:
+        """:attr:`settled` for the layers that there are: drafts of an early exit come from the first ones alone."""
+        count = getattr(text, "num_hidden_layers", None)
+        if not isinstance(count, int):
+            return self.settled
+
+        def part(value: Any) -> Any:
+            kept = {layer: one for layer, one in value.items() if layer < count} if isinstance(value, Mapping) else value
+            return ModelSmoothing(kept) if isinstance(value, ModelSmoothing) else kept
+
+        return {name: part(value) for name, value in self.settled.items()}
 
 
 def _take_default(model: Any) -> None:

@@ -105,12 +105,14 @@ class KeySmoothing:
             digest.update(b"none" if tensor is None else tensor.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def to(self, device: torch.device | str) -> KeySmoothing:
-        """The same on ``device``."""
+    def to(self, device: torch.device | str, *, copy: bool = False) -> KeySmoothing:
+        """The same on ``device``; ``copy``: in tensors of its own, wherever they are now."""
         device = checks.device("device", device)
         balance, rotary = self.balance, self.rotary
         return KeySmoothing(
-            self.mean.to(device), None if balance is None else balance.to(device), None if rotary is None else rotary.to(device)
+            self.mean.to(device, copy=copy),
+            None if balance is None else balance.to(device, copy=copy),
+            None if rotary is None else rotary.to(device, copy=copy),
         )
 
     def of_heads(self, heads: slice) -> KeySmoothing:

@@ -97,9 +97,10 @@ class RotaryMean:
         """What it is made of, by name."""
         return {"channels": self.channels, "steps": self.steps, "bias": self.bias}
 
-    def to(self, device: torch.device | str) -> RotaryMean:
-        """The same on ``device``."""
-        return RotaryMean(self.channels.to(device), self.steps.to(device), self.bias.to(device), self.head_size)
+    def to(self, device: torch.device | str, *, copy: bool = False) -> RotaryMean:
+        """The same on ``device``; ``copy``: in tensors of its own, wherever they are now."""
+        channels, steps, bias = (tensor.to(device, copy=copy) for tensor in (self.channels, self.steps, self.bias))
+        return RotaryMean(channels, steps, bias, self.head_size)
 
     def of_heads(self, heads: slice) -> RotaryMean:
         """That of some kv heads."""
@@ -151,7 +152,7 @@ class RotaryStatistics:
         keys = checks.floats("keys", keys, 3, "[num_tokens, num_kv_heads, head_size]").double()
         angle = (positions.double()[:, None] * self.rates.double().to(keys.device))[:, None]
         x, y = keys[..., self.pairs.to(keys.device)].unbind(-1)
-        total = torch.zeros_like(keys[0])
+        total = keys.new_zeros(keys.shape[1:])
         total[:, self.pairs[:, 0]] = (x * angle.cos() + y * angle.sin()).sum(0)
         total[:, self.pairs[:, 1]] = (y * angle.cos() - x * angle.sin()).sum(0)
         self._count += len(keys)

@@ -1,6 +1,6 @@
 """How vLLM keeps the blocks of a window with sinks, by its bookkeeping over a stand-in for its pool: ``tests/vllm/check_blocks.py``.
 
-Blocks have 16 tokens, sinks 64, the window 40 and the next one.
+Blocks have 16 tokens, sinks 64, the window 40 and the next one. And the block size that vLLM takes where the user asks for none.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.platforms.interface import Platform
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager, get_manager_for_kv_cache_spec
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from kvq_vllm.backend import KVQBackend
+from kvq_vllm.residual import ResidualBackend
 from kvq_vllm.sink_window import SinkWindowManager, SinkWindowSpec
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "sliding_window": 41}
@@ -61,7 +64,20 @@ def hit(pool: Pool, tokens: int) -> list[Any]:
     return found
 
 
+def check_block_sizes() -> None:
+    """Of packed layers of heads of 128, alone and beside those of exact rows, from vLLM's two defaults."""
+    model = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 128)
+    for mode, size in (("int8", 32), ("int4", 64), ("fp8", 32)):
+        cache, section = SimpleNamespace(cache_dtype=f"{mode}_per_token_head"), {"kvq": {"residual_length": 64}}
+        config: Any = SimpleNamespace(cache_config=cache, model_config=model, additional_config=section)
+        for default, wanted in ((16, size), (128, 128)):
+            both = ([KVQBackend], [KVQBackend, ResidualBackend], [ResidualBackend, KVQBackend])
+            found = [Platform._preferred_block_size_for_backends(backends, default, config) for backends in both]
+            expect(f"block size with a window over {mode}, not {default}", found, [wanted] * 3)
+
+
 def main() -> None:
+    check_block_sizes()
     window = SlidingWindowSpec(**SHAPE)
     pool = Pool()
     manager = manager_of(SPEC, pool)

@@ -22,6 +22,14 @@ from kvq_vllm.settings import NOTHING, SECTION, current, smallest_window_block
 from kvq_vllm.smoothing import load
 
 
+def smallest_block() -> int:
+    """The least block size of vLLM's current config: with a residual window or sinks, one whose pages hold 16 exact rows."""
+    settings, config = current(), get_current_vllm_config_or_none()
+    if config is None or not settings.keeps_exact_rows:
+        return 16
+    return smallest_window_block(settings, config.model_config.get_head_size())
+
+
 class KVQBackend(AttentionBackend):
     """kvq as vLLM's ``CUSTOM`` backend, for every layer: those that are not quantized have mode ``none``."""
 
@@ -94,11 +102,8 @@ class KVQBackend(AttentionBackend):
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Where the user asks for none: one whose pages hold 16 exact rows, with a residual window or sinks."""
-        preferred, settings = super().get_preferred_block_size(default_block_size), current()
-        config = get_current_vllm_config_or_none()
-        if not settings.keeps_exact_rows or config is None:
-            return preferred
-        return max(preferred, smallest_window_block(settings, config.model_config.get_head_size()))
+        preferred: int = super().get_preferred_block_size(default_block_size)
+        return max(preferred, smallest_block())
 
     # -- pages ----------------------------------------------------------------------------------------------------------
 

@@ -21,14 +21,14 @@ from typing import Any, Final
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.reads import PagedRead
-from kvq_vllm.backend import KVQBackend
+from kvq_vllm.backend import KVQBackend, smallest_block
 from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group, window_demands_of
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import check_residual, check_sinks
@@ -197,6 +197,21 @@ class ResidualBackend(KVQBackend):
     @staticmethod
     def get_builder_cls() -> type[ResidualBuilder]:
         return ResidualBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Any multiple of 16; the other one is there to be found.
+
+        Where the user asks for none, vLLM takes the least common multiple of one size of each backend that all of them support (0.32 and
+        later; until then it asks the first layer's backend).
+        """
+        return [MultipleOf(16), MultipleOf(smallest_block())]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Of packed layers: whether their pages hold 16 exact rows."""
+        supported: bool = super().supports_block_size(block_size)
+        return supported and (block_size is None or block_size >= smallest_block())
 
 
 def add_windows(config: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import types
 from typing import Any
 
 import pytest
 import torch
 
+from kvq_core import get_backend
 from kvq_core.testing import places
 
 pytestmark = pytest.mark.quick
@@ -57,3 +59,57 @@ def test_every_vllm_finds_blocks_that_a_window_fits(kvq_in_vllm: Any, dtype: str
     assert {size.base for size in exact.get_supported_kernel_block_sizes(None)} >= {16}
     kvq_in_vllm.config[:] = [config(dtype)]
     assert chosen([packed], 16) == 16
+
+
+# -- what weights say -----------------------------------------------------------------------------------------------------
+
+
+class Method:
+    """How a projection is computed, over a bias in ``order``; ``fault``: what its outputs are in place of right ones."""
+
+    def __init__(self, order: torch.Tensor, fault: Any = None) -> None:
+        self.order, self.fault = order, fault
+
+    def apply(self, projection: Any, rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.fault, Exception):
+            raise self.fault
+        added = torch.empty_like(bias)
+        added[self.order] = bias
+        return rows.sum(-1, keepdim=True) + (added if self.fault is None else self.fault)
+
+
+def marlin_order(size: int) -> torch.Tensor:
+    """vLLM's ``marlin_permute_bias`` of 0, 1, ..."""
+    column = torch.tensor([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
+    return torch.arange(size).view(-1, 32)[:, column].flatten()
+
+
+def attention(kvq_in_vllm: Any, bias: torch.Tensor | None, order: torch.Tensor, fault: Any = None) -> Any:
+    """An attention layer of 4 query and 2 kv heads of 32 in its module, whose projection keeps ``bias`` [q|k|v] in ``order``."""
+    linear, rotary = (sys.modules[f"vllm.model_executor.layers.{name}"] for name in ("linear", "rotary_embedding.base"))
+    owner, layer = torch.nn.Module(), torch.nn.Module()
+    kept = None if bias is None else bias[order]
+    owner.qkv_proj = linear.QKVParallelLinear(4, 2, 32, kept, Method(order, fault))  # type: ignore[attr-defined]
+    owner.rotary_emb = rotary.RotaryEmbedding(32)  # type: ignore[attr-defined]
+    layer.layer_name, layer.owner = "model.layers.0.attn", [owner]
+    layer.impl = space(kvq=get_backend("int4"))
+    kvq_in_vllm.weights._remember(owner, "attn", layer)
+    return layer
+
+
+BIAS = torch.arange(256.0)
+
+
+@pytest.mark.parametrize("order", [torch.arange(256), marlin_order(256)], ids=["plain", "marlin"])
+def test_a_bias_is_read_in_the_channels_that_it_is_added_to(kvq_in_vllm: Any, order: torch.Tensor) -> None:
+    found = kvq_in_vllm.weights.weights_smoothing(attention(kvq_in_vllm, BIAS, order))
+    assert torch.equal(found.rotary.at(torch.tensor([0]))[0].float(), BIAS[128:192].view(2, 32))
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no"), torch.nan, torch.zeros(100)])
+def test_a_bias_whose_order_is_not_known_stays(kvq_in_vllm: Any, fault: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layer = attention(kvq_in_vllm, BIAS, marlin_order(256), fault)
+    assert kvq_in_vllm.weights.weights_smoothing(layer) is None
+    assert "key biases of model.layers.0.attn stay in its keys: their order" in caplog.text
+    caplog.clear()
+    assert kvq_in_vllm.weights.weights_smoothing(attention(kvq_in_vllm, None, torch.arange(256))) is None and not caplog.text

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from kvq_core.errors import is_out_of_memory
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of, rows_of_heads, with_factors
 
@@ -58,10 +59,12 @@ def weights_smoothing(layer: Any) -> KeySmoothing | None:
 
 def _key_bias(owner: Any, projection: Any, layer_name: str) -> KeySmoothing | None:
     """What keys share by the bias of their projection, if it has one."""
-    if not isinstance(projection.bias, torch.Tensor):
+    if not isinstance(projection.bias, torch.Tensor) or not bool(projection.bias.any()):
         return None
-    size, first = projection.head_size, projection.num_heads * projection.head_size
-    bias = projection.bias.detach()[first : first + projection.num_kv_heads * size].float().view(-1, size)
+    bias = _added_to_keys(projection)
+    if bias is None:
+        _LOG.warning("kvq: key biases of %s stay in its keys: their order in its quantized projection is not known", layer_name)
+        return None
     if not bool(bias.any()):
         return None
     rotary = [module for module in owner.children() if isinstance(module, RotaryEmbedding)]
@@ -72,6 +75,23 @@ def _key_bias(owner: Any, projection: Any, layer_name: str) -> KeySmoothing | No
             return found
     _LOG.warning("kvq: key biases of %s stay in its keys: what becomes of them is not known", layer_name)
     return None
+
+
+@torch.no_grad()
+def _added_to_keys(projection: Any) -> torch.Tensor | None:
+    """[num_kv_heads, head_size] float32: the bias of keys, which are the projection's outputs for zeros; ``None`` if there are none such.
+
+    The projection is asked, since quantized ones may keep the tensor in their kernel's order (Marlin).
+    """
+    zeros = torch.zeros(1, projection.input_size_per_partition, dtype=projection.params_dtype, device=projection.bias.device)
+    first, count = projection.num_heads * projection.head_size, projection.num_kv_heads * projection.head_size
+    try:
+        added = projection.quant_method.apply(projection, zeros, projection.bias).float().flatten()[first : first + count]
+        return added.view(-1, projection.head_size) if len(added) == count and bool(added.isfinite().all()) else None
+    except Exception as problem:  # a quantization's own code, which may want more
+        if is_out_of_memory(problem):
+            raise
+        return None
 
 
 def _norm_factors(owner: Any, projection: Any, layer_name: str) -> torch.Tensor | None:

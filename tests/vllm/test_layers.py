@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvq_core import get_backend
+from kvq_core.errors import ArgumentError
 from kvq_core.testing import places
 
 pytestmark = pytest.mark.quick
@@ -59,6 +60,38 @@ def test_every_vllm_finds_blocks_that_a_window_fits(kvq_in_vllm: Any, dtype: str
     assert {size.base for size in exact.get_supported_kernel_block_sizes(None)} >= {16}
     kvq_in_vllm.config[:] = [config(dtype)]
     assert chosen([packed], 16) == 16
+
+
+# -- draft models ---------------------------------------------------------------------------------------------------------
+
+
+def layer_of(kvq_in_vllm: Any, found: Any, name: str, kv_cache_dtype: str | None = None, **options: Any) -> Any:
+    """A layer of 4 query and 2 kv heads of 32, made as vLLM makes it under ``found``, its current config."""
+    kvq_in_vllm.config[:] = [found]
+    layer = torch.nn.Module()
+    layer.layer_name, layer.kv_sharing_target_layer_name = name, None
+    layer.impl = kvq_in_vllm.impl.KVQImpl(4, 32, 1.0, 2, kv_cache_dtype=kv_cache_dtype or found.cache_config.cache_dtype, **options)
+    found.compilation_config.static_forward_context[name] = layer
+    return layer
+
+
+@pytest.mark.parametrize(("served", "draft"), [("kvq_int4", "auto"), ("kvq_int2", "kvq_int8"), ("auto", "kvq_int4")])
+def test_a_draft_model_with_a_dtype_of_its_own_is_refused(kvq_in_vllm: Any, served: str, draft: str) -> None:
+    target, other = config(served), config(draft)
+    layer_of(kvq_in_vllm, target, "model.layers.0.attn")
+    layer_of(kvq_in_vllm, target, "model.layers.1.attn", "auto")  # a skipped one
+    other.compilation_config = target.compilation_config
+    with pytest.raises(ArgumentError, match=f"--speculative-config kv_cache_dtype: got {draft}, need {served}, as the served model"):
+        layer_of(kvq_in_vllm, other, "draft_model.layers.0.attn")
+    other.cache_config.cache_dtype = served
+    layer_of(kvq_in_vllm, other, "draft_model.layers.0.attn")
+
+
+def test_bytes_of_a_draft_s_layers_are_not_priced_by_the_served_model_s_name(kvq_in_vllm: Any) -> None:
+    """Of a served model whose layers are another backend's."""
+    kvq_in_vllm.config[:] = [config("auto")]
+    with pytest.raises(ArgumentError, match="--kv-cache-dtype: got auto, need a quantized name"):
+        kvq_in_vllm.backend.KVQBackend.customize_spec(space(state_content_bytes=None, kv_quant_mode=12, head_size=32))
 
 
 # -- what weights say -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend
 from kvq_vllm.builder import KVQMetadataBuilder
 from kvq_vllm.impl import KVQImpl
-from kvq_vllm.names import VLLM_NAMES, mode_of
+from kvq_vllm.names import PLAIN_NAMES, VLLM_NAMES, mode_of
 from kvq_vllm.pages import content_bytes
 from kvq_vllm.plugin import SLOT
 from kvq_vllm.refusals import explained, head_size_reason
@@ -114,6 +114,9 @@ class KVQBackend(AttentionBackend):
         if spec.state_content_bytes is not None or not spec.kv_quant_mode:
             return spec
         head_size_v = getattr(spec, "head_size_v", None) or spec.head_size
+        if settings.kv_cache_dtype in PLAIN_NAMES:
+            need = "a quantized name, if a draft model's layers are to have one"
+            raise ArgumentError("--kv-cache-dtype", settings.kv_cache_dtype, need)
         backend = settings.backend(settings.kv_cache_dtype)
         return replace(spec, state_content_bytes=content_bytes(backend, spec.head_size, head_size_v, settings.dtype))
 

@@ -19,7 +19,7 @@ from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
 from kvq_vllm.pages import content_bytes, layer_views
-from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, head_size_reason
+from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, check_named, head_size_reason
 from kvq_vllm.settings import current
 from kvq_vllm.smoothing import smooth_layers
 from kvq_vllm.weights import listen
@@ -45,7 +45,10 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         **options: Any,
     ) -> None:
         check_layer(attn_type, options)
-        settings = current()
+        settings, config = current(), get_current_vllm_config_or_none()
+        self.named = settings.kv_cache_dtype
+        if config is not None:
+            check_named(self.named, config)
         self.kvq = settings.backend(kv_cache_dtype)
         unfit = head_size_reason(self.kvq.mode, head_size)
         if unfit is not None:

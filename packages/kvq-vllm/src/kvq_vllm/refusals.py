@@ -92,6 +92,15 @@ def check_layer(attn_type: str, options: Mapping[str, Any]) -> None:
             raise ArgumentError(name, repr(value), f"an attention layer without this option, which kvq does not know; {WITHOUT_KVQ}")
 
 
+def check_named(kv_cache_dtype: str, config: Any) -> None:
+    """Raise :class:`ArgumentError` for a layer under another ``--kv-cache-dtype`` than kvq's layers before it: a draft model's."""
+    layers = config.compilation_config.static_forward_context.values()
+    before = next((layer.impl.named for layer in layers if hasattr(getattr(layer, "impl", None), "named")), kv_cache_dtype)
+    if before != kv_cache_dtype:
+        need = f"{before}, as the served model has: vLLM asks kvq for the bytes of a token without naming a layer"
+        raise ArgumentError("--speculative-config kv_cache_dtype", kv_cache_dtype, need)
+
+
 def check_group(kv_cache_spec: Any, config: Any) -> None:
     """Raise :class:`ArgumentError` for a group of layers that kvq cannot serve, whatever platform asked."""
     kind = type(kv_cache_spec).__name__

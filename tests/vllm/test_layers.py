@@ -35,6 +35,16 @@ def config(dtype: str, **section: Any) -> Any:
     )
 
 
+def layer_of(kvq_in_vllm: Any, found: Any, name: str, kv_cache_dtype: str | None = None, target: str | None = None) -> Any:
+    """A layer of 4 query and 2 kv heads of 32, made as vLLM makes it under ``found``; ``target``: whose pages it reads."""
+    kvq_in_vllm.config[:] = [found]
+    layer = torch.nn.Module()
+    layer.layer_name, layer.kv_sharing_target_layer_name = name, target
+    layer.impl = kvq_in_vllm.impl.KVQImpl(4, 32, 1.0, 2, kv_cache_dtype=kv_cache_dtype or found.cache_config.cache_dtype)
+    found.compilation_config.static_forward_context[name] = layer
+    return layer
+
+
 # -- block sizes ----------------------------------------------------------------------------------------------------------
 
 
@@ -65,16 +75,6 @@ def test_every_vllm_finds_blocks_that_a_window_fits(kvq_in_vllm: Any, dtype: str
 # -- draft models ---------------------------------------------------------------------------------------------------------
 
 
-def layer_of(kvq_in_vllm: Any, found: Any, name: str, kv_cache_dtype: str | None = None, **options: Any) -> Any:
-    """A layer of 4 query and 2 kv heads of 32, made as vLLM makes it under ``found``, its current config."""
-    kvq_in_vllm.config[:] = [found]
-    layer = torch.nn.Module()
-    layer.layer_name, layer.kv_sharing_target_layer_name = name, None
-    layer.impl = kvq_in_vllm.impl.KVQImpl(4, 32, 1.0, 2, kv_cache_dtype=kv_cache_dtype or found.cache_config.cache_dtype, **options)
-    found.compilation_config.static_forward_context[name] = layer
-    return layer
-
-
 @pytest.mark.parametrize(("served", "draft"), [("kvq_int4", "auto"), ("kvq_int2", "kvq_int8"), ("auto", "kvq_int4")])
 def test_a_draft_model_with_a_dtype_of_its_own_is_refused(kvq_in_vllm: Any, served: str, draft: str) -> None:
     target, other = config(served), config(draft)
@@ -92,6 +92,31 @@ def test_bytes_of_a_draft_s_layers_are_not_priced_by_the_served_model_s_name(kvq
     kvq_in_vllm.config[:] = [config("auto")]
     with pytest.raises(ArgumentError, match="--kv-cache-dtype: got auto, need a quantized name"):
         kvq_in_vllm.backend.KVQBackend.customize_spec(space(state_content_bytes=None, kv_quant_mode=12, head_size=32))
+
+
+# -- shared pages ---------------------------------------------------------------------------------------------------------
+
+FIRST, SECOND = "model.layers.0.attn", "model.layers.1.attn"
+
+
+def builder_of(kvq_in_vllm: Any, found: Any) -> Any:
+    """Of all layers, as vLLM makes it once it knows which layers share pages."""
+    found.scheduler_config, found.model_config.max_model_len = space(max_num_batched_tokens=64), 128
+    found.compilation_config.max_cudagraph_capture_size, found.parallel_config = 0, space()
+    names = [name for name, layer in found.compilation_config.static_forward_context.items() if hasattr(layer, "impl")]
+    return kvq_in_vllm.builder.KVQMetadataBuilder(type("FullAttentionSpec", (), {})(), names, found, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("first", "second"), [("auto", "kvq_int4"), ("kvq_int4", "auto"), (None, "kvq_int4"), ("kvq_int4", None)])
+def test_layers_that_share_pages_have_one_mode(kvq_in_vllm: Any, first: str | None, second: str | None) -> None:
+    """One of them is skipped, or another backend's."""
+    found = config("kvq_int4")
+    for name, dtype, target in ((FIRST, first, None), (SECOND, second, FIRST)):
+        layer = layer_of(kvq_in_vllm, found, name, dtype or "auto", target)
+        if dtype is None:
+            del layer.impl
+    with pytest.raises(ArgumentError, match=f"layer {SECOND}: got .*, need .* as {FIRST}, whose pages it reads: name both or none"):
+        builder_of(kvq_in_vllm, found)
 
 
 # -- what weights say -----------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def layers(file: Path, heads: int = 4, head_size: int = 16, names: tuple[str, ..
     for name in (*names, "model.layers.2.attn"):
         built[name] = torch.nn.Module()
         built[name].impl = space(kvq=get_backend("int4"), smoothing=None, num_kv_heads=heads, head_size=head_size)
-        built[name].impl.kv_sharing_target_layer_name = None if name in names else names[0]
+        built[name].kv_sharing_target_layer_name = None if name in names else names[0]
     found.compilation_config = space(static_forward_context={**built, "model.layers.3.mlp": torch.nn.Module()})
     found.device_config = space(device=torch.device("cpu"))
     return found

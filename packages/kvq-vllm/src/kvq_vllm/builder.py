@@ -13,6 +13,7 @@ from kvq_core.launch.warmup import rounded_query_len
 from kvq_vllm.demands import demands_of, has_kernels, query_rows, warm_up_group
 from kvq_vllm.refusals import WITHOUT_KVQ, check_group
 from kvq_vllm.settings import Settings
+from kvq_vllm.sharing import share
 from kvq_vllm.smoothing import check_smoothed, has_rotary_mean
 
 
@@ -36,6 +37,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         check_group(kv_cache_spec, vllm_config)
+        share(vllm_config)
         check_smoothed(vllm_config, layer_names)
         self._query_rows, self._longest = query_rows(vllm_config), vllm_config.model_config.max_model_len
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]

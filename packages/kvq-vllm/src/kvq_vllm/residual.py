@@ -33,6 +33,7 @@ from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import check_residual, check_sinks
 from kvq_vllm.settings import RESIDUAL, SINKS, Settings, smallest_window_block
+from kvq_vllm.sharing import target_of
 from kvq_vllm.sink_window import SinkWindowSpec
 
 _LOG = logging.getLogger("vllm.kvq")
@@ -222,11 +223,12 @@ def add_windows(config: Any) -> None:
         return
     packed = {name: layer for name, layer in layers.items() if _is_packed(layer)}
     for name, layer in packed.items():
-        if layer.impl.residual is None and layer.impl.kv_sharing_target_layer_name is None:
+        if layer.impl.residual is None and target_of(layer) is None:
             layer.impl.residual = layers[name + SUFFIX] = ResidualLayer(name + SUFFIX, layer)
     for layer in packed.values():
-        if layer.impl.kv_sharing_target_layer_name is not None:
-            layer.impl.residual = layers[layer.impl.kv_sharing_target_layer_name].impl.residual
+        target = target_of(layer)
+        if target is not None:
+            layer.impl.residual = layers[target].impl.residual
 
 
 def _is_packed(layer: Any) -> bool:

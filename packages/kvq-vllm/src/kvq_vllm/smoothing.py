@@ -7,6 +7,7 @@ from typing import Any, Final
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_vllm.settings import NOTHING, SMOOTHING, Settings
+from kvq_vllm.sharing import target_of
 
 _NEED: Final = "a file of ModelSmoothing.save, calibrated on the model that is served (kvq_transformers.calibrate)"
 
@@ -51,7 +52,7 @@ def smooth_layers(config: Any, world_size: int, rank: int) -> None:
     found = None if settings.smoothing is None else load(settings.smoothing)
     for name, layer in waiting.items():
         # Keys are those of the layer that stores them.
-        stored_by = layer.impl.kv_sharing_target_layer_name or name
+        stored_by = target_of(layer) or name
         if found is None:
             part = _of_weights(layers[stored_by])
         else:

@@ -119,6 +119,18 @@ def test_layers_that_share_pages_have_one_mode(kvq_in_vllm: Any, first: str | No
         builder_of(kvq_in_vllm, found)
 
 
+@pytest.mark.parametrize("option", ["residual_length", "sink_tokens"])
+def test_exact_rows_do_not_vanish(kvq_in_vllm: Any, option: str) -> None:
+    """Where a loader does not call ``process_weights_after_loading``."""
+    found = config("kvq_int4", **{option: 8})
+    layer_of(kvq_in_vllm, found, FIRST)
+    layer_of(kvq_in_vllm, found, SECOND, "auto")  # a skipped one, which has none
+    with pytest.raises(ArgumentError, match=rf"kvq\.{option}: got 8, but layers without exact rows: {FIRST}, need a --load-format"):
+        builder_of(kvq_in_vllm, found)
+    kvq_in_vllm.residual.add_windows(found)
+    builder_of(kvq_in_vllm, found)
+
+
 # -- what weights say -----------------------------------------------------------------------------------------------------
 
 

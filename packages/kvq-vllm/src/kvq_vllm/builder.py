@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from kvq_core.errors import ArgumentError
 from kvq_core.launch.warmup import rounded_query_len
 from kvq_vllm.demands import demands_of, has_kernels, query_rows, warm_up_group
-from kvq_vllm.refusals import WITHOUT_KVQ, check_group
+from kvq_vllm.refusals import WITHOUT_KVQ, check_group, check_windows
 from kvq_vllm.settings import Settings
 from kvq_vllm.sharing import share
 from kvq_vllm.smoothing import check_smoothed, has_rotary_mean
@@ -39,6 +39,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         check_group(kv_cache_spec, vllm_config)
         share(vllm_config)
         check_smoothed(vllm_config, layer_names)
+        check_windows(vllm_config, layer_names)
         self._query_rows, self._longest = query_rows(vllm_config), vllm_config.model_config.max_model_len
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         warm_up_group(kv_cache_spec, [layer.impl for layer in layers], demands_of, vllm_config, device)

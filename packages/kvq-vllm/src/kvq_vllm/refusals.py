@@ -135,6 +135,17 @@ def check_residual(config: Any) -> None:
         raise ArgumentError("--speculative-config", speculative.method, need)
 
 
+def check_windows(config: Any, layer_names: list[str]) -> None:
+    """Raise :class:`ArgumentError` if exact rows are asked for that vLLM has not let kvq give to these layers."""
+    impls = {name: config.compilation_config.static_forward_context[name].impl for name in layer_names}
+    lacking = [name for name, impl in impls.items() if impl.kvq.mode != "none" and impl.residual is None]
+    settings = Settings.of(config)
+    if settings.keeps_exact_rows and lacking:
+        argument, tokens = (RESIDUAL, settings.residual_length) if settings.residual_length else (SINKS, settings.sink_tokens)
+        need = "a --load-format with which vLLM calls process_weights_after_loading of attention layers: not tensorizer"
+        raise ArgumentError(argument, f"{tokens}, but layers without exact rows: {', '.join(lacking)}", need)
+
+
 def check_sinks(impl: Any, sinks: int, config: Any) -> None:
     """Raise :class:`ArgumentError` if the first ``sinks`` tokens of a sequence, whole blocks, cannot be exact in a layer of packed rows."""
     asked = Settings.of(config).sink_tokens

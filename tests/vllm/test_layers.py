@@ -13,7 +13,9 @@ import torch
 
 from kvq_core import get_backend
 from kvq_core.errors import ArgumentError
+from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_core.testing import places
+from kvq_vllm import smoothing
 
 pytestmark = pytest.mark.quick
 space = types.SimpleNamespace
@@ -115,8 +117,29 @@ def test_layers_that_share_pages_have_one_mode(kvq_in_vllm: Any, first: str | No
         layer = layer_of(kvq_in_vllm, found, name, dtype or "auto", target)
         if dtype is None:
             del layer.impl
-    with pytest.raises(ArgumentError, match=f"layer {SECOND}: got .*, need .* as {FIRST}, whose pages it reads: name both or none"):
+    with pytest.raises(
+        ArgumentError, match=f"layer {SECOND}: got .*, need .* as {FIRST}, whose pages it reads: --attention-backend CUSTOM"
+    ):
         builder_of(kvq_in_vllm, found)
+
+
+def test_a_draft_that_reads_the_served_model_s_pages_reads_keys_as_they_were_stored(
+    kvq_in_vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM says which pages those are when the draft is loaded."""
+    own = {FIRST: KeySmoothing(torch.ones(2, 32)), "draft.layers.0.attn": KeySmoothing(torch.zeros(2, 32))}
+    monkeypatch.setattr(smoothing, "_of_weights", lambda layer: own[layer.layer_name])
+    found = config("kvq_int4")
+    served, draft = (layer_of(kvq_in_vllm, found, name) for name in own)
+    for layer in (served, draft):
+        layer.impl.process_weights_after_loading(torch.bfloat16)
+    assert draft.impl.smoothing is not served.impl.smoothing
+    draft.kv_sharing_target_layer_name = FIRST
+    builder_of(kvq_in_vllm, found)
+    assert draft.impl.smoothing is served.impl.smoothing and bool(served.impl.smoothing.mean.all())
+    own[FIRST] = KeySmoothing(torch.full((2, 32), 3.0))
+    draft.impl.process_weights_after_loading(torch.bfloat16)
+    assert draft.impl.smoothing is served.impl.smoothing and bool((served.impl.smoothing.mean == 3).all())
 
 
 @pytest.mark.parametrize("option", ["residual_length", "sink_tokens"])
@@ -183,3 +206,23 @@ def test_a_bias_whose_order_is_not_known_stays(kvq_in_vllm: Any, fault: Any, cap
     assert "key biases of model.layers.0.attn stay in its keys: their order" in caplog.text
     caplog.clear()
     assert kvq_in_vllm.weights.weights_smoothing(attention(kvq_in_vllm, None, torch.arange(256))) is None and not caplog.text
+
+
+def test_a_smoothing_follows_new_weights_in_its_tensors(kvq_in_vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layer, found = attention(kvq_in_vllm, BIAS, marlin_order(256)), config("kvq_int4")
+    (owner,) = layer.owner
+    impl = layer.impl = layer_of(kvq_in_vllm, found, FIRST).impl
+    found.compilation_config.static_forward_context[FIRST] = layer
+    impl.process_weights_after_loading(torch.bfloat16)
+    operands = impl.smoothing.operands
+    owner.qkv_proj.bias.data = (255 - BIAS)[marlin_order(256)]
+    kvq_in_vllm.config[:] = [None]  # vLLM 0.26 reloads without one
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert all(one is other for one, other in zip(impl.smoothing.operands, operands, strict=True))
+    new = kvq_in_vllm.weights.weights_smoothing(layer)
+    assert impl.smoothing.fingerprint == new.fingerprint
+    assert all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in zip(operands, new.operands, strict=True))
+    # Weights of another kind.
+    del owner.rotary_emb
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.smoothing.fingerprint == new.fingerprint and f"keys of {layer.layer_name} keep the smoothing" in caplog.text

@@ -19,12 +19,13 @@ from kvq_core.registry import short_pairs
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.qk_norm import rows_of_heads
 from kvq_core.testing import places
-from kvq_vllm import plugin, probe
+from kvq_vllm import plugin, probe, smoothing
 from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
 from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, check_sinks, explained, head_size_reason
 from kvq_vllm.settings import Settings, smallest_window_block
+from kvq_vllm.sharing import share
 from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
 
 pytestmark = pytest.mark.quick
@@ -273,7 +274,8 @@ def layers(file: Path, heads: int = 4, head_size: int = 16, names: tuple[str, ..
     built = {}
     for name in (*names, "model.layers.2.attn"):
         built[name] = torch.nn.Module()
-        built[name].impl = space(kvq=get_backend("int4"), smoothing=None, num_kv_heads=heads, head_size=head_size)
+        smoothed = {"smoothing": None, "smoothed_by": None, "residual": None}
+        built[name].impl = space(kvq=get_backend("int4"), num_kv_heads=heads, head_size=head_size, **smoothed)
         built[name].kv_sharing_target_layer_name = None if name in names else names[0]
     found.compilation_config = space(static_forward_context={**built, "model.layers.3.mlp": torch.nn.Module()})
     found.device_config = space(device=torch.device("cpu"))
@@ -286,14 +288,32 @@ def test_layers_get_the_smoothing_of_their_heads(calibrated: Path, heads: int, w
     with pytest.raises(ArgumentError, match="layers without it, need a vLLM that calls process_weights_after_loading"):
         check_smoothed(found, [FIRST])
     smooth_layers(found, world_size, rank)
+    share(found)
     check_smoothed(found, [FIRST])
     for name, of in ((FIRST, 0), ("model.layers.1.attn", 1), ("model.layers.2.attn", 0)):
         layer = found.compilation_config.static_forward_context[name]
         assert torch.equal(layer.impl.smoothing.mean, saved[of].mean[first : first + heads])
         assert torch.equal(layer.impl.smoothing.balance, saved[of].balance[first : first + heads])
+        assert not layer.state_dict()
+        if name == "model.layers.2.attn":
+            assert layer.impl.smoothing is found.compilation_config.static_forward_context[FIRST].impl.smoothing
+            continue
         # Buffers: what vLLM keeps when it sleeps. No part of the model's state, which comes from a checkpoint.
         assert {id(buffer) for buffer in layer.buffers()} >= {id(layer.impl.smoothing.mean), id(layer.impl.smoothing.inverse)}
-        assert not layer.state_dict()
+
+
+def test_a_file_is_the_served_model_s_alone(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that come later are a draft's, whether they have numbers of the served model's layers or others."""
+    found, own = layers(calibrated), KeySmoothing(torch.ones(4, 16))
+    smooth_layers(found, 1, 0)
+    monkeypatch.setattr(smoothing, "_of_weights", lambda layer: own)
+    drafts = layers(calibrated, names=("draft_model.layers.0.attn", "model.layers.7.attn")).compilation_config.static_forward_context
+    for name in ("draft_model.layers.0.attn", "model.layers.7.attn"):
+        found.compilation_config.static_forward_context[name] = drafts[name]
+    smooth_layers(found, 1, 0)
+    check_smoothed(found, list(drafts)[:2])
+    assert all(torch.equal(drafts[name].impl.smoothing.mean, own.mean) for name in list(drafts)[:2])
+    assert not torch.equal(found.compilation_config.static_forward_context[FIRST].impl.smoothing.mean, own.mean)
 
 
 def test_rows_of_norms_are_those_of_a_rank() -> None:

@@ -21,7 +21,8 @@ from kvq_vllm.demands import reserve_for
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, check_named, head_size_reason
 from kvq_vllm.settings import current
-from kvq_vllm.smoothing import smooth_layers
+from kvq_vllm.sharing import share
+from kvq_vllm.smoothing import follow_weights, smooth_layers
 from kvq_vllm.weights import listen
 
 
@@ -46,7 +47,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
     ) -> None:
         check_layer(attn_type, options)
         settings, config = current(), get_current_vllm_config_or_none()
-        self.named = settings.kv_cache_dtype
+        self.named = settings.kv_cache_dtype  # the option, beside which a skipped layer has "auto"
         if config is not None:
             check_named(self.named, config)
         self.kvq = settings.backend(kv_cache_dtype)
@@ -62,8 +63,11 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.use_alibi_sqrt = use_alibi_sqrt
         self.smoothing: KeySmoothing | None = None
+        # A file's name, or the layer whose weights say the smoothing, if any; ``None`` until one of them was asked.
+        self.smoothed_by: Any = None
         self.positions: torch.Tensor | None = None
         self.residual: Any = None
+        self._loaded = False
         self._views: tuple[tuple[object, ...], LayerCaches] | None = None
         listen()
         if envs.VLLM_BATCH_INVARIANT:
@@ -74,11 +78,15 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         return content_bytes(self.kvq, self.head_size, self.head_size, dtype)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this before it measures how much memory is left for pages."""
+        """vLLM calls this before it measures how much memory is left for pages, and again after new weights."""
         config = get_current_vllm_config_or_none()
+        if self._loaded:
+            follow_weights(self)
+        self._loaded = True
         if config is not None:
             smooth_layers(config, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
             _add_windows(config)
+            share(config)
             reserve_for(self, config, act_dtype, config.device_config.device)
 
     def do_kv_cache_update(

@@ -216,19 +216,15 @@ class ResidualBackend(KVQBackend):
 
 
 def add_windows(config: Any) -> None:
-    """Give every quantized layer of ``config`` that has none yet its layer of exact rows, if the configuration asks for one."""
+    """Give every quantized layer of ``config`` with pages of its own its layer of exact rows, if the configuration asks for one."""
     settings = Settings.of(config)
     layers = config.compilation_config.static_forward_context
     if not settings.keeps_exact_rows:
         return
-    packed = {name: layer for name, layer in layers.items() if _is_packed(layer)}
+    packed = {name: layer for name, layer in layers.items() if _is_packed(layer) and target_of(layer) is None}
     for name, layer in packed.items():
-        if layer.impl.residual is None and target_of(layer) is None:
+        if layer.impl.residual is None:
             layer.impl.residual = layers[name + SUFFIX] = ResidualLayer(name + SUFFIX, layer)
-    for layer in packed.values():
-        target = target_of(layer)
-        if target is not None:
-            layer.impl.residual = layers[target].impl.residual
 
 
 def _is_packed(layer: Any) -> bool:

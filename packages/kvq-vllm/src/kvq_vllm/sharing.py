@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from kvq_core.errors import ArgumentError
 from kvq_vllm.refusals import WITHOUT_KVQ
+
+_OTHER: Final = "another backend's attention"
+_CUSTOM: Final = "--attention-backend CUSTOM (of a draft: attention_backend in --speculative-config)"
 
 
 def target_of(layer: Any) -> str | None:
@@ -15,7 +18,7 @@ def target_of(layer: Any) -> str | None:
 
 
 def share(config: Any) -> None:
-    """Check all layers of ``config`` that share pages.
+    """Let all layers of ``config`` that read another one's pages have its smoothing and its exact rows: keys are as it stored them.
 
     Raises:
         ArgumentError: of two layers with the same pages one has another mode, or is not kvq's.
@@ -27,9 +30,11 @@ def share(config: Any) -> None:
             continue
         found, need = (_mode_of(layers[each]) for each in (name, target))
         if found != need:
-            both = f"{need or 'attention of another backend'} as {target}, whose pages it reads"
-            way = f"name both or none of them in --kv-cache-dtype-skip-layers, or {WITHOUT_KVQ}"
-            raise ArgumentError(f"layer {name}", found or "attention of another backend", f"{both}: {way}")
+            way = f"{_CUSTOM} for both, and both or none in --kv-cache-dtype-skip-layers, or {WITHOUT_KVQ}"
+            raise ArgumentError(f"layer {name}", found or _OTHER, f"{need or _OTHER} as {target}, whose pages it reads: {way}")
+        if found is not None:
+            impl, stored_by = layer.impl, layers[target].impl
+            impl.smoothing, impl.smoothed_by, impl.residual = stored_by.smoothing, stored_by.smoothed_by, stored_by.residual
 
 
 def _mode_of(layer: Any) -> str | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
+
+import torch
 
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_vllm.settings import NOTHING, SMOOTHING, Settings
 from kvq_vllm.sharing import target_of
 
+_LOG: Final = logging.getLogger("vllm.kvq")
 _NEED: Final = "a file of ModelSmoothing.save, calibrated on the model that is served (kvq_transformers.calibrate)"
 
 
@@ -38,29 +42,57 @@ def of_rank(one: KeySmoothing, num_kv_heads: int, head_size: int, world_size: in
 
 
 def smooth_layers(config: Any, world_size: int, rank: int) -> None:
-    """Give every quantized layer of ``config`` that has none yet its smoothing: that of a file, or else what the weights say.
+    """Give every quantized layer of ``config`` with pages of its own its smoothing, once: that of a file, or else what the weights say.
 
-    Called while weights are loaded: what is allocated then survives vLLM's sleep, buffers of modules also its deepest.
+    The file is the served model's, whose layers are all there at the first call: a draft model's get what their own weights say, whatever
+    their numbers. Called while weights are loaded: what is allocated then survives vLLM's sleep, buffers of modules also its deepest.
 
     Raises:
         ArgumentError: the file lacks a layer, or does not fit its heads.
     """
     settings, layers = Settings.of(config), config.compilation_config.static_forward_context
-    waiting = {name: layer for name, layer in layers.items() if lacks_smoothing(layer)}
+    smoothed = {name: layer for name, layer in layers.items() if _is_smoothed(layer) and target_of(layer) is None}
+    waiting = {name: layer for name, layer in smoothed.items() if lacks_smoothing(layer)}
     if not waiting or settings.smoothing == NOTHING:
         return
-    found = None if settings.smoothing is None else load(settings.smoothing)
+    of_draft = len(waiting) < len(smoothed)
+    found = None if settings.smoothing is None or of_draft else load(settings.smoothing)
     for name, layer in waiting.items():
-        # Keys are those of the layer that stores them.
-        stored_by = target_of(layer) or name
+        impl = layer.impl
         if found is None:
-            part = _of_weights(layers[stored_by])
+            part, impl.smoothed_by = _of_weights(layer), layer
         else:
-            part = _part(found, _index(stored_by), layer.impl, world_size, rank, f"{SMOOTHING} {settings.smoothing!r}, layer {name}")
+            part = _part(found, _index(name), impl, world_size, rank, f"{SMOOTHING} {settings.smoothing!r}, layer {name}")
+            impl.smoothed_by = settings.smoothing
         if part is not None:
-            layer.impl.smoothing = part = part.to(config.device_config.device)
+            impl.smoothing = part = part.to(config.device_config.device)
             for number, tensor in enumerate(part.operands):
                 layer.register_buffer(f"kvq_smoothing_{number}", tensor, persistent=False)
+
+
+@torch.inference_mode()
+def follow_weights(impl: Any) -> None:
+    """Let a smoothing that the weights of a layer said be what they say now, in the same tensors: captured graphs hold these.
+
+    Pages that were stored with the old one must not be read any more: whoever loads other weights resets the prefix cache.
+    """
+    if not isinstance(impl.smoothed_by, torch.nn.Module):
+        return
+    kept, found = _tensors(impl.smoothing), _tensors(_of_weights(impl.smoothed_by))
+    if {name: tensor.shape for name, tensor in kept.items()} != {name: tensor.shape for name, tensor in found.items()}:
+        kind = "that of the new ones is of another kind"
+        _LOG.warning("kvq: keys of %s keep the smoothing of the weights before: %s", impl.smoothed_by.layer_name, kind)
+        return
+    for name, tensor in kept.items():
+        tensor.copy_(found[name])
+
+
+def _tensors(smoothing: KeySmoothing | None) -> dict[str, torch.Tensor]:
+    """All of them, by name."""
+    if smoothing is None:
+        return {}
+    found = {str(number): tensor for number, tensor in enumerate(smoothing.operands)}
+    return found if smoothing.rotary is None else found | smoothing.rotary.tensors
 
 
 def _part(found: ModelSmoothing, index: int, impl: Any, world_size: int, rank: int, argument: str) -> KeySmoothing:
@@ -69,11 +101,16 @@ def _part(found: ModelSmoothing, index: int, impl: Any, world_size: int, rank: i
     return of_rank(found[index], impl.num_kv_heads, impl.head_size, world_size, rank, argument)
 
 
-def lacks_smoothing(layer: Any) -> bool:
-    """Whether ``layer`` is a quantized one of kvq's without a smoothing. Keys in mode ``none`` are stored as they are, and so are those
-    whose scale is the checkpoint's."""
+def _is_smoothed(layer: Any) -> bool:
+    """Whether ``layer`` is a quantized one of kvq's. Keys in mode ``none`` are stored as they are, and so are those whose scale is the
+    checkpoint's."""
     impl: Any = getattr(layer, "impl", None)
-    return hasattr(impl, "smoothing") and impl.kvq.mode != "none" and not impl.kvq.takes_scales and impl.smoothing is None
+    return hasattr(impl, "smoothing") and impl.kvq.mode != "none" and not impl.kvq.takes_scales
+
+
+def lacks_smoothing(layer: Any) -> bool:
+    """Whether ``layer`` is one that :func:`smooth_layers` has not come to."""
+    return _is_smoothed(layer) and layer.impl.smoothed_by is None
 
 
 def has_rotary_mean(layer: Any) -> bool:

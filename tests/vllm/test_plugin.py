@@ -172,8 +172,9 @@ def group(kind: str, *, rswa_window: int | None = None, kv_transfer_config: Any 
     check_group(type(kind, (), {})(), whole)
 
 
-def window(off: bool, method: str) -> None:
-    check_residual(space(scheduler_config=space(disable_hybrid_kv_cache_manager=off), speculative_config=space(method=method)))
+def window(off: bool, method: str, skipped: tuple[str, ...] = ()) -> None:
+    scheduler, cache = space(disable_hybrid_kv_cache_manager=off), space(kv_cache_dtype_skip_layers=list(skipped))
+    check_residual(space(scheduler_config=scheduler, cache_config=cache, speculative_config=space(method=method)))
 
 
 def sinks(window_left: int, slopes: torch.Tensor | None, tokens: int) -> None:
@@ -193,6 +194,11 @@ FULL, SINKS, WINDOW = "FullAttentionSpec", r"--additional-config kvq\.sink_token
         (lambda: check_layer("encoder_only", {}), "attention type: got encoder_only, need decoder: kvq serves causal" + WITHOUT_KVQ),
         (lambda: check_layer("decoder", {"chunk_lookback": 2}), "chunk_lookback: got 2, need no chunked attention" + WITHOUT_KVQ),
         (lambda: check_layer("decoder", {"new": 3}), "new: got 3, need an attention layer without this option" + WITHOUT_KVQ),
+        (lambda: check_layer("decoder", {"new": 0}), "new: got 0, need an attention layer without this option"),
+        (
+            lambda: check_layer("decoder", {"new": torch.zeros(2)}),
+            r"new: got torch.Tensor of shape \(2,\), need an attention layer without",
+        ),
         (lambda: group("ChunkedLocalAttentionSpec"), "attention: got chunked local attention, need full attention" + WITHOUT_KVQ),
         (lambda: group("MLAAttentionSpec"), "attention: got MLAAttentionSpec, need FullAttentionSpec or SlidingWindowSpec" + WITHOUT_KVQ),
         (lambda: group("LaterSpec"), "attention: got LaterSpec, need FullAttentionSpec or SlidingWindowSpec" + WITHOUT_KVQ),
@@ -202,6 +208,7 @@ FULL, SINKS, WINDOW = "FullAttentionSpec", r"--additional-config kvq\.sink_token
         (lambda: group(FULL, prefill_context_parallel_size=2), "--prefill-context-parallel-size: got 2, need 1: each" + WITHOUT_KVQ),
         (lambda: window(True, "ngram"), "--disable-hybrid-kv-cache-manager: got True, need vLLM's manager of several kinds" + WINDOW),
         (lambda: window(False, "eagle3"), "--speculative-config: got eagle3, need ngram or suffix, which have no layers" + WINDOW),
+        (lambda: window(False, "ngram", ("0", "5")), "--kv-cache-dtype-skip-layers: got 0, 5, need none with" + WINDOW),
         (lambda: sinks(31, None, 64), SINKS + "got 4 in a model with sliding windows of 32 tokens, need 0"),
         (lambda: sinks(-1, torch.ones(4), 64), SINKS + "got 4 in a model with ALiBi, need 0"),
         (lambda: sinks(-1, None, 128), SINKS + "got 4, which is 128 in whole blocks, need fewer than the 128 tokens of --max-model-len"),
@@ -214,7 +221,7 @@ def test_what_is_not_served_is_refused_at_start_up(call: Callable[[], object], m
 
 
 def test_what_is_served_is_not_refused() -> None:
-    check_layer("decoder", {"chunk_lookback": -1, "something_new": None})
+    check_layer("decoder", {"chunk_lookback": -1, "something_new": None, "flag": False})
     group(FULL)
     group("SlidingWindowSpec")
     window(False, "ngram_gpu")

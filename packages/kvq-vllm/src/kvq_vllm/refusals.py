@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvq_core.errors import ArgumentError, KVQError
+from kvq_core.errors import ArgumentError, KVQError, described
 from kvq_core.registry import get_backend
 from kvq_vllm.names import PLAIN_NAMES, VLLM_NAMES, own_names
 from kvq_vllm.settings import RESIDUAL, SINKS, Settings
@@ -88,8 +88,9 @@ def check_layer(attn_type: str, options: Mapping[str, Any]) -> None:
         need = f"no chunked attention with a look-back: its keys are no window of kvq's; {WITHOUT_KVQ}"
         raise ArgumentError("chunk_lookback", options["chunk_lookback"], need)
     for name, value in options.items():
-        if name != "chunk_lookback" and value not in (None, False):
-            raise ArgumentError(name, repr(value), f"an attention layer without this option, which kvq does not know; {WITHOUT_KVQ}")
+        # By identity: 0 equals False, and a tensor compares its elements.
+        if name != "chunk_lookback" and value is not None and value is not False:
+            raise ArgumentError(name, described(value), f"an attention layer without this option, which kvq does not know; {WITHOUT_KVQ}")
 
 
 def check_named(kv_cache_dtype: str, config: Any) -> None:
@@ -129,6 +130,10 @@ def check_residual(config: Any) -> None:
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         need = f"vLLM's manager of several kinds of pages, which keeps those of some tokens alone, for {RESIDUAL} or {SINKS}"
         raise ArgumentError("--disable-hybrid-kv-cache-manager", True, need)
+    skipped = getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)
+    if skipped:
+        need = f"none with {RESIDUAL} or {SINKS}: vLLM would make every page as large as a skipped layer's, and save no memory"
+        raise ArgumentError("--kv-cache-dtype-skip-layers", ", ".join(map(str, skipped)), need)
     speculative = getattr(config, "speculative_config", None)
     if speculative is not None and not str(speculative.method).startswith(_WITHOUT_LAYERS):
         need = f"{' or '.join(_WITHOUT_LAYERS)}, which have no layers of their own, with {RESIDUAL} or {SINKS}"

@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         whole = [item for item in items if item.get_closest_marker("matrix")]
         config.hook.pytest_deselected(items=whole)
         items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+    # What compiles for a minute begins first: begun last, one worker would wait for the other.
+    items.sort(key=lambda item: item.path.name != "test_compile_matrix.py")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     for item in gpu:
         if not item.get_closest_marker("timeout"):

@@ -327,6 +327,7 @@ class Engine:
             smoothing = self.smoothings.for_write(layer, key)
             stored: dict[str, Any] = {"smoothing": smoothing, "positions": positions}
             self.backend.reshape_and_cache(key, value, cache.key_cache, cache.value_cache, slot_mapping, **stored, **scales)
+            self.smoothings.keep(layer, smoothing)
             read: dict[str, Any] = {"softmax_scale": self.model.config.softmax_scale, "smoothing": smoothing}
             if self.exact is None or step is None:
                 self.backend.unified_attention(query, cache.key_cache, cache.value_cache, out, **read, **batch, **scales)

@@ -46,6 +46,16 @@ def test_the_mean_and_the_balance_are_what_they_say() -> None:
     assert KeySmoothing.estimate(keys).balance is None
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_finite_do_not_count_for_their_head(value: float) -> None:
+    keys, queries = keys_and_queries(20)
+    spoilt, asked = keys.clone(), queries.clone()
+    spoilt[3, 0, 7] = spoilt[:, 1, 2] = asked[4, 1, 0] = value
+    found = KeySmoothing.estimate(spoilt, asked)
+    torch.testing.assert_close(found.mean[0], keys[torch.arange(20) != 3, 0].mean(0))
+    assert not found.mean[1].any() and found.balance is not None and bool(found.balance.isfinite().all())
+
+
 @pytest.mark.parametrize(
     ("argument", "make"),
     [
@@ -114,6 +124,30 @@ def test_the_first_keys_decide_for_good() -> None:
     # The same attention: mode none loses nothing that would be in the way.
     wanted = fed(cache("none"), 30, 7, softcap=5.0, sinks=torch.linspace(-2, 9, HEADS * GROUP))
     torch.testing.assert_close(outs, wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_a_nan_among_the_first_keys_spoils_no_other_row() -> None:
+    found = cache(smoothing=FIRST_PREFILL)
+    first, second = found.allocate_sequence(), found.allocate_sequence()
+    for seq, spoilt in ((first, True), (second, False)):
+        step = found.append({seq: 9})
+        keys, queries = keys_and_queries(9, seq)
+        keys[8, 0, 3] = torch.nan if spoilt else 0.0
+        found.write(0, keys, keys.nan_to_num(), step)
+        rows = found.attend(0, queries, step).isnan().any(-1).nonzero().tolist()
+        assert rows == ([[8, head] for head in range(GROUP)] if spoilt else [])
+
+
+def test_a_refused_write_decides_nothing() -> None:
+    found = cache(smoothing=FIRST_PREFILL)
+    step = found.append({found.allocate_sequence(): 5})
+    keys, _ = keys_and_queries(5)
+    with pytest.raises(ArgumentError, match=r"^value: "):
+        found.write(0, keys + 100, keys.bfloat16(), step)
+    assert found.smoothing is None
+    found.write(0, keys, keys, step)
+    assert found.smoothing is not None
+    torch.testing.assert_close(found.smoothing[0].mean, keys.mean(0))
 
 
 def test_a_saved_cache_has_its_smoothing_and_no_other(tmp_path: Path) -> None:

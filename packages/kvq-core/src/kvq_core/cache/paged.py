@@ -259,6 +259,7 @@ class PagedKVCache:
         smoothing = self._smoothings.for_write(layer, key)
         stored: dict[str, Any] = {"smoothing": smoothing, "positions": step.positions_for(smoothing)}
         self.backend.reshape_and_cache(key, value, slot_mapping=step.slot_mapping, **vars(caches), **stored)
+        self._smoothings.keep(layer, smoothing)
         if self._exact is not None and step.residual is not None:
             self._exact.pages.write(layer, key, value, step.residual, **stored)
 

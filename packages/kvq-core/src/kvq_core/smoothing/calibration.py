@@ -135,7 +135,10 @@ def tensor_dtype(name: str) -> torch.dtype:
 
 
 class KeyStatistics:
-    """Sums over keys, and over queries, as they come: from any number of :meth:`add` to one :class:`KeySmoothing`."""
+    """Sums over keys, and over queries, as they come: from any number of :meth:`add` to one :class:`KeySmoothing`.
+
+    A row of a head with a NaN or an infinity does not count for that head; a head without any row that counts has mean 0.
+    """
 
     def __init__(self) -> None:
         self._keys: _Moments | None = None
@@ -189,7 +192,7 @@ def channel_factors(spread: torch.Tensor, queries: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class _Moments:
-    """How many rows, and the sums of them and of their squares [heads, size], float64."""
+    """How many rows of each head are finite [heads, 1], and the sums of them and of their squares [heads, size], float64."""
 
     count: torch.Tensor
     total: torch.Tensor
@@ -197,14 +200,13 @@ class _Moments:
 
     @classmethod
     def of(cls, rows: torch.Tensor, real: torch.Tensor | None) -> _Moments:
-        x = rows.detach().double()
-        if real is None:
-            count = torch.tensor(float(len(x)), dtype=torch.float64, device=x.device)
-        else:
-            # Not picked, which would wait for the device; a row that is not real may hold anything.
-            x = x.masked_fill(~real[:, None, None], 0.0)
-            count = real.sum(dtype=torch.float64)
-        return cls(count, x.sum(0), x.square().sum(0))
+        rows = rows.detach()
+        counted = rows.isfinite().all(-1, keepdim=True)
+        if real is not None:
+            counted = counted & real[:, None, None]
+        # Not picked, which would wait for the device.
+        x = rows.double().masked_fill(~counted, 0.0)
+        return cls(counted.sum(0, dtype=torch.float64), x.sum(0), x.square().sum(0))
 
     def plus(self, other: _Moments | None) -> _Moments:
         if other is None:
@@ -247,12 +249,20 @@ class LayerSmoothings:
         return self._found.get(layer)
 
     def for_write(self, layer: int, key: torch.Tensor, real: torch.Tensor | None = None) -> KeySmoothing | None:
-        """The layer's; the first time, if it is to be found, from keys [num_tokens, num_kv_heads, head_size], those that are ``real``."""
-        if self._estimates and layer not in self._found:
-            statistics = KeyStatistics()
-            statistics.add(key, real=real)
-            self._found[layer] = statistics.smoothing()
-        return self._found.get(layer)
+        """The layer's; if it is yet to be found, from keys [num_tokens, num_kv_heads, head_size], those that are ``real`` and finite.
+
+        What was found holds for good after :meth:`keep`, which follows a write that was not refused.
+        """
+        if not self._estimates or layer in self._found:
+            return self._found.get(layer)
+        statistics = KeyStatistics()
+        statistics.add(key, real=real)
+        return statistics.smoothing()
+
+    def keep(self, layer: int, smoothing: KeySmoothing | None) -> None:
+        """From now on the layer's is ``smoothing``, with which keys have been written: what :meth:`for_write` returned."""
+        if smoothing is not None:
+            self._found.setdefault(layer, smoothing)
 
     @property
     def found(self) -> ModelSmoothing | None:

@@ -162,3 +162,21 @@ def test_a_saved_cache_has_its_smoothing_and_no_other(tmp_path: Path) -> None:
     assert PagedKVCache.load(path).smoothing is None
     with pytest.raises(SnapshotError, match="smoothed with nothing"):
         PagedKVCache.load(path, smoothing=smoothing)
+
+
+@pytest.mark.parametrize("residual_length", [0, 8])
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_layers_of_a_saved_cache_still_wait_for_their_first_keys(written: int, residual_length: int, tmp_path: Path) -> None:
+    options = {"residual_length": residual_length, "max_sequences": 2} if residual_length else {}
+    path, saved = tmp_path / "cache.safetensors", cache(smoothing=FIRST_PREFILL, **options)
+    step = saved.append({saved.allocate_sequence(): 5})
+    for layer in range(written):
+        keys, _ = keys_and_queries(5, layer)
+        saved.write(layer, keys, keys, step)
+    saved.save(path)
+    loaded = PagedKVCache.load(path, smoothing=saved.smoothing)
+    assert list(loaded.smoothing or {}) == list(range(written))
+    fed(loaded, 9)
+    fed(saved, 9)
+    assert loaded.smoothing is not None and saved.smoothing is not None
+    assert loaded.smoothing.fingerprint == saved.smoothing.fingerprint and len(loaded.smoothing) == 2

@@ -144,7 +144,9 @@ def replace(name, make):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, h: h.update(format_version=4), "it has format version 4, this kvq reads versions 1 to 3"),
+        (lambda t, h: h.update(format_version=5), "it has format version 5, this kvq reads versions 1 to 4"),
+        (lambda t, h: h.update(format_version=4), "header is damaged: KeyError 'waiting'"),
+        (lambda t, h: h.update(format_version=4, waiting="last_prefill"), "header is damaged: ValueError waiting 'last_prefill'"),
         (lambda t, h: h.update(format_version=2), "its smoothing is not the one that its header names"),
         (lambda t, h: h.update(mode="int7_per_token_head"), "no installed package provides mode 'int7_per_token_head'"),
         (lambda t, h: h.update(next_id=4), "its kvq header is damaged: its checksum differs"),

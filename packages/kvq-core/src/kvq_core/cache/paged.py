@@ -385,7 +385,7 @@ class PagedKVCache:
             return saved.restored(file, make, wanted, smoothing)
 
     def _parts(self) -> Parts:
-        return Parts(self.backend, self.geometry, self._pages, self._table, self.smoothing, self._exact)
+        return Parts(self.backend, self.geometry, self._pages, self._table, self._smoothings, self._exact)
 
 
 def _backend(argument: str, mode: str | QuantKVBackend) -> QuantKVBackend:

@@ -20,7 +20,7 @@ from kvq_core.cache.snapshot import Header, Snapshot
 from kvq_core.errors import KVQError, SnapshotError
 from kvq_core.registry import get_backend
 from kvq_core.residual.rows import ResidualRows
-from kvq_core.smoothing.calibration import ModelSmoothing
+from kvq_core.smoothing.calibration import FIRST_PREFILL, LayerSmoothings, ModelSmoothing
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Parts:
     geometry: Geometry
     pages: Pages
     table: SequenceTable
-    smoothing: ModelSmoothing | None
+    smoothings: LayerSmoothings
     exact: ResidualRows | None
 
 
@@ -44,11 +44,14 @@ def save(path: str | os.PathLike[str], parts: Parts) -> None:
     versions = {"kvq_core": __version__, package: str(getattr(sys.modules.get(package), "__version__", "unknown"))}
     tensors = parts.pages.tensors | {name: torch.tensor(values, dtype=torch.int64) for name, values in parts.table.saved().items()}
     fingerprint = residual = None
-    if parts.smoothing is not None:
-        tensors, fingerprint = tensors | parts.smoothing.tensors(), parts.smoothing.fingerprint
+    smoothing = parts.smoothings.found
+    if smoothing is not None:
+        tensors, fingerprint = tensors | smoothing.tensors(), smoothing.fingerprint
     if parts.exact is not None:
         tensors, residual = tensors | parts.exact.saved(_lengths(parts.table)), parts.exact.options
-    snapshot.save(path, Header(parts.backend.mode, versions, parts.geometry, parts.table.next_id, fingerprint, residual), tensors)
+    waiting = FIRST_PREFILL if parts.smoothings.waiting else None
+    header = Header(parts.backend.mode, versions, parts.geometry, parts.table.next_id, fingerprint, residual, waiting)
+    snapshot.save(path, header, tensors)
 
 
 def restored(file: Snapshot, make: Callable[..., tuple[C, Parts]], wanted: QuantKVBackend | None, smoothing: ModelSmoothing | None) -> C:
@@ -68,7 +71,10 @@ def restored(file: Snapshot, make: Callable[..., tuple[C, Parts]], wanted: Quant
         for name in SAVED:
             file.expect(name, torch.int64)
         arguments = vars(header.geometry) | (header.residual or {})
-        cache, parts = make(backend, **arguments, smoothing=file.smoothing(smoothing))
+        found = file.smoothing(smoothing)
+        cache, parts = make(backend, **arguments, smoothing=header.waiting or found)
+        if header.waiting is not None and found is not None:
+            parts.smoothings.restore(found)
         for name, tensor in parts.pages.tensors.items():
             file.fill(name, tensor)
         parts.pages.check_scales()

@@ -20,13 +20,15 @@ from kvq_core.cache import tensorfile
 from kvq_core.cache.layout import Geometry
 from kvq_core.cache.tensorfile import TensorFile
 from kvq_core.call.spec import FLOATS
-from kvq_core.smoothing.calibration import ModelSmoothing, tensor_dtype
+from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing, tensor_dtype
 
 FORMAT_VERSION: Final = 1
 SMOOTHED_VERSION: Final = 2
 """Of snapshots whose keys are smoothed: who only knows the first version must not take them for the keys themselves."""
 RESIDUAL_VERSION: Final = 3
 """Of snapshots with exact rows of a residual window, smoothed or not."""
+WAITING_VERSION: Final = 4
+"""Of snapshots with layers that wait for the keys to find their smoothing in, with exact rows or without."""
 _KEY: Final = "kvq"
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _CHECKED: Final = ("mode", "geometry", "next_id", "smoothing", "checksums")
@@ -48,6 +50,8 @@ class Header:
     """The fingerprint of what keys were smoothed with."""
     residual: dict[str, Any] | None = None
     """``residual_length``, ``sink_tokens``, ``max_sequences`` and ``residual_mode``, if exact rows are kept."""
+    waiting: str | None = None
+    """How layers without a smoothing find theirs: :data:`FIRST_PREFILL`; ``None``: not at all."""
 
     def to_json(self, checksums: Mapping[str, int]) -> str:
         geometry = asdict(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
@@ -55,6 +59,8 @@ class Header:
         version = SMOOTHED_VERSION if self.smoothing else FORMAT_VERSION
         if self.residual is not None:
             stated["residual"], version = self.residual, RESIDUAL_VERSION
+        if self.waiting is not None:
+            stated["waiting"], version = self.waiting, WAITING_VERSION
         return json.dumps({"format_version": version, "packages": self.packages, **stated, "checksum": _checksum(stated)})
 
 
@@ -118,24 +124,27 @@ class Snapshot:
             version = raw["format_version"]
         except (ValueError, KeyError, TypeError) as cause:
             raise self.error("its kvq header is damaged") from cause
-        if type(version) is not int or version not in (FORMAT_VERSION, SMOOTHED_VERSION, RESIDUAL_VERSION):
-            raise self.error(f"it has format version {version!r}, this kvq reads versions {FORMAT_VERSION} to {RESIDUAL_VERSION}")
+        if type(version) is not int or not FORMAT_VERSION <= version <= WAITING_VERSION:
+            raise self.error(f"it has format version {version!r}, this kvq reads versions {FORMAT_VERSION} to {WAITING_VERSION}")
         try:
             stored = {field.name: raw["geometry"][field.name] for field in fields(Geometry)}
             geometry = Geometry(**stored | {"dtype": _DTYPES[stored["dtype"]]})
             checksums = dict(raw["checksums"])
             smoothing = None if version != SMOOTHED_VERSION and raw.get("smoothing") is None else str(raw["smoothing"])
-            residual = None
-            if version == RESIDUAL_VERSION:
+            residual = waiting = None
+            if version == RESIDUAL_VERSION or (version == WAITING_VERSION and "residual" in raw):
                 rows = raw["residual"]
                 residual = {name: _count(rows[name]) for name in _RESIDUAL} | {"residual_mode": _text(rows["residual_mode"])}
+            if version == WAITING_VERSION and (waiting := raw["waiting"]) != FIRST_PREFILL:
+                raise ValueError(f"waiting {waiting!r}")
             packages = {name: _text(package) for name, package in raw["packages"].items()}
             next_id = raw["next_id"]
             if type(next_id) is not int or not 0 <= next_id <= _LARGEST_ID:
                 raise ValueError(f"next_id {next_id!r}")
-            stated = {name: raw.get(name) for name in _CHECKED} | ({} if residual is None else {"residual": raw["residual"]})
+            stated = {name: raw.get(name) for name in _CHECKED}
+            stated |= {name: raw[name] for name, found in (("residual", residual), ("waiting", waiting)) if found is not None}
             self._intact = "checksum" not in raw or raw["checksum"] == _checksum(stated)
-            return Header(_text(raw["mode"]), packages, geometry, next_id, smoothing, residual), checksums
+            return Header(_text(raw["mode"]), packages, geometry, next_id, smoothing, residual, waiting), checksums
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise self.error(f"its kvq header is damaged: {type(cause).__name__} {cause}") from cause
 

@@ -237,11 +237,11 @@ class LayerSmoothings:
         self, given: Smoothings, layers: list[int], num_kv_heads: int, head_size: int, device: torch.device, argument: str = "smoothing"
     ) -> None:
         self._found: dict[int, KeySmoothing] = {}
+        self._layers, self._shape, self._device = layers, (num_kv_heads, head_size), device
         self._estimates = given == FIRST_PREFILL if isinstance(given, str) else False
         if isinstance(given, ModelSmoothing):
-            for layer, one in zip(layers, given.for_layers(layers, argument), strict=True):
-                one.check(num_kv_heads, head_size, f"{argument} (layer {layer})")
-                self._found[layer] = one.to(device)
+            given.for_layers(layers, argument)
+            self._take(given, layers, argument)
         elif given is not None and not self._estimates:
             raise ArgumentError(argument, described(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
 
@@ -263,6 +263,23 @@ class LayerSmoothings:
         """From now on the layer's is ``smoothing``, with which keys have been written: what :meth:`for_write` returned."""
         if smoothing is not None:
             self._found.setdefault(layer, smoothing)
+
+    def restore(self, found: ModelSmoothing) -> None:
+        """Those of the layers that had found one when the cache was saved; the others wait on. Raises as the constructor does."""
+        unknown = sorted(found.keys() - set(self._layers))
+        if unknown:
+            raise ArgumentError("smoothing", f"one for layers {unknown}", f"for layers of {self._layers}")
+        self._take(found, list(found), "smoothing")
+
+    def _take(self, given: ModelSmoothing, layers: list[int], argument: str) -> None:
+        for layer in layers:
+            given[layer].check(*self._shape, f"{argument} (layer {layer})")
+            self._found[layer] = given[layer].to(self._device)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are layers that are yet to find theirs."""
+        return self._estimates and len(self._found) < len(self._layers)
 
     @property
     def found(self) -> ModelSmoothing | None:

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from kvq_core import ArgumentError, PagedKVCache, SnapshotError
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, ModelSmoothing
+from kvq_core.smoothing.rotary import NUM_PAIRS, RotaryMean
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 HEADS, GROUP, SIZE = 2, 3, 64
@@ -73,6 +74,23 @@ def test_what_does_not_fit_is_named(argument: str, make: object) -> None:
     with pytest.raises(ArgumentError) as caught:
         make()  # type: ignore[operator]
     assert caught.value.argument == argument, str(caught.value)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_smoothings_keep_no_tensor_of_the_caller_s(inference: bool) -> None:
+    pairs = torch.arange(2 * NUM_PAIRS, dtype=torch.int32).view(1, NUM_PAIRS, 2).expand(HEADS, -1, -1)
+    with torch.inference_mode(inference):
+        given = [torch.rand(HEADS, SIZE) + 0.5 for _ in range(2)]
+        rotary = [pairs.clone(), torch.ones(HEADS, NUM_PAIRS, dtype=torch.int32), torch.ones(HEADS, NUM_PAIRS, 2)]
+        found = KeySmoothing(*given, RotaryMean(*rotary, SIZE))
+        before, moved = found.fingerprint, found.to("cpu")
+        for tensor in (*given, *rotary):
+            tensor.zero_()
+    assert found.fingerprint == moved.fingerprint == before and found.balance is not None and found.inverse is not None
+    torch.testing.assert_close(found.balance * found.inverse, torch.ones(HEADS, SIZE))
+    assert not any(tensor.is_inference() for tensor in (*found.operands, *moved.operands))
+    moved.mean.zero_()
+    assert found.fingerprint == before
 
 
 def test_a_file_brings_back_the_same_and_its_fingerprint_tells_what(tmp_path: Path) -> None:

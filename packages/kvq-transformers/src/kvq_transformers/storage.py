@@ -98,7 +98,7 @@ class LayerPages:
                 mean = torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device)
                 smoothing = KeySmoothing(mean, None, None if given.rotary is None else given.rotary.to(device))
             # Its own: pages must be read with what they were written with.
-            self.smoothing = smoothing.to(device, copy=True) if isinstance(smoothing, KeySmoothing) else None
+            self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
         if self.smoothing is not None:
             self.smoothing.check(geometry.num_kv_heads, geometry.head_size)
         # Ops are defined at first use, which torch.compile could not trace.

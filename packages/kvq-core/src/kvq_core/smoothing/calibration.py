@@ -46,7 +46,8 @@ _LARGEST_FACTOR: Final = 16.0
 class KeySmoothing:
     """One layer's mean key ``mean`` [num_kv_heads, head_size] and channel factors ``balance`` (the same shape, positive), float32.
 
-    ``balance`` is optional, and so is ``rotary``, a rotary mean that is taken off as well. ``inverse`` is 1 / balance.
+    ``balance`` is optional, and so is ``rotary``, a rotary mean that is taken off as well. ``inverse`` is 1 / balance. Tensors are copied:
+    the pages' bytes mean something else with other ones.
 
     Raises:
         ArgumentError: a tensor has another shape or dtype, or they differ in heads or device.
@@ -57,6 +58,8 @@ class KeySmoothing:
     rotary: RotaryMean | None = None
     inverse: torch.Tensor | None = field(init=False)
 
+    # Never inference tensors, which only inference mode may write to.
+    @torch.inference_mode(False)
     def __post_init__(self) -> None:
         for name, given in (("mean", self.mean), ("balance", self.balance)):
             if given is None and name == "balance":
@@ -66,7 +69,7 @@ class KeySmoothing:
                 raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype}", "[num_kv_heads, head_size] float32")
             if tensor.shape != self.mean.shape or tensor.device != self.mean.device:
                 raise ArgumentError(name, f"{tuple(tensor.shape)} on {tensor.device}", f"{tuple(self.mean.shape)} on {self.mean.device}")
-            object.__setattr__(self, name, tensor.detach().contiguous())
+            object.__setattr__(self, name, tensor.detach().clone(memory_format=torch.contiguous_format))
         if self.rotary is not None:
             rotary = checks.instance("rotary", self.rotary, RotaryMean)
             got, wanted = (len(rotary.steps), rotary.head_size), tuple(self.mean.shape)
@@ -105,14 +108,12 @@ class KeySmoothing:
             digest.update(b"none" if tensor is None else tensor.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def to(self, device: torch.device | str, *, copy: bool = False) -> KeySmoothing:
-        """The same on ``device``; ``copy``: in tensors of its own, wherever they are now."""
+    def to(self, device: torch.device | str) -> KeySmoothing:
+        """The same on ``device``, in tensors of its own."""
         device = checks.device("device", device)
         balance, rotary = self.balance, self.rotary
         return KeySmoothing(
-            self.mean.to(device, copy=copy),
-            None if balance is None else balance.to(device, copy=copy),
-            None if rotary is None else rotary.to(device, copy=copy),
+            self.mean.to(device), None if balance is None else balance.to(device), None if rotary is None else rotary.to(device)
         )
 
     def of_heads(self, heads: slice) -> KeySmoothing:

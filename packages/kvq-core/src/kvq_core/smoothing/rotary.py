@@ -39,6 +39,8 @@ class RotaryMean:
             the sine, and its step, as bits.
         pair_table: [num_kv_heads, 5, num_pairs] float32, what a read takes: both channels, as bits, both biases, the step, as bits.
 
+    Tensors are copied.
+
     Raises:
         ArgumentError: a tensor has another shape or dtype, ``num_pairs`` is no power of two from 16 to 128, a channel is none of a head's,
             or two pairs with a bias share one.
@@ -51,6 +53,8 @@ class RotaryMean:
     channel_table: torch.Tensor = field(init=False)
     pair_table: torch.Tensor = field(init=False)
 
+    # Never inference tensors, which only inference mode may write to.
+    @torch.inference_mode(False)
     def __post_init__(self) -> None:
         checks.integer("head_size", self.head_size, 1)
         shape = checks.tensor("steps", self.steps).shape
@@ -61,7 +65,7 @@ class RotaryMean:
                 need = f"{(*shape, 2)} {dtype} on {self.steps.device}"
                 raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}", need)
         for name in ("channels", "steps", "bias"):
-            object.__setattr__(self, name, getattr(self, name).detach().contiguous())
+            object.__setattr__(self, name, getattr(self, name).detach().clone(memory_format=torch.contiguous_format))
         if self.steps.device.type != "meta":
             self._check_channels()
         object.__setattr__(self, "channel_table", self._channel_table())
@@ -97,10 +101,9 @@ class RotaryMean:
         """What it is made of, by name."""
         return {"channels": self.channels, "steps": self.steps, "bias": self.bias}
 
-    def to(self, device: torch.device | str, *, copy: bool = False) -> RotaryMean:
-        """The same on ``device``; ``copy``: in tensors of its own, wherever they are now."""
-        channels, steps, bias = (tensor.to(device, copy=copy) for tensor in (self.channels, self.steps, self.bias))
-        return RotaryMean(channels, steps, bias, self.head_size)
+    def to(self, device: torch.device | str) -> RotaryMean:
+        """The same on ``device``, in tensors of its own."""
+        return RotaryMean(self.channels.to(device), self.steps.to(device), self.bias.to(device), self.head_size)
 
     def of_heads(self, heads: slice) -> RotaryMean:
         """That of some kv heads."""

@@ -12,7 +12,7 @@ from kvq_core.call import reference
 from kvq_core.call.spec import Attention, Batch, Plane, Scoring
 from kvq_core.call.torch_path import gather
 from kvq_core.checks import window_left
-from kvq_core.testing import oracle, scene
+from kvq_core.testing import oracle, places, scene
 from kvq_core.testing.cases import OPTIONS, Case
 
 CPU = torch.device("cpu")
@@ -103,6 +103,32 @@ def test_against_single_elements(case: Case) -> None:
                 torch.testing.assert_close(dense[built.first_row(seq) + row, head], wanted, rtol=1e-9, atol=1e-11)
                 assert exact is not None
                 torch.testing.assert_close(exact.out[head, row], wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture(params=places.params("eager", "interpret"))
+def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> scene.Scene:
+    case = Case(query_lens=(3, 1), seq_lens=(20, 9), **SMALL)
+    return scene.build(case, get_backend("none"), places.enter(request.param, monkeypatch).device).fill()
+
+
+@pytest.mark.parametrize("left", [2**31 - 1, 2**31, 2**62, 2**63 - 1])
+def test_a_window_wider_than_any_sequence_is_none(left: int, built: scene.Scene) -> None:
+    outs = [built.fresh_out()["rows"] for _ in range(2)]
+    for out, window in zip(outs, ((-1, -1), (left, 0)), strict=True):
+        built.backend.unified_attention(out=out, **built.read_arguments() | {"window_size": window})
+    assert torch.equal(outs[0][:4], outs[1][:4]) and outs[0][:4].any()
+    p, j = torch.arange(17, 20)[:, None], torch.arange(20)
+    assert torch.equal(reference._visible(p, j, Scoring(1.0, left), 0), j <= p)
+
+
+def test_rows_before_the_first_sequence_and_past_the_last_are_not_written(built: scene.Scene) -> None:
+    arguments = built.read_arguments()
+    q = torch.cat([arguments["q"][:4]] * 2)
+    given = arguments | {"q": q, "cu_seqlens_q": arguments["cu_seqlens_q"] + 2}
+    out, lse = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0)
+    built.backend.unified_attention(out=out, **given | {"lse": lse})
+    for rows in (out, lse):
+        assert bool((rows[[0, 1, 6, 7]] == 7).all()) and bool((rows[2:6] != 7).any(-1).all())
 
 
 @pytest.mark.quick

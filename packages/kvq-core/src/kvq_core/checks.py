@@ -142,7 +142,8 @@ def need_rows(given: torch.Tensor, argument: str) -> None:
 def window_left(window_size: tuple[int, int] | None) -> int:
     """The left window of an engine's ``window_size`` pair; raise :class:`ArgumentError` for windows that look ahead.
 
-    ``(-1, -1)`` and ``None`` mean no window; the right half must be 0 or -1, since attention over a cache is causal.
+    ``(-1, -1)`` and ``None`` mean no window (-1), and so does one wider than any sequence, with which int32 arithmetic would overflow.
+    The right half must be 0 or -1, since attention over a cache is causal.
     """
     if window_size is None:
         return -1
@@ -155,4 +156,4 @@ def window_left(window_size: tuple[int, int] | None) -> int:
         left, right = (integer("window_size", half, -INT64_MAX, INT64_MAX) for half in (left, right))
     if not -1 <= left <= INT64_MAX or right not in (0, -1):
         raise ArgumentError("window_size", described(window_size), needed)
-    return left
+    return left if left < INT32_MAX else -1

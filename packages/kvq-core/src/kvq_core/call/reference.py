@@ -3,7 +3,7 @@
 For query row i of a sequence (absolute position ``p = context_len + i``) and key j::
 
     s    = softmax_scale * q.k                    softcap: s = softcap * tanh(s / softcap)
-    seen = j < seqused_k and j < key_stops and (j <= p and p - j < 1 + window_left, or p and j in one range of mm_prefix_range)
+    seen = j < seqused_k and j < key_stops and (j <= p and p - j <= window_left, or p and j in one range of mm_prefix_range)
     s   += slope * (j - p), or -slope * sqrt(p - j) for j <= p;  s += qq_bias[i, j - context_len]
     out  = sum_j softmax(s)_j v_j, with exp(sink) added to the denominator; 0 for a row that sees nothing
     lse  = ln of that denominator, sum_j exp(s_j) + exp(sink); -inf for a row that sees nothing
@@ -111,7 +111,7 @@ def _one_sequence(
 def _visible(p: torch.Tensor, j: torch.Tensor, scoring: Scoring, seq: int) -> torch.Tensor:
     seen = j <= p
     if scoring.window_left >= 0:
-        seen = seen & (p - j < 1 + scoring.window_left)
+        seen = seen & (p - j <= scoring.window_left)
     if scoring.mm_prefix_range is not None:
         for start, end in scoring.mm_prefix_range[seq].tolist():
             if start < end:

@@ -32,8 +32,9 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
 def read(backend: QuantKVBackend, attention: Attention) -> None:
     """Dense float32 attention over the decoded pages, one sequence at a time."""
     result, lse = reference.attention_and_lse(attention, gathering(backend, attention))
-    # Rows past the last sequence's, an engine's padding, stay as they are.
-    owned = slice(int(attention.batch.cu_seqlens_q[-1]))
+    # Rows before the first sequence's and past the last one's, an engine's padding, stay as they are.
+    starts = attention.batch.cu_seqlens_q
+    owned = slice(int(starts[0]), int(starts[-1]))
     attention.out[owned] = reference.to_output_dtype(result[owned], attention.out.dtype, attention.output_scale)
     if attention.lse is not None:
         attention.lse[owned] = lse[owned]

@@ -6,7 +6,6 @@ values, ``B`` blocks of ``P`` slots. Nothing here reads a tensor's *values*: val
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8_OUT = (torch.float8_e4m3fn, torch.float8_e5m2)
+SOFTCAPS = (2e-38, 1e38)
+"""The least and the largest: a score is divided by the softcap and multiplied by it, in float32 and in units of log2."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,14 @@ class Scoring:
     mm_prefix_range: torch.Tensor | None = None
 
     def validate(self, num_query_heads: int, num_seqs: int, device: torch.device) -> None:
-        need(math.isfinite(self.softmax_scale) and self.softmax_scale > 0, "softmax_scale", self.softmax_scale, "a positive number")
-        need(math.isfinite(self.softcap) and self.softcap >= 0, "softcap", self.softcap, "0 (off) or a positive number")
+        least, most = SOFTCAPS
+        need(0 < self.softmax_scale <= most, "softmax_scale", self.softmax_scale, f"a positive number up to {most:g}")
+        need(
+            self.softcap == 0 or least <= self.softcap <= most,
+            "softcap",
+            self.softcap,
+            f"0 (off) or a positive number, {least:g} to {most:g}",
+        )
         for name, tensor in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if tensor is not None:
                 need_tensor(tensor, name, 1, FLOATS, device)

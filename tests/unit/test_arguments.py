@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 import kvq_core.plan.planner
 from kvq_core import ArgumentError, KVQError, PagedKVCache, get_backend
+from kvq_core.cache.layout import cell_views, page_views
 from kvq_core.call import ops
 from kvq_core.call.args import ReadArgs, WriteArgs
 from kvq_core.call.memory import Extent, shares_bytes
@@ -179,9 +181,15 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = torch.zeros(3, 2, 8)
     real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0  # noqa: E731
+    cells, heads = torch.zeros(4, 8, 3, 72, dtype=torch.uint8), {"head_size": 64, "head_size_v": 64, "dtype": torch.bfloat16}
+    pages = {"pages": cells.flatten(1), "block_size": 8, "num_kv_heads": 2}
+    kinds: dict[str, Allowed] = {"head_size": nothing, "head_size_v": nothing, "dtype": lambda x: x is torch.float32}
+    counts: dict[str, Allowed] = {"block_size": nothing, "num_kv_heads": integer(1, 3)}
     entries: tuple[tuple[Callable[..., Any], dict[str, Any], dict[str, Allowed]], ...] = (
         (kvq_core.get_backend, {}, {"mode": nothing}),
         (kvq_core.has_backend, {}, {"mode": lambda x: isinstance(x, str)}),
+        (partial(cell_views, get_backend("int4")), {"cells": cells, **heads}, {"cells": nothing, **kinds}),
+        (partial(page_views, get_backend("int4")), {**pages, **heads}, {"pages": nothing, **kinds, **counts}),
         (kvq_core.register_backend, {"backend": type(get_backend("none"))}, {"backend": nothing, "replace": lambda x: x is True}),
         (kvq_core.unregister_backend, {}, {"mode": nothing}),
         (lambda on: kvq_core.batch_invariant(on).__enter__(), {}, {"on": flag}),

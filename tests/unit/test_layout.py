@@ -1,5 +1,6 @@
 """Physical layouts: every view has the logical shape, lies where the drawing says, and copies nothing."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,3 +122,20 @@ def test_what_has_no_such_layout_is_refused(given, message):
             page_views(backend, given, 8, 2, 32, 24, torch.bfloat16)
         else:
             cell_views(backend, given, 32, 24, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("block_size", size) for size in (0, -8, 12, 8.0)),
+        *(("num_kv_heads", heads) for heads in (0, True, 2.0)),
+        *(("head_size", size) for size in (0, 2048, "32")),
+        *(("dtype", dtype) for dtype in (torch.int32, torch.float64, "float32")),
+        ("pages", np.zeros((2, 4096), dtype=np.uint8)),
+    ],
+)
+def test_pages_that_no_cache_has_are_refused(name, wrong):
+    given = {"pages": torch.zeros(2, 4096, dtype=torch.uint8), "block_size": 8, "num_kv_heads": 2, "head_size": 32, "head_size_v": 32}
+    given |= {"dtype": torch.float32, name: wrong}
+    with pytest.raises(ArgumentError, match=f"^{name}: got "):
+        page_views(get_backend("none"), **given)

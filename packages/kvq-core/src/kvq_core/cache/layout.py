@@ -44,11 +44,8 @@ class Geometry:
         counts = ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v", "num_layers")
         integers: dict[str, Any] = {name: checks.integer(name, getattr(self, name), 1) for name in counts}
         found = replace(self, **integers)
-        if found.block_size % 8:
-            raise ArgumentError("block_size", found.block_size, "a multiple of 8")
-        if not isinstance(self.dtype, torch.dtype) or self.dtype not in FLOATS:
-            need = f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come"
-            raise ArgumentError("dtype", described(self.dtype), need)
+        _check_block_size(found.block_size)
+        _check_dtype(self.dtype)
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise ArgumentError("layout", described(self.layout), f"one of {', '.join(LAYOUTS)}")
         return found
@@ -139,11 +136,7 @@ def cell_views(backend: QuantKVBackend, cells: torch.Tensor, head_size: int, hea
     Raises:
         ArgumentError: ``cells`` does not have that form, or its scales do not lie on multiples of four bytes.
     """
-    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-        raise ArgumentError("dtype", described(dtype), f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come")
-    for name, head in (("head_size", head_size), ("head_size_v", head_size_v)):
-        backend.check_head_size(head, name)
-    stored = fields(backend, int(head_size), int(head_size_v), dtype)
+    stored = _checked_fields(backend, head_size, head_size_v, dtype)
     size, item = cell_size(stored), checks.tensor("cells", cells).dtype.itemsize
     if cells.dim() != 4 or cells.shape[-1] * item != size:
         got = f"shape {tuple(cells.shape)}, {cells.dtype}"
@@ -168,16 +161,19 @@ def page_views(
 
     Args:
         pages: [num_blocks, bytes] uint8, any block stride; bytes past the planes are not used.
-        block_size, num_kv_heads: P and H.
+        block_size, num_kv_heads: P, a multiple of 8, and H.
         head_size, head_size_v: of K and of V.
         dtype: of the K/V rows to come.
 
     Raises:
-        ArgumentError: a page has too few bytes, or planes would not lie on multiples of their item size.
+        ArgumentError: an argument does not fit ``backend``; a page has too few bytes, or planes would not lie on multiples of their item
+            size.
     """
-    stored = fields(backend, head_size, head_size_v, dtype)
+    stored = _checked_fields(backend, head_size, head_size_v, dtype)
+    block_size, num_kv_heads = (checks.integer(n, x, 1) for n, x in (("block_size", block_size), ("num_kv_heads", num_kv_heads)))
+    _check_block_size(block_size)
     need = block_size * num_kv_heads * cell_size(stored)
-    if pages.dim() != 2 or pages.dtype != torch.uint8 or pages.shape[1] < need:
+    if checks.tensor("pages", pages).dim() != 2 or pages.dtype != torch.uint8 or pages.shape[1] < need:
         raise ArgumentError("pages", f"shape {tuple(pages.shape)}, {pages.dtype}", f"[num_blocks, at least {need}] torch.uint8")
     if pages.stride(1) != 1:
         raise ArgumentError("pages", f"strides {pages.stride()}", "a contiguous last dimension")
@@ -208,6 +204,24 @@ def layer_views(geometry: Geometry, buffers: dict[str, torch.Tensor], stored: di
         cells = buffer[layer].transpose(1, 2) if geometry.layout == "head_major" else buffer[layer]
         views |= split(cells, stored[name])
     return layer_caches(views)
+
+
+def _checked_fields(backend: QuantKVBackend, head_size: int, head_size_v: int, dtype: torch.dtype) -> tuple[Field, ...]:
+    """:func:`fields` of what an engine gives; :class:`ArgumentError` if ``backend`` cannot store it."""
+    _check_dtype(dtype)
+    for name, head in (("head_size", head_size), ("head_size_v", head_size_v)):
+        backend.check_head_size(head, name)
+    return fields(backend, int(head_size), int(head_size_v), dtype)
+
+
+def _check_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise ArgumentError("dtype", described(dtype), f"{' or '.join(map(str, FLOATS))}, the dtype of the K/V rows to come")
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size % 8:
+        raise ArgumentError("block_size", block_size, "a multiple of 8")
 
 
 def _check_alignment(stored: tuple[Field, ...], argument: str, got: str, steps: tuple[int, ...]) -> None:

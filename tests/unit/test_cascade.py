@@ -52,6 +52,14 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, parts: Par
         ("out", None),
         ("out", OUT[0]),
         ("out", OUT.int()),
+        ("out", OUT.double()),
+        ("out", OUT.float().to_sparse()),
+        ("out", OUT.clone().requires_grad_()),
+        ("lse", LSE.clone().requires_grad_()),
+        ("result", 5),
+        ("result", OUT.double()),
+        ("result", OUT[:2]),
+        ("result", OUT.clone().requires_grad_()),
         ("lse", LSE.double()),
         ("lse", LSE[:2]),
         ("other", OUT.float()),
@@ -62,3 +70,11 @@ def test_what_does_not_belong_together(name: str, wrong: object) -> None:
     given = {"out": OUT, "lse": LSE, "other": OUT, "other_lse": LSE} | {name: wrong}
     with pytest.raises(ArgumentError, match=f"^{name}: "):
         combine(**given)  # type: ignore[arg-type]
+
+
+def test_compiled_code_combines(torch_path: None) -> None:
+    given = OUT, LSE, OUT.flip(0), LSE.flip(0)
+    combined = torch.compile(combine, fullgraph=True, backend="eager")
+    torch.testing.assert_close(combined(*given), combine(*given))
+    result = torch.empty_like(OUT)
+    assert combined(*given, result=result)[0] is result and torch.equal(result, combine(*given)[0])

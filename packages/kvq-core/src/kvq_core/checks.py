@@ -66,7 +66,8 @@ def tensor(argument: str, value: object) -> torch.Tensor:
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
         raise ArgumentError(argument, f"a {kind} tensor", "a dense one")
-    if value.is_neg() or value.is_conj():
+    # torch.compile can trace neither question, nor does it need an answer.
+    if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):
         raise ArgumentError(argument, "a view that negates lazily", "a plain one: resolve_neg() makes it")
     return value
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from kvq_core import checks
+from kvq_core.call.gradients import refuse_gradients
 from kvq_core.call.ops import kernels_run_on
 from kvq_core.call.reference import to_output_dtype
 from kvq_core.call.spec import FLOATS
@@ -32,13 +34,14 @@ def combine(
         ``result``, and a new tensor like ``lse``, computed in float32. A row that saw nothing in either read is 0, its LSE -inf.
 
     Raises:
-        ArgumentError: the four tensors do not belong together.
+        ArgumentError: the tensors do not belong together, or one requires grad, in grad mode: there is no backward pass.
     """
-    named = {"out": out, "lse": lse, "other": other, "other_lse": other_lse}
+    named = {"out": out, "lse": lse, "other": other, "other_lse": other_lse} | ({} if result is None else {"result": result})
     for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(name, type(tensor).__name__, "a torch.Tensor")
-    if out.dim() != 3 or not out.dtype.is_floating_point or out.dtype.itemsize == 1:
+        checks.tensor(name, tensor)
+    if torch.is_grad_enabled():
+        refuse_gradients(tuple(named), tuple(named.values()))
+    if out.dim() != 3 or out.dtype not in FLOATS:
         need = "[num_tokens, num_query_heads, head_size_v] of bfloat16, float16 or float32"
         raise ArgumentError("out", f"shape {tuple(out.shape)} of {out.dtype}", need)
     needs = {"lse": (out.shape[:2], torch.float32), "other": (out.shape, out.dtype), "other_lse": (out.shape[:2], torch.float32)}

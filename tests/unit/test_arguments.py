@@ -177,6 +177,24 @@ def test_a_cache_s_making() -> None:
             PagedKVCache("none", **GEOMETRY | {"num_blocks": num_blocks, "num_kv_heads": 2**14})
 
 
+@pytest.mark.parametrize("one", [2, np.float32(2), np.float64(2), np.int32(2), Fraction(2), torch.tensor(2), torch.tensor([[2.0]])])
+def test_scales_of_any_kind_of_number(one: Any) -> None:
+    for scale in (one, [one, one], (one, 2.0), iter([one, 2])):
+        cache = PagedKVCache("fp8_per_tensor", **GEOMETRY, k_scale=scale, v_scale=np.array([2.0, 2.0]))
+        assert all(caches.k_scale_cache == caches.v_scale_cache == 2 for caches in map(cache.layer, range(2)))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_that_are_none(name: str) -> None:
+    making = {"mode_or_backend": "fp8_per_tensor", **GEOMETRY}
+    positive = lambda x: (number(0, strict=True)(x) and x < 2**127) or (isinstance(x, torch.Tensor) and x.numel() == 1)  # noqa: E731
+    wrong = list(tried(PagedKVCache, making, {name: lambda x: x is None or positive(x) or x in ((1, 2),)}))
+    assert not wrong, "\n".join(wrong)
+    for scale in (10**400, 1j, torch.tensor(1j), torch.tensor(True), {0: 2.0, 1: 2.0}, {2.0, 3.0}, "22", np.array(2.0), [[1.0], [2.0]]):
+        with pytest.raises(ArgumentError, match=f"^{name}: got "):
+            PagedKVCache("fp8_per_tensor", **GEOMETRY, **{name: scale})
+
+
 def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = torch.zeros(3, 2, 8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from numbers import Number
 from typing import Final
 
 import torch
 
-from kvq_core.errors import ArgumentError
+from kvq_core import checks
+from kvq_core.errors import ArgumentError, described
 from kvq_core.smoothing.calibration import KeySmoothing
 
 LARGEST_CODE: Final = torch.finfo(torch.float8_e4m3fn).max / 2
@@ -17,23 +19,27 @@ _SMALLEST: Final = 1e-6
 
 
 def is_scale(given: object) -> bool:
-    """Whether ``given`` is a number or a one-element tensor."""
-    return given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, int | float)
+    """Whether ``given`` is one scale, a number or a one-element tensor, and no sequence of them."""
+    return given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, Number)
 
 
 def checked_scale(argument: str, layer: int, scale: object) -> float:
-    """``scale`` of ``layer``, a number or a one-element tensor, as a float. Waits for the device of a tensor.
+    """``scale`` of ``layer``, a number, Python's or numpy's, or a one-element tensor, as a float. Waits for the device of a tensor.
 
     Raises:
         ArgumentError: it is nothing of that kind, or not positive and finite in float32.
     """
-    if not is_scale(scale):
-        raise ArgumentError(argument, f"{scale!r} for layer {layer}", "a number or a one-element tensor")
+    given = scale
+    if isinstance(scale, torch.Tensor):
+        one = checks.tensor(argument, scale)
+        if one.numel() != 1 or one.is_complex() or one.dtype == torch.bool or one.is_meta:
+            got = f"shape {tuple(one.shape)}, {one.dtype} on {one.device} for layer {layer}"
+            raise ArgumentError(argument, got, "a number or a one-element tensor")
+        given = one.detach().item()
     # Checked as float32, where a tiny scale may have become 0.
-    given = scale.detach() if isinstance(scale, torch.Tensor) else scale
-    value = float(torch.tensor(float(given), dtype=torch.float32, device="cpu"))  # type: ignore[arg-type]
+    value = float(torch.tensor(checks.real(argument, given), dtype=torch.float64, device="cpu").float())
     if not (math.isfinite(value) and value > 0):
-        raise ArgumentError(argument, f"{scale} for layer {layer}", "a positive, finite float32")
+        raise ArgumentError(argument, f"{described(given)} for layer {layer}", "a positive, finite float32")
     return value
 
 

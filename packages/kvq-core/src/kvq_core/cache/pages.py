@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Self
 
@@ -16,7 +17,7 @@ from kvq_core.cache.layout import Geometry
 from kvq_core.cache.step import to_device
 from kvq_core.call.gradients import refuse_gradients
 from kvq_core.call.spec import FLOATS
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, described
 from kvq_core.scales import checked_scale, is_scale
 
 Scale = float | torch.Tensor
@@ -135,8 +136,17 @@ def _per_layer(name: str, given: Scale | Sequence[Scale] | None, num_layers: int
     if given is not None and not backend.takes_scales:
         raise ArgumentError(name, "a scale", f"None: mode {backend.mode} takes no scale from the caller")
     one = 1.0 if given is None else given
-    per_layer: list[object] = [one] * num_layers if is_scale(one) else list(one) if isinstance(one, Iterable) else [one]
+    per_layer = [one] * num_layers if is_scale(one) else _listed(name, one)
     if len(per_layer) != num_layers:
         raise ArgumentError(name, f"{len(per_layer)} scales", f"one, or one for each of {num_layers} layers")
     values = [checked_scale(name, layer, scale) for layer, scale in enumerate(per_layer)]
     return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def _listed(name: str, given: object) -> list[object]:
+    """The elements of ``given``, in its order: of a sequence, an array or a tensor."""
+    # A mapping would be taken by its keys, and a set has no order.
+    if isinstance(given, Iterable) and not isinstance(given, Mapping | Set | str | bytes):
+        with suppress(TypeError, RuntimeError):  # of no dimensions, say
+            return list(given)
+    raise ArgumentError(name, described(given), "a number or a one-element tensor, or a sequence of one for each layer")

@@ -109,6 +109,17 @@ def test_modes_that_are_broken_or_claimed_twice_are_told(install: Callable[..., 
     assert "broken: int7 from kvq-int7: " in checked.out and "ImportError: no libkvq7.so here" in checked.out
 
 
+def test_a_mode_that_cannot_be_had_by_its_name_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_BACKENDS", "int4=nope")
+    for command in (["list"], ["list", "--check"], ["doctor"]):
+        ran = kvq(*command)
+        assert ran.status == 1 and "unavailable" in row(ran.out, "int4_per_token_head")
+        assert "takes mode 'int4_per_token_head' from nope, which does not provide it; kvq-int4" in ran.out
+        assert ("ok" if len(command) > 1 or command == ["doctor"] else "installed") in row(ran.out, "int8_per_token_head")
+    assert kvq("list", "--check", "--mode", "kvq-int4:int4").status == 0
+    assert "from nope, which does not provide it" in refused("list", "--mode", "int4")
+
+
 def test_calc_as_json_and_csv_agree_with_and_without_a_gpu(tmp_path: Path) -> None:
     given = ("calc", str(CONFIGS / "qwen3-8b.json"), "--context", "32768", "--concurrency", "8", "--mode", "int4,none", "--mode", "int2")
     content = kvq(*given, "--gpu-gib", "80", "--json", "--plot", str(tmp_path / "fits.png")).json

@@ -28,7 +28,7 @@ def doctor(form: str) -> None:
     from dataclasses import asdict
 
     from kvq_core import variables
-    from kvq_core.cli.list import checked
+    from kvq_core.cli.list import FAILED, checked
     from kvq_core.environment import default_device, path_of
     from kvq_core.registry import IN_PROCESS, get_backend, list_backends
 
@@ -36,11 +36,9 @@ def doctor(form: str) -> None:
     with variables.without_faults() as faults:
         device = default_device()
         versions, machine, families = _versions(), _machine(), _families(device)
-        entries = list_backends()
-        offers = [entry.mode for entry in entries]
         modes: list[dict[str, Any]] = []
-        for entry in entries:
-            line = checked(entry, offers.count(entry.mode))
+        for entry in list_backends():
+            line = checked(entry)
             name = entry.mode if entry.distribution == IN_PROCESS else f"{entry.distribution}:{entry.mode}"
             route = path_of(get_backend(name), device) if line.status != "broken" else None
             modes.append({**asdict(line), "path": route.name if route else "", "why": route.why if route else ""})
@@ -54,7 +52,7 @@ def doctor(form: str) -> None:
     else:
         _tell({**machine, "plans": wrong or ", then ".join(map(_in_words, plans))}, versions, switches, told)
         _tell_kernels(families, modes)
-    if wrong or told or any(mode["status"] == "broken" for mode in modes):
+    if wrong or told or any(mode["status"] in FAILED for mode in modes):
         raise SystemExit(1)
 
 

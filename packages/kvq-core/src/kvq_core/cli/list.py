@@ -10,7 +10,7 @@ import click
 from kvq_core import variables
 from kvq_core.cli import output
 from kvq_core.cli.modes import mode_option
-from kvq_core.errors import KVQError, told
+from kvq_core.errors import DuplicateModeError, KVQError, told
 from kvq_core.registry import IN_PROCESS, InstalledMode, alias_of, find_backend, get_backend, halves_of, list_backends
 
 FIRST_PARTY_BITS: Final = {
@@ -23,6 +23,10 @@ FIRST_PARTY_BITS: Final = {
     "int2_per_token_head": 2.25,
 }
 """Bits a stored value with heads of 128 and a bf16 model, scales included: facts of the formats, here so that listing imports nothing."""
+
+
+FAILED: Final = ("broken", "unavailable")
+"""What a mode's ``status`` is if it cannot be used; the exit status of commands is then 1."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,9 @@ class Listed:
     relative_mse: float | None = None
 
 
-def listed(entry: InstalledMode, rivals: int) -> Listed:
-    """What metadata says of ``entry``; ``rivals`` is the number of distributions that offer its mode."""
-    error = _choice_error(entry.mode) if rivals > 1 else ""
-    status = "duplicate" if error else "installed"
+def listed(entry: InstalledMode, *, by_name: bool = True) -> Listed:
+    """What metadata says of ``entry``; ``by_name``: and whether its mode can be had by that name alone."""
+    status, error = _choice(entry.mode) if by_name else ("installed", "")
     bits = FIRST_PARTY_BITS.get(entry.mode)
     return Listed(entry.mode, alias_of(entry.mode), bits, entry.distribution, entry.version, entry.value, status, error)
 
@@ -58,14 +61,14 @@ def named(name: str) -> InstalledMode:
     return InstalledMode(*joined)
 
 
-def checked(entry: InstalledMode, rivals: int) -> Listed:
-    """``entry`` after a small write and read on this machine's best device."""
+def checked(entry: InstalledMode, *, by_name: bool = True) -> Listed:
+    """``entry``, as :func:`listed` takes it, after a small write and read on this machine's best device."""
     from dataclasses import replace
 
     from kvq_core import selfcheck
     from kvq_core.environment import default_device
 
-    line = listed(entry, rivals)
+    line = listed(entry, by_name=by_name)
     try:
         plain = entry.distribution == IN_PROCESS or halves_of(entry.mode) is not None
         name = entry.mode if plain else f"{entry.distribution}:{entry.mode}"
@@ -80,13 +83,16 @@ def checked(entry: InstalledMode, rivals: int) -> Listed:
     )
 
 
-def _choice_error(mode: str) -> str:
-    """Why ``mode``, claimed by several, cannot be had by its name alone; empty if something chooses."""
+def _choice(mode: str) -> tuple[str, str]:
+    """The status of ``mode`` as :func:`get_backend` finds it by its name alone, and why it cannot be had: several distributions claim it,
+    or ``KVQ_BACKENDS`` chooses one that does not."""
     try:
         find_backend(mode)
+    except DuplicateModeError as problem:
+        return "duplicate", str(problem)
     except KVQError as problem:
-        return str(problem)
-    return ""
+        return "unavailable", str(problem)
+    return "installed", ""
 
 
 @click.command(
@@ -98,14 +104,14 @@ def _choice_error(mode: str) -> str:
 def list_modes(check: bool, modes: tuple[str, ...], form: str) -> None:
     """The installed modes: bits a value, package and version.
 
-    Reads metadata only, so that a broken package is listed like any other; --check finds it, and then the exit status is 1.
+    Reads metadata only, so that a broken package is listed like any other; --check finds it, and then the exit status is 1. So it is if
+    KVQ_BACKENDS takes a mode from a package that does not provide it.
     Bits are those of heads of 128, scales included; for modes of other packages only --check can tell them.
     K and V may have modes of their own: --mode int8/int4, or k8v4.
     """
     variables.check()
     entries = tuple(map(named, modes)) if modes else list_backends()
-    offers = [entry.mode for entry in entries]
-    found = [(checked if check else listed)(entry, 1 if modes else offers.count(entry.mode)) for entry in entries]
+    found = [(checked if check else listed)(entry, by_name=not modes) for entry in entries]
     if form == "json":
         output.say(output.as_json([asdict(line) for line in found]))
     elif form == "csv":
@@ -115,7 +121,7 @@ def list_modes(check: bool, modes: tuple[str, ...], form: str) -> None:
         for line in found:
             if line.error:
                 output.say(f"\n{line.status}: {line.mode} from {line.package}: {line.error}")
-    if any(line.status == "broken" for line in found):
+    if any(line.status in FAILED for line in found):
         raise SystemExit(1)
 
 

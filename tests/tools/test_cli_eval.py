@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from command_line import kvq, row
@@ -96,6 +97,7 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
     [
         (["--model", "/no/such/model.safetensors"], "no such file or folder"),
         (["--model", b"not safetensors"], "not a tiny model's weights"),
+        (["--model", safetensors.torch.save({"x": torch.zeros(1)}, {"config": "["})], "not a tiny model's weights"),
         (["--text", "/no/such.txt"], "No such file or directory"),
         (["--text", b"\xff\xfe\x00"], "no UTF-8"),
         (["--text", b"\n"], "nothing but white space"),

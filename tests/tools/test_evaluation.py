@@ -91,7 +91,7 @@ def test_a_line_that_was_cut_off_is_written_again_and_files_of_other_runs_are_le
         assert path.read_bytes() == whole
     with pytest.raises(ArgumentError, match="of another run: chunk 32, now 64"):
         Journal(path, {**FACTS, "chunk": 64})
-    for content in (b"a text\n", b"no newline", b'{"a": 1}\n', b"[1]\n", whole + b"[1]\n"):
+    for content in (b"a text\n", b"no newline", b'{"a": 1}\n', b"[1]\n", b"[" * 100_000 + b"\n", whole + b"[1]\n"):
         path.write_bytes(content)
         with pytest.raises(ArgumentError, match="need a file that --resume wrote"):
             Journal(path, FACTS)

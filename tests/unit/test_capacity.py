@@ -225,5 +225,7 @@ def test_weights_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
     (tmp_path / "b.safetensors").write_bytes(b"x" * 11)
     assert weight_file_bytes(tmp_path) == 111
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert weight_file_bytes(tmp_path) == 111
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
     assert weight_file_bytes(tmp_path) == 12345

@@ -153,6 +153,7 @@ def test_what_is_wrong_is_named(path: list[Any], value: Any, said: str, tmp_path
         (lambda path: path.write_text("nothing"), "the file: got 'Expecting value"),
         (lambda path: replace(MINE, arch="sm_80").write(path), "arch: got 'sm_80', need 'sm_90', that of this GPU"),
         (lambda path: path.mkdir(), "the file: got"),
+        (lambda path: path.write_text("[" * 100_000), "the file: got 'something nested too deep'"),
     ],
 )
 def test_a_wrong_table_of_one_s_own_is_an_error_at_each_lookup(write: Callable[[Path], object], said: str) -> None:

@@ -86,7 +86,7 @@ def weight_file_bytes(folder: str | Path) -> int | None:
         stated = json.loads((place / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
         if isinstance(stated, int) and stated > 0:
             return stated
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return sum(file.stat().st_size for file in place.glob("*.safetensors")) or None
 

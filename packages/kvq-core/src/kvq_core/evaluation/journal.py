@@ -49,7 +49,7 @@ class Journal:
         try:
             first, *lines = [json.loads(line) for line in kept.decode("utf-8").splitlines()] or [None]
             found = {(r.pop("task"), r.pop("mode"), r.pop("item")): r for r in lines}
-        except (ValueError, KeyError, AttributeError, TypeError) as cause:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as cause:
             raise ArgumentError("--resume", f"{path}: {type(cause).__name__}: {cause}", "a file that --resume wrote") from cause
         if first is None:
             if not header.startswith(whole):

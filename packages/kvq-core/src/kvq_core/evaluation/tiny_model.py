@@ -162,7 +162,7 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
             config = Config(**json.loads((file.metadata() or {})["config"]))
             model = TinyModel(config)
             model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as cause:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as cause:
         what = f"{path}: not a tiny model's weights ({type(cause).__name__}: {cause})"
         raise ArgumentError("model", what, "a file that examples/tiny_model/train.py wrote") from cause
     return model.to(device, dtype).eval().requires_grad_(False)

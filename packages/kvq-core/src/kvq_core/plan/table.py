@@ -112,6 +112,8 @@ class Table:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as problem:
             raise PlanTableError(str(path), "the file", problem.strerror or str(problem), "a table of launch plans") from problem
+        except RecursionError as problem:
+            raise PlanTableError(str(path), "the file", "something nested too deep", "a table of launch plans") from problem
         except ValueError as problem:
             raise PlanTableError(str(path), "the file", str(problem), "JSON") from problem
         return _Reader(str(path)).table(content)

@@ -81,6 +81,14 @@ def test_a_save_replaces_the_file_or_leaves_it(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["kv"] and PagedKVCache.load(path).geometry in (old.geometry, new.geometry)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="its limit is of paths")
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "日本" * 42], ids=["ASCII", "two bytes", "three bytes"])
+def test_the_longest_names_that_a_file_can_have(name, tmp_path):
+    cache = filled()
+    cache.save(tmp_path / name)
+    assert os.listdir(tmp_path) == [name] and PagedKVCache.load(tmp_path / name).sequences == cache.sequences
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes and links")
 def test_permissions_links_and_what_is_no_file(tmp_path):
     cache, path = filled(), tmp_path / "kv"

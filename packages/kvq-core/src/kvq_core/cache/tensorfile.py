@@ -31,6 +31,7 @@ _METADATA: Final = "__metadata__"
 _LARGEST_HEADER: Final = 100_000_000
 _MOST_DIMENSIONS: Final = 8
 _CHUNK: Final = 1 << 24
+_LONGEST_STEM: Final = 100
 
 
 class Entry(NamedTuple):
@@ -55,7 +56,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
         mode = os.stat(target).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file", str(target))
-    part = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part")
+    # Cut, since file systems limit the bytes of a name, and the target's may be at the limit.
+    name = os.fsencode(target.name)[:_LONGEST_STEM].decode(errors="ignore")
+    part = target.with_name(f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
     try:
         with open(part, "xb") as file:
             ordered = _write_header(file, tensors, metadata)

@@ -45,6 +45,7 @@ def test_one_instance_by_every_name() -> None:
 def test_what_does_not_compose(name: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         get_backend(name)
+    assert not has_backend(name)
 
 
 def test_transformers(torch_path: None) -> None:

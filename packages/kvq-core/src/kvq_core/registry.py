@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvq_core import variables
 from kvq_core.contract import checked
-from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, UnknownModeError, described, told
+from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, KVQError, UnknownModeError, described, told
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -85,10 +85,17 @@ def list_backends() -> tuple[InstalledMode, ...]:
 
 
 def has_backend(mode: str) -> bool:
-    """Whether anyone offers ``mode`` (a full name, an alias, or ``distribution:mode``). Imports nothing."""
+    """Whether anyone offers ``mode`` (a full name, an alias, or ``distribution:mode``). Imports nothing.
+
+    Of a composed mode: whether :func:`get_backend` gives it. Imports both halves, which alone know whether they compose.
+    """
     pair = halves_of(mode)
     if pair is not None:
-        return all(map(has_backend, pair))
+        try:
+            get_backend(mode)
+        except KVQError:
+            return False
+        return True
     distribution, mode = _parse(mode)
     return any(entry.mode == mode and distribution in ("", _canonical(entry.distribution)) for entry in _REGISTRY.offers())
 

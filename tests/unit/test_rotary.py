@@ -10,7 +10,7 @@ import torch
 from cache_checks import attention
 from kvq_core import ArgumentError, PagedKVCache, get_backend
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
-from kvq_core.smoothing.rotary import RotaryMean
+from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
@@ -120,6 +120,21 @@ def test_a_file_keeps_it_and_heads_are_cut_off(tmp_path: Path) -> None:
     missing = {name: tensor for name, tensor in given.tensors().items() if not name.endswith("rotary.bias")}
     with pytest.raises(ArgumentError, match=r"^tensors: "):
         ModelSmoothing.of_tensors(missing)
+
+
+@pytest.mark.quick
+def test_rows_that_are_not_finite_do_not_count_for_their_head() -> None:
+    generator = torch.Generator().manual_seed(4)
+    keys = a_bias() + torch.randn(30, HEADS, SIZE, generator=generator)
+    kept, spoilt = RotaryStatistics(HALVES, RATES), RotaryStatistics(HALVES, RATES)
+    given = keys.clone()
+    given[7, 0, 5], given[:, 1, 9] = torch.nan, torch.inf
+    for first in (0, 15):
+        spoilt.add(given[first : first + 15], torch.arange(first, first + 15))
+    others = torch.arange(30)[torch.arange(30) != 7]
+    kept.add(keys[others], others)
+    torch.testing.assert_close(spoilt.mean().bias[0], kept.mean().bias[0])
+    assert not spoilt.mean().bias[1].any()
 
 
 ALLOWED = {"none": 1e-3, "int8": 0.03, "int4": 0.35}

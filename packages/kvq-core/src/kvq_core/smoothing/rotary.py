@@ -144,28 +144,31 @@ class RotaryMean:
 class RotaryStatistics:
     """The mean of keys before RoPE, from keys behind it: channels ``pairs`` [n, 2], ``rates`` [n] radians a position.
 
-    From any number of :meth:`add` to one :class:`RotaryMean`."""
+    From any number of :meth:`add` to one :class:`RotaryMean`. A row of a head with a NaN or an infinity does not count for that head."""
 
     def __init__(self, pairs: torch.Tensor, rates: torch.Tensor) -> None:
         self.pairs, self.rates = pairs, rates
-        self._count, self._total = 0, torch.zeros(())
+        self._num_tokens, self._count, self._total = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, keys: torch.Tensor, positions: torch.Tensor) -> None:
         """Count keys [num_tokens, num_kv_heads, head_size] at ``positions`` [num_tokens]."""
         keys = checks.floats("keys", keys, 3, "[num_tokens, num_kv_heads, head_size]").double()
+        finite = keys.isfinite().all(-1, keepdim=True)
+        keys = keys.masked_fill(~finite, 0.0)
         angle = (positions.double()[:, None] * self.rates.double().to(keys.device))[:, None]
         x, y = keys[..., self.pairs.to(keys.device)].unbind(-1)
         total = keys.new_zeros(keys.shape[1:])
         total[:, self.pairs[:, 0]] = (x * angle.cos() + y * angle.sin()).sum(0)
         total[:, self.pairs[:, 1]] = (y * angle.cos() - x * angle.sin()).sum(0)
-        self._count += len(keys)
+        self._num_tokens += len(keys)
+        self._count = self._count.to(keys.device) + finite.sum(0, dtype=torch.float64)
         self._total = self._total.to(keys.device) + total
 
     def mean(self, num_pairs: int = NUM_PAIRS) -> RotaryMean:
         """What has been counted, in the ``num_pairs`` pairs of each head that have the most of it."""
-        if not self._count:
+        if not self._num_tokens:
             raise ArgumentError("keys", "none so far", "keys to estimate a mean from")
-        return RotaryMean.of_bias((self._total / self._count).float(), self.pairs, self.rates, num_pairs)
+        return RotaryMean.of_bias((self._total / self._count.clamp(min=1)).float(), self.pairs, self.rates, num_pairs)
 
 
 def channel_means(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -88,8 +88,8 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("window a key too narrow", "(p - j [-<=-]{+<+} scoring.window_left)"),
         ("window a key too wide", "(p - j <= scoring.window_left{+ + 1+})"),
     ),
+    "int8 launch/bundles.py": (("block table taken for contiguous", "BlockTable(batch.block_table.[-stride(0)-]{+shape[1]+},"),),
     "int8 launch/attention.py": (
-        ("block table taken for contiguous", "batch.block_table.[-stride(0)-]{+shape[1]+},"),
         ("planes' strides taken for the same", "[-strides_of(attention.keys) == strides_of(attention.values)-]{+True+}", TWO_SIZES),
         ("too few programs for ragged rows", "attention.q.shape[0] // config.tokens + [-batch.num_seqs-]{+1+}"),
     ),

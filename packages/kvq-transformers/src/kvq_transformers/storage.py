@@ -235,7 +235,7 @@ class LayerPages:
         }
         if self._exact is not None and batch.residual is not None:
             self._exact.attend(self.backend, 0, q, caches, out, batch.residual, **options)
-            self._exact.release()
+            batch.residual.release()
             return
         self.backend.unified_attention(
             q,

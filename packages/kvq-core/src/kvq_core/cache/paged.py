@@ -57,7 +57,7 @@ class PagedKVCache:
         smoothing: a :class:`~kvq_core.smoothing.calibration.ModelSmoothing` of these layers, or ``"first_prefill"``: each layer takes
             the mean of the first keys it is given off all that it stores (:mod:`kvq_core.smoothing.calibration`). Fixed for its life.
         residual_length, sink_tokens: read the newest and the first so many tokens of a sequence from exact rows, at least
-            (:mod:`kvq_core.residual`). Each layer's :meth:`attend` then follows its :meth:`write`.
+            (:mod:`kvq_core.residual`). With each step, a layer's :meth:`attend` then follows its :meth:`write`.
         residual_mode: the mode of exact rows: ``none``, as they are given, or one that quantizes each, such as ``int8``.
         max_sequences: with one of the two: sequences that live at a time, for which exact rows are allocated.
 
@@ -203,10 +203,15 @@ class PagedKVCache:
         step = steps.build(growth.rows, self.geometry.block_size, self.device, self._table, self._table.clock + 1)
         if growth.copies:
             self._pages.copy_blocks(growth.copies)
-        if self._exact is not None:
-            step = replace(step, residual=self._exact.append(growth.rows))
+        if self._exact is None:
+            self._table.commit(growth)
+            return step
+        residual, planned = self._exact.prepare(growth.rows)
         self._table.commit(growth)
-        return step
+        # After the sequences, whose earlier steps have expired now: they read what this gives up. If it does not happen, exact rows end
+        # before their sequences do, and are not read.
+        self._exact.table.commit(planned)
+        return replace(step, residual=residual)
 
     def fork(self, seq: int) -> int:
         """A new sequence with the same tokens, sharing all blocks; nothing is copied until one of the two appends into a shared block.
@@ -234,8 +239,10 @@ class PagedKVCache:
 
     def free(self, seq: int) -> None:
         """Forget a sequence and give back the blocks that only it held."""
-        self._table.get(seq)
+        length = self._table.get(seq).length
         if self._exact is not None:
+            # Its steps expire first: other sequences may take their blocks, even if an interrupt keeps this one alive.
+            self._table.truncate(seq, length)
             self._exact.table.free(seq)
         self._table.free(seq)
 

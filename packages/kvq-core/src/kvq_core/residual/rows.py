@@ -17,8 +17,8 @@ from kvq_core.cache.snapshot import Snapshot
 from kvq_core.errors import ArgumentError, OutOfBlocksError
 from kvq_core.registry import get_backend
 from kvq_core.residual.reads import PagedRead, attend
-from kvq_core.residual.step import ResidualStep, build
-from kvq_core.residual.table import SAVED, ExactTable
+from kvq_core.residual.step import ResidualStep, Staging, build
+from kvq_core.residual.table import SAVED, ExactGrowth, ExactTable
 from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 
@@ -98,13 +98,21 @@ class ResidualRows:
         self.table.restore({name: file.tensor(name, torch.int64).tolist() for name in SAVED}, lengths)
 
     def append(self, rows: Sequence[GrownRow]) -> ResidualStep:
-        """Plan the exact rows of packed sequences that grow by ``rows``, copy the blocks that must be copied, and make the plan true."""
-        planned = self.table.plan(rows)
-        step = build(rows, planned, self.window.block_size, self._packed_block_size, self.pages.device)
-        self.pages.copy_blocks(step.copies)
-        self.pages.release()
+        """Plan the exact rows of packed sequences that grow by ``rows``, copy the blocks that must be copied, and make the plan true.
+
+        The step serves until one of its sequences grows again, is truncated, forked or freed, whatever other sequences do meanwhile.
+        """
+        step, planned = self.prepare(rows)
         self.table.commit(planned)
         return step
+
+    def prepare(self, rows: Sequence[GrownRow]) -> tuple[ResidualStep, tuple[ExactGrowth, ...]]:
+        """:meth:`append` but for the last thing it does: ``table.commit`` of the plan returned."""
+        planned = self.table.plan(rows)
+        step = build(rows, planned, self.window.block_size, self._packed_block_size, self.pages.device)
+        self.pages.hold(step)
+        self.pages.copy_blocks(step.copies)
+        return step, planned
 
 
 class ExactPages:
@@ -113,14 +121,13 @@ class ExactPages:
     def __init__(self, window: ResidualWindow, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
         self.window, self.backend = window, get_backend(window.mode)
         self._pages = self._made(replace(geometry, num_blocks=num_blocks, block_size=window.block_size, layout="head_major"), device)
-        self._staged: tuple[ResidualStep, int, LayerCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"window": self.window, "_pages": self._pages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.backend, self._staged = get_backend(self.window.mode), None
+        self.backend = get_backend(self.window.mode)
 
     @property
     def device(self) -> torch.device:
@@ -151,6 +158,13 @@ class ExactPages:
         if copies:
             self._pages.copy_blocks(copies)
 
+    def hold(self, step: ResidualStep) -> None:
+        """Copy, in every layer, what ``step`` reads in blocks that it gives up: other sequences may take these, and so may its own rows."""
+        staging = step.staging
+        if staging is not None and staging.num_lasting < len(staging.sources):
+            given_up = staging.sources[staging.num_lasting :]
+            staging.held = {name: tensor.index_select(1, given_up) for name, tensor in self._pages.tensors.items()}
+
     def write(
         self,
         layer: int,
@@ -161,32 +175,34 @@ class ExactPages:
         smoothing: KeySmoothing | None = None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        """Store a call's exact rows ``key`` [T, Hkv, D] and ``value`` [T, Hkv, Dv] in one layer.
+        """Store a call's exact rows ``key`` [T, Hkv, D] and ``value`` [T, Hkv, Dv] in one layer. A layer may be written again.
 
         ``smoothing`` and ``positions``: those of the packed write; mode ``none`` stores keys as they are.
         """
         options = {"smoothing": self._of_rows(smoothing), "positions": positions}
         caches = self._pages.layers[layer]
-        if step.staging is not None:
-            pages = self._made(replace(self._pages.geometry, num_blocks=step.staging.num_blocks, num_layers=1), self.device)
-            for name, target in pages.tensors.items():
-                target[0, step.staging.targets] = self._pages.tensors[name][layer, step.staging.sources]
-            self._staged = (step, layer, pages.layers[0])
-            self._store(key, value, pages.layers[0], step.staging.slot_mapping, **options)
+        if step.staging is None:
+            self._store(key, value, caches, step.slot_mapping, **options)
+            return
+        step.release()
+        staged = self._staged_past(layer, step.staging)
+        self._store(key, value, staged, step.staging.slot_mapping, **options)
         self._store(key, value, caches, step.slot_mapping, **options)
+        step.staging.written = (self, layer, staged)
 
     def read_from(self, layer: int, step: ResidualStep) -> LayerCaches:
         """Where a call's exact rows are read in a layer.
 
         Raises:
-            ArgumentError: the blocks that they were in are gone, since those of another layer were written.
+            ArgumentError: they were not written, or are gone, since those of another layer were written.
         """
         if step.staging is None:
             return self._pages.layers[layer]
-        if self._staged is None or self._staged[0] is not step or self._staged[1] != layer:
-            need = "the layer that was written last: more new tokens than the residual window holds stay exact until the next write"
+        written = step.staging.written
+        if written is None or written[0] is not self or written[1] != layer:
+            need = "the layer that was written last with this step: new tokens beyond its residual window are exact until its next write"
             raise ArgumentError("layer", layer, need)
-        return self._staged[2]
+        return written[2]
 
     def attend(
         self,
@@ -208,7 +224,7 @@ class ExactPages:
         ``options``: those of ``unified_attention`` that both reads have. The sinks' logits and the bias of new tokens are the exact read's.
 
         Raises:
-            ArgumentError: an option that this window cannot serve, or the layer's rows were not the last ones written.
+            ArgumentError: an option does not fit, or this window cannot serve it, or the layer was not the last one written with ``step``.
         """
         self.window.check(**options)
         exact = self.read_from(layer, step)
@@ -220,14 +236,19 @@ class ExactPages:
         newest = PagedRead(self.backend, exact, vars(step.exact) | of_rows)
         attend(q, out, newest, older, output_scale=output_scale, **options)
 
-    def release(self) -> None:
-        """Give back what the last call was read from."""
-        self._staged = None
-
     def gather_blocks(self, blocks: torch.Tensor) -> None:
         """Block i becomes what block ``blocks[i]`` was, in every layer; ``blocks`` [n] int64."""
         for tensor in self._pages.tensors.values():
             tensor[:, : len(blocks)] = tensor.index_select(1, blocks)
+
+    def _staged_past(self, layer: int, staging: Staging) -> LayerCaches:
+        """Blocks to read a call in, with the exact rows of before."""
+        pages = self._made(replace(self._pages.geometry, num_blocks=staging.num_blocks, num_layers=1), self.device)
+        sources = staging.sources if staging.held is None else staging.sources[: staging.num_lasting]
+        for name, target in pages.tensors.items():
+            past = self._pages.tensors[name][layer, sources]
+            target[0, staging.targets] = past if staging.held is None else torch.cat((past, staging.held[name][layer]))
+        return pages.layers[0]
 
     def _of_rows(self, smoothing: KeySmoothing | None) -> KeySmoothing | None:
         """What of a layer's ``smoothing`` its exact rows are stored with: rows that are not quantized need none."""

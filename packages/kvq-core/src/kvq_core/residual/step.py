@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from kvq_core.cache.layout import LayerCaches
 from kvq_core.cache.sequences import GrownRow
 from kvq_core.cache.step import int32, padded_table, to_device
 from kvq_core.residual.table import ExactGrowth
@@ -26,18 +28,27 @@ class Read:
     first_positions: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Staging:
-    """Blocks that live as long as a call, in which it is read: ``num_blocks`` of them.
+    """Blocks that live as long as a call, in which it is read: ``num_blocks`` of them, of one layer at a time.
 
-    ``sources`` [n] int64: the blocks of exact rows to copy into blocks ``targets`` [n] before the call's rows are written.
+    ``sources`` [n] int64: the blocks of exact rows to copy into blocks ``targets`` [n] before a layer's rows are written.
     ``slot_mapping`` [num_tokens] int64: of the call's rows.
+    ``num_lasting``: the first so many sources keep their rows as long as the call. The others are given up by it: their rows are in
+    ``held`` [num_layers, n - num_lasting, ...], by the names of the pages' tensors; ``None``: the caller keeps them where they are.
+    ``written``: the pages and the layer that were written last, and where that layer is read.
     """
 
     num_blocks: int
     sources: torch.Tensor
     targets: torch.Tensor
     slot_mapping: torch.Tensor
+    num_lasting: int = 0
+    held: Mapping[str, torch.Tensor] | None = None
+    written: tuple[object, int, LayerCaches] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"written": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +72,11 @@ class ResidualStep:
     key_stops: torch.Tensor
     first_positions: torch.Tensor
 
+    def release(self) -> None:
+        """Give back what the layer written last is read from, if that is not where its rows stay."""
+        if self.staging is not None:
+            self.staging.written = None
+
 
 def build(
     rows: Sequence[GrownRow],
@@ -75,7 +91,8 @@ def build(
     ``dropped``: keys of each row that came before those it has; empty: none."""
     kept = [slot for growth, row in zip(planned, rows, strict=True) for slot in _kept_slots(growth, row, block_size)]
     copies = tuple(growth.copy for growth in planned if growth.copy is not None)
-    copied: list[tuple[int, int]] = []
+    lasting: list[tuple[int, int]] = []
+    given_up: list[tuple[int, int]] = []
     staged: list[int] = []
     tables, lengths = [], array("i")
     is_staged, num_blocks = not all(growth.appends for growth in planned), 0
@@ -87,7 +104,11 @@ def build(
             continue
         blocks = range(num_blocks, num_blocks + -(-lengths[-1] // block_size))
         num_blocks = blocks.stop
-        copied.extend(zip(before.blocks, blocks, strict=False))
+        if growth.appends:
+            # Where the past stays, in the copy of a block that was shared.
+            lasting.extend(zip(growth.after.blocks[: len(before.blocks)], blocks, strict=False))
+        else:
+            given_up.extend(zip(before.blocks, blocks, strict=False))
         start = blocks.start * block_size + before.count
         staged.extend(range(start, start + count))
         tables.append(array("i", blocks))
@@ -105,13 +126,13 @@ def build(
         int32(stops),
         int32(array("i", [shift + before for shift, before in zip(shifts, skipped, strict=True)])),
         int32(array("i", [growth.before.first + before for growth, before in zip(planned, skipped, strict=True)])),
-        torch.tensor(copied, dtype=torch.int64, device="cpu").view(-1, 2).t().contiguous(),
+        torch.tensor(lasting + given_up, dtype=torch.int64, device="cpu").view(-1, 2).t().contiguous(),
         torch.tensor(staged, dtype=torch.int64, device="cpu"),
     )
     slots, table, used, packed_table, packed_used, key_stops, firsts, exact_firsts, blocks_copied, staged_slots = to_device(parts, device)
     exact = Read(table[:, : max(map(len, tables))], used, max(lengths), exact_firsts)
     packed = Read(packed_table[:, : max(map(len, packed_tables))], packed_used, max(packed_lengths)) if max(stops) > 0 else None
-    staging = Staging(num_blocks, blocks_copied[0], blocks_copied[1], staged_slots) if is_staged else None
+    staging = Staging(num_blocks, blocks_copied[0], blocks_copied[1], staged_slots, len(lasting)) if is_staged else None
     return ResidualStep(copies, slots, staging, exact, packed, key_stops, firsts)
 
 

@@ -126,7 +126,7 @@ class ExactTable:
         held = self._rows if self.num_blocks is None else {**self._rows, **{row.sequence: before for row, before in wanted}}
         holders = Counter(chain.from_iterable(rows.blocks for rows in held.values()))
         blocks: Iterable[int] = count() if self.num_blocks is None else range(self.num_blocks)
-        # What this call gives up is copied and read during the call: free for the next one.
+        # What this call gives up is read by it, but for the next one free: its rows are copied before (:meth:`.rows.ExactPages.hold`).
         taken = frozenset(holders)
         free = (block for block in blocks if block not in taken)
         planned = []
@@ -206,7 +206,7 @@ class ExactTable:
             blocks[-1] = copy[1]
         missing = -(-after.count // size) - len(blocks)
         if self.num_blocks is not None:
-            # What a call gives up is copied before its own rows are stored (:mod:`.step`), so that they may take its place.
+            # What a call gives up is copied before its own rows are stored (:meth:`.rows.ExactPages.hold`): they may take its place.
             own = [block for block in before.blocks if block not in blocks and holders[block] == 1][: max(missing, 0)]
             blocks.extend(own)
             missing -= len(own)

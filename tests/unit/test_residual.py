@@ -225,3 +225,31 @@ def test_bad_calls() -> None:
     for argument, value in wrong.items():
         with pytest.raises(ArgumentError, match=argument):
             cache.attend(**{"layer": 1, "q": rows, "step": step} | {argument: value})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("window", [{}, {"residual_length": 8, "max_sequences": 1}, WINDOWS[1] | {"max_sequences": 1}], ids=str)
+@pytest.mark.parametrize("length", [5, 100])
+def test_what_attention_is_given_is_checked_alike_with_a_window_and_without(window: dict[str, Any], length: int) -> None:
+    """Whether or not packed rows are read. Nothing is written."""
+    cache = make(**window)
+    seq = cache.allocate_sequence()
+    for count in (length, 3):
+        step, rows = cache.append({seq: count}), torch.randn(count, HEADS, SIZE)
+        cache.write(0, rows, rows, step)
+    scale, expanded = torch.ones(1), torch.zeros(1, 1, SIZE).expand(3, HEADS, SIZE)
+    in_cache = torch.zeros(0).set_(cache.layer(0).value_cache.untyped_storage())[: rows.numel()].view_as(rows)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        *(("out", {"out": torch.zeros(3, HEADS, SIZE).to(dtype)}) for dtype in (torch.int32, torch.float64, torch.float8_e4m3fn)),
+        ("out", {"out": torch.zeros(3, HEADS, SIZE, dtype=torch.int32), "output_scale": scale}),
+        *(("out", {"out": out}) for out in (expanded, expanded.clone().mT.contiguous().mT, rows, rows.clone().requires_grad_())),
+        *[("out", {"out": in_cache})] * (length == 100),  # where packed rows are read
+        *(("output_scale", {"output_scale": given_}) for given_ in (torch.ones(2), 1.0, scale.double(), scale.clone().requires_grad_())),
+        *(("window_size", {"window_size": given_}) for given_ in (5, "ab", (1, 2), (-2, 0), (1.5, 0))),
+    ]
+    for argument, options in cases:
+        before = str(options)
+        with pytest.raises(ArgumentError) as refused:
+            cache.attend(0, rows, step, **options)
+        assert refused.value.argument == argument and str(options) == before
+    assert torch.equal(cache.attend(0, rows, step, window_size=None), cache.attend(0, rows, step))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ Strides decide, exactly: the views of an interleaved cache lie between each othe
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +113,18 @@ class Apart:
             self._seen.clear()
         self._seen.add(known)
         return True
+
+
+def shares_storage(x: torch.Tensor, others: Iterable[object]) -> bool:
+    """Whether the memory that ``x`` is a part of reaches into that of another tensor: quick to tell, and enough to rule out a clash."""
+    mine = x.untyped_storage()
+    start, end = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
+    for other in others:
+        if isinstance(other, torch.Tensor):
+            storage = other.untyped_storage()
+            if storage.data_ptr() < end and start < storage.data_ptr() + storage.nbytes():
+                return True
+    return False
 
 
 def check_apart(names: Sequence[str], arguments: Sequence[object], written: frozenset[str]) -> Apart:

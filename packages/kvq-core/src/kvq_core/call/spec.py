@@ -304,15 +304,7 @@ class Attention:
         need_tensor(q, "q", 3, FLOATS, device)
         need_rows(q, "q")
         backend.check_head_size(q.shape[2], "q")
-        need_tensor(out, "out", 3, FLOATS if self.output_scale is None else FLOATS + FP8_OUT, device)
-        need_rows(out, "out")
-        need(out.shape[:2] == q.shape[:2], "out", shape_of(out), f"the {tuple(q.shape[:2])} tokens and heads of q")
-        backend.check_head_size(out.shape[2], "out")
-        if self.output_scale is not None:
-            checks.tensor("output_scale", self.output_scale)
-            need(self.output_scale.numel() == 1, "output_scale", shape_of(self.output_scale), "a single element")
-            need(self.output_scale.dtype == torch.float32, "output_scale", self.output_scale.dtype, "torch.float32")
-            need(self.output_scale.device == device, "output_scale", f"a tensor on {self.output_scale.device}", f"one on {device}")
+        check_output(backend, q, out, self.output_scale)
         _check_planes(backend, {"k_cache": self.keys, "v_cache": self.values}, device, q.dtype)
         need(
             self.keys.num_kv_heads > 0 and q.shape[1] % self.keys.num_kv_heads == 0,
@@ -330,6 +322,19 @@ class Attention:
             need_tensor(self.lse, "lse", 2, (torch.float32,), device)
             need(self.lse.shape == q.shape[:2], "lse", shape_of(self.lse), f"the {tuple(q.shape[:2])} tokens and heads of q")
             need(self.lse.is_contiguous(), "lse", f"strides {self.lse.stride()}", "a contiguous tensor")
+
+
+def check_output(backend: QuantKVBackend, q: torch.Tensor, out: torch.Tensor, output_scale: torch.Tensor | None) -> None:
+    """Raise :class:`ArgumentError` unless a read of ``q`` [T, Hq, D] can fill ``out`` [T, Hq, Dv], scaled by ``output_scale``."""
+    need_tensor(out, "out", 3, FLOATS if output_scale is None else FLOATS + FP8_OUT, q.device)
+    need_rows(out, "out")
+    need(out.shape[:2] == q.shape[:2], "out", shape_of(out), f"the {tuple(q.shape[:2])} tokens and heads of q")
+    backend.check_head_size(out.shape[2], "out")
+    if output_scale is not None:
+        checks.tensor("output_scale", output_scale)
+        need(output_scale.numel() == 1, "output_scale", shape_of(output_scale), "a single element")
+        need(output_scale.dtype == torch.float32, "output_scale", output_scale.dtype, "torch.float32")
+        need(output_scale.device == q.device, "output_scale", f"a tensor on {output_scale.device}", f"one on {q.device}")
 
 
 def _check_planes(backend: QuantKVBackend, named: dict[str, Plane], device: torch.device, dtype: torch.dtype) -> None:

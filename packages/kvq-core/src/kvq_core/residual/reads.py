@@ -16,11 +16,16 @@ import torch
 from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.call.cascade import combine
+from kvq_core.call.gradients import refuse_gradients
+from kvq_core.call.memory import check_apart, shares_storage
 from kvq_core.call.reference import to_output_dtype
+from kvq_core.call.spec import check_output
 from kvq_core.plan.planner import DECODE_QUERY_LEN, is_batch_invariant
 
 MOST_KEYS: Final = 512
 """Exact keys of a sequence that one program reads: more are split, which takes the workspace that the packed read is using."""
+
+_CACHES: Final = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,15 @@ def attend(
     """Attention of ``q`` [T, Hq, D] over the keys of both reads, into ``out`` [T, Hq, Dv].
 
     ``options``: those of ``unified_attention`` that both have, ``max_seqlen_q`` among them. ``packed=None``: there are exact keys alone.
+
+    Raises:
+        ArgumentError: an argument does not fit, as ``unified_attention`` says; ``out`` was not written.
     """
     if packed is None:
         exact(q, out, output_scale=output_scale, **options)
         return
+    if not torch.compiler.is_compiling():
+        _check_output(q, out, exact, packed, output_scale)
     exact_out, packed_out = (torch.empty(out.shape, dtype=torch.float32, device=q.device) for _ in range(2))
     exact_lse, packed_lse = (torch.empty(out.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
     if q.is_cuda and runs_beside(options["max_seqlen_q"], exact.options["max_seqlen_k"]) and not torch.compiler.is_compiling():
@@ -69,6 +79,16 @@ def attend(
         combine(*parts, result=out)
     else:
         out.copy_(to_output_dtype(combine(*parts)[0], out.dtype, output_scale))
+
+
+def _check_output(q: torch.Tensor, out: torch.Tensor, exact: PagedRead, packed: PagedRead, output_scale: torch.Tensor | None) -> None:
+    """Raise :class:`ArgumentError` where ``out`` or ``output_scale`` do not fit: neither of two reads is given them."""
+    check_output(exact.backend, q, out, output_scale)
+    if torch.is_grad_enabled():
+        refuse_gradients(("out", "output_scale"), (out, output_scale))
+    read = (q, output_scale, *vars(exact.caches).values(), *vars(packed.caches).values())
+    if not out.is_contiguous() or shares_storage(out, read):
+        check_apart(("out", "q", "output_scale", *_CACHES, *_CACHES), (out, *read), frozenset({"out"}))
 
 
 def runs_beside(max_seqlen_q: int, max_seqlen_k: int) -> bool:

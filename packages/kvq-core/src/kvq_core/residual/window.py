@@ -75,7 +75,7 @@ class ResidualWindow:
     def check(
         self,
         *,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: tuple[int, int] | None = (-1, -1),
         alibi_slopes: object = None,
         mm_prefix_range: object = None,
         **options: object,
@@ -84,7 +84,7 @@ class ResidualWindow:
         rows."""
         if mm_prefix_range is not None:
             raise ArgumentError("mm_prefix_range", "ranges", "None: a residual window reads keys before a row alone")
-        if self.sinks and window_size[0] >= 0:
+        if checks.window_left(window_size) >= 0 and self.sinks:
             raise ArgumentError("window_size", window_size, "(-1, -1) with sink_tokens: a sliding window does not see the first tokens")
         if self.sinks and alibi_slopes is not None:
             raise ArgumentError("alibi_slopes", "slopes", "None with sink_tokens: exact rows do not tell how far away the first tokens are")

@@ -208,8 +208,7 @@ class PagedKVCache:
             return step
         residual, planned = self._exact.prepare(growth.rows)
         self._table.commit(growth)
-        # After the sequences, whose earlier steps have expired now: they read what this gives up. If it does not happen, exact rows end
-        # before their sequences do, and are not read.
+        # After the sequences' earlier steps have expired, which read what this gives up. Without it exact rows end early, and are not read.
         self._exact.table.commit(planned)
         return replace(step, residual=residual)
 

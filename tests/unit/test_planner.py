@@ -53,6 +53,7 @@ PROBLEMS = st.builds(
     arch=st.sampled_from(ARCHITECTURES),
     variant=st.sampled_from(["", "int8"]),
     head_lanes=st.sampled_from([4, 8, 12, 16, 24, 32, 64]),
+    most_staged=st.sampled_from([0, 1, 512]),
     **dict.fromkeys(
         ("uniform", "scaled", "may_split", "batch_invariant", "foldable", "in_chunks", "sm90_fits", "multirow_fits"), st.booleans()
     ),
@@ -61,11 +62,12 @@ PROBLEMS = st.builds(
 
 @given(PROBLEMS)
 @example(replace(A, max_seqlen_q=8, ways=2, variant="int8", multirow_fits=True, uniform=False))
+@example(replace(A, max_seqlen_q=2048, num_seqs=1, sm90_fits=True, most_staged=512))
 def test_what_every_plan_holds_to(problem: Problem) -> None:
     launches = plan(problem)
     for length in {1, 2, DECODE_QUERY_LEN, DECODE_QUERY_LEN + 1, problem.max_seqlen_q}:
-        # A uniform batch has one length only.
-        if length <= problem.max_seqlen_q and (not problem.uniform or length == problem.max_seqlen_q):
+        # Of a uniform batch, too: max_seqlen_q is a bound.
+        if length <= problem.max_seqlen_q:
             assert sum(launch.min_query_len <= length <= launch.max_query_len for launch in launches) == 1, "served once"
     for launch in launches:
         tile, longest = launch.tile, min(launch.max_query_len, problem.max_seqlen_q)

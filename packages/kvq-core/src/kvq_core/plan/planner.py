@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvq_core import checks, variables
@@ -259,7 +259,8 @@ def _prefill(problem: Problem) -> tuple[Launch, ...]:
     shortest = 1 if problem.uniform and not problem.batch_invariant else DECODE_QUERY_LEN + 1
     staged = _staged(problem, shortest)
     if staged is not None and problem.uniform and staged.staged < problem.most_staged:
-        return (staged,)
+        # Every sequence has room there. max_seqlen_q is a bound: shorter ones may be among them.
+        return (replace(staged, min_query_len=shortest),)
     tile = prefill_tile(problem)
     plain = Launch(tile, shortest, UNLIMITED, -(-problem.max_seqlen_q // (tile.rows // problem.group)))
     return (plain,) if staged is None else (staged, plain)

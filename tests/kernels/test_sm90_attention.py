@@ -369,6 +369,50 @@ def test_the_largest_of_huge_scores_wins(mode: str, case: Case, where: Where) ->
         torch.testing.assert_close(where.read(built).double(), wanted, rtol=0, atol=8e-3 * float(wanted.abs().max()))
 
 
+@parametrize(*each(PREFILL, replace(ONE_HEAD, dtype=torch.float16), interpret=("none",), gpu=("none",)))
+def test_huge_scores_a_rounding_apart(mode: str, case: Case, where: Where) -> None:
+    """A reference and what scores may be above it have a sum that rounds up to a score whose weight float16 does not hold."""
+    built = where.build(mode, case, most=500)
+    built.q.zero_()
+    built.key.zero_()
+    built.q[..., 0], built.q[..., 1], built.key[..., 0] = 16384.0, 1.0, 16384.0
+    built.key[150:, :, 1] = 32.0
+    built.fill()
+    assert where.read(built).isfinite().all()
+
+
+@parametrize(
+    *each(PREFILL, replace(PROMPTS, num_kv_heads=1, query_lens=(40, 20)), interpret=("none", INT4)),
+    *each(STAGED, replace(PROMPTS, num_kv_heads=1, query_lens=(40, 20)), interpret=(INT8, INT4)),
+    *each(MULTIROW, replace(ROWS, query_lens=(8, 5, 1)), interpret=(INT8, INT4)),
+)
+def test_sequences_may_have_fewer_rows_than_their_bound(mode: str, case: Case, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for as many rows as if all had ``max_seqlen_q``, which a captured graph keeps for them."""
+    monkeypatch.setattr(planner, "staged_row_blocks", lambda problem: 2)
+    built = where.build(mode, case)
+    longest, rows = max(case.query_lens), sum(case.query_lens)
+    q = built.q.new_full((len(built.read_arguments()["seqused_k"]) * longest, *built.q.shape[1:]), torch.nan)
+    q[:rows] = built.q[:rows]
+    where.read_exactly(mode, built, q=q, max_seqlen_q=longest)
+
+
+@parametrize(*each(PREFILL, ONE_HEAD, interpret=(INT8,), gpu=(INT8, INT4)), *each(STAGED, ONE_HEAD, interpret=(INT8, INT4), gpu=PACKED[:5]))
+def test_a_nan_key_shows_to_the_rows_that_see_it(mode: str, case: Case, where: Where) -> None:
+    """Whatever tile it is in."""
+    built = where.build(mode, case, most=500)
+    if not built.backend.needs_scale_caches:
+        pytest.skip("a code is no NaN, and a scale is the plane's")
+    rows, keys = built.case.query_lens[0], built.case.seq_lens[0]
+    for position in (5, 200, keys - rows // 2):
+        row = built.key[position].clone()
+        built.key[position, 0, 3] = torch.nan
+        out = where.read(built.fill())
+        built.key[position] = row
+        sees = torch.arange(keys - rows, keys, device=out.device) >= position
+        assert torch.equal(out[:rows].isnan().flatten(1).any(1), sees), position
+        assert out[rows : sum(built.case.query_lens)].isfinite().all()
+
+
 @parametrize(*each(MULTIROW, ROWS, interpret=(INT4,)))
 def test_a_nan_row_stays_alone(mode: str, case: Case, where: Where) -> None:
     built = where.build(mode, case)

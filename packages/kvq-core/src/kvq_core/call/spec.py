@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8_OUT = (torch.float8_e4m3fn, torch.float8_e5m2)
-SOFTCAPS = (2e-38, 1e38)
-"""The least and the largest: a score is divided by the softcap and multiplied by it, in float32 and in units of log2."""
+LARGEST_SCALE = 1e38
+"""With the factor of log2 units float32 holds it, too."""
+SOFTCAPS = (2e-38, 1e4)
+"""The least and the largest: scores are divided by it in float32, and lose what float32 does not hold beside it."""
 
 
 @dataclass(frozen=True)
@@ -205,14 +207,9 @@ class Scoring:
     mm_prefix_range: torch.Tensor | None = None
 
     def validate(self, num_query_heads: int, num_seqs: int, device: torch.device) -> None:
-        least, most = SOFTCAPS
-        need(0 < self.softmax_scale <= most, "softmax_scale", self.softmax_scale, f"a positive number up to {most:g}")
-        need(
-            self.softcap == 0 or least <= self.softcap <= most,
-            "softcap",
-            self.softcap,
-            f"0 (off) or a positive number, {least:g} to {most:g}",
-        )
+        scale, softcap, (least, most) = self.softmax_scale, self.softcap, SOFTCAPS
+        need(0 < scale <= LARGEST_SCALE, "softmax_scale", scale, f"a positive number up to {LARGEST_SCALE:g}")
+        need(softcap == 0 or least <= softcap <= most, "softcap", softcap, f"0 (off) or a number from {least:g} to {most:g}")
         for name, tensor in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if tensor is not None:
                 need_tensor(tensor, name, 1, FLOATS, device)

@@ -126,7 +126,7 @@ READS: dict[str, tuple[str, Change]] = {
     "window length": ("window_size", _set("window_size", lambda x: (16,))),
     "softcap": ("softcap", _set("softcap", lambda x: -1.0)),
     "softcap infinite": ("softcap", _set("softcap", lambda x: float("inf"))),
-    "softcap beyond float32": ("softcap", _set("softcap", lambda x: 1e300)),
+    "softcap beside which float32 loses scores": ("softcap", _set("softcap", lambda x: 1e6)),
     "softcap that is 0 in float32": ("softcap", _set("softcap", lambda x: 1e-300)),
     "sinks length": ("sinks", lambda a, s: a.update(sinks=torch.zeros(a["q"].shape[1] + 1, device=s.device))),
     "sinks dtype": ("sinks", lambda a, s: a.update(sinks=torch.zeros(a["q"].shape[1], dtype=torch.int32, device=s.device))),

@@ -115,7 +115,8 @@ def copy_staged_keys(n, keys, scale, span, shared, C: gl.constexpr):
     """Begin to copy tile n's keys; what was stored for the round is there at once."""
     at = n % C.tile.stages
     position = n * C.tile.keys + gl.arange(0, C.tile.keys, VECTOR)
-    shared.positions.index(at).store(gl.where(scale >= 0.0, position, UNSEEN))
+    # The scale of a key that is missing is negative. That of one with a NaN is a NaN, and shows.
+    shared.positions.index(at).store(gl.where(scale < 0.0, UNSEEN, position))
     shared.k_scales.index(at).store(scale)
     mbarrier.arrive(shared.k_full.index(at), count=1)
     copy_block(shared.k.index(at), keys, span.first + n, 0, C.channels, C.staged_key_size, C)

@@ -29,7 +29,8 @@ def exponents(s, unit, reference):
     unit = gl.where(gl.abs(most * unit) < EXACT, unit, power_not_below(unit))
     # A multiply-add, so that it is not merged with a difference.
     top = gl.fma(most, unit, zero)
-    new = gl.where(top > reference + HIGH, gl.floor(top) - LOW, reference)
+    # Their difference is exact. A sum with a huge reference might be rounded up, past a score whose weight float16 does not hold.
+    new = gl.where(top - reference > HIGH, gl.floor(top) - LOW, reference)
     shift = gl.where(new == float("-inf"), 0.0, new)
     nothing = gl.zeros_like(s)
     return gl.fma(s, nothing + unit[:, None], nothing - shift[:, None]), gl.exp2(reference - shift), new

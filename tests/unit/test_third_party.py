@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import modes
-from kvq_core import PagedKVCache, get_backend, selfcheck
+from kvq_core import KVQError, PagedKVCache, get_backend, selfcheck
 
 ROOT = Path(__file__).parents[2]
 MODE = "int3_per_token_head"
@@ -37,3 +37,13 @@ def test_the_self_check_the_cache_and_the_benchmark_take_it() -> None:
     assert cache.bytes_per_token == 2 * (96 * 3 // 8 + 4 + 80 * 3 // 8 + 4)
     for names in (None, [MODE]):
         assert MODE in [backend.mode for backend in modes.backends_of(names)]
+
+
+def test_a_mode_that_forgets_its_scales_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = get_backend(MODE)
+    encode = backend.encode
+    monkeypatch.setattr(type(backend), "encode", lambda self, x, **given: (encode(x, **given)[0], None))
+    cache = PagedKVCache(MODE, num_blocks=4, num_kv_heads=2, head_size=96, dtype=torch.float32, device="cpu")
+    step = cache.append({cache.allocate_sequence(): 3})
+    with pytest.raises(KVQError, match=f"mode {MODE}: encode returned no scales"):
+        cache.write(0, torch.randn(3, 2, 96), torch.randn(3, 2, 96), step)

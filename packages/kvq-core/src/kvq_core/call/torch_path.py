@@ -8,6 +8,7 @@ import torch
 
 from kvq_core.call import reference
 from kvq_core.call.spec import Attention, NewRows, Plane
+from kvq_core.errors import KVQError
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -25,7 +26,9 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
         codes, scales = encode(x[kept], scale=given)
         block, offset = slots // plane.block_size, slots % plane.block_size
         plane.codes[block, offset] = codes.view(plane.codes.dtype)
-        if backend.needs_scale_caches and plane.scales is not None and scales is not None:
+        if backend.needs_scale_caches and plane.scales is not None:
+            if scales is None:
+                raise KVQError(f"mode {backend.mode}: encode returned no scales, and the mode says needs_scale_caches")
             plane.scales[block, offset] = scales
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from command_line import kvq, row
 from command_line import refused as kvq_refused
 from kvq_core import list_backends, register_backend, unregister_backend
-from kvq_core.evaluation import tiny_subject
+from kvq_core.cli.eval import passages_of
+from kvq_core.evaluation import Passage, tiny_subject
 from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.none import NoneBackend
 
@@ -78,6 +80,23 @@ def test_a_run_goes_on_and_its_figures_lie_in_three_files(given: tuple[str, ...]
     assert [line["kl"] for line in again] == pytest.approx([line["kl"] for line in whole.values()], rel=1e-3)
     assert kvq("eval", *given, *both).json["results"] == again, "down to the seconds: nothing was measured again"
     assert "of another run: chunk 128, now 64" in refused(*given, "--mode", "int2", "--chunk", "64")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "scored", "calibrates"),
+    [((9, 9, 9), [0, 1], 2), ((9, 9, 2), [0, 2], 1), ((2, 9), [0], 1), ((9, 2, 1), [1, 2], 0), ((3,), [0], 0)],
+)
+def test_no_stub_calibrates(lengths: tuple[int, ...], scored: list[int], calibrates: int) -> None:
+    every = [Passage((0,) * (length + 1), length, str(n)) for n, length in enumerate(lengths)]
+    found, calibration = passages_of(SimpleNamespace(passages=lambda documents, length: every), [], 9, 8)  # type: ignore[arg-type]
+    assert (found, calibration) == ([every[n] for n in scored], every[calibrates])
+
+
+def test_one_passage_is_said_to_calibrate_and_be_scored(given: tuple[str, ...], tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("def f(x):\n    return x\n")
+    ran = kvq("eval", *given[:2], "--text", str(text), *given[4:], "--mode", "fp8_per_tensor")
+    assert ran.status == 0 and "one passage: what calibrates is scored, too" in ran.err
 
 
 def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ def evaluate(
     subject = load_subject(model, usable_device(device) if device else default_device(), dtype)
     _check(configs, subject, named=bool(modes))
     passages, calibration = passages_of(subject, documents_of(texts, model), length, most)
+    if calibration in passages:
+        click.echo("one passage: what calibrates is scored, too; more text, or a smaller --length, keeps them apart", err=True)
     chunk = chunk or (128 if length <= _LONG else 512)
     batch = batch or (1 if is_huggingface(subject) else 16)
     journal = Journal(resume, _identity(subject, calibration, chunk))
@@ -353,13 +355,16 @@ def documents_of(texts: Sequence[Path], model: str | None) -> list[Document]:
 
 
 def passages_of(subject: Subject, documents: Sequence[Document], length: int, most: int) -> tuple[list[Passage], Passage]:
-    """What is scored, and what calibrates and warms up: the last passage, kept out of the score if there are others."""
+    """What is scored, and what calibrates and warms up: the last passage that is at least half as long as the longest. It is kept out of
+    the score if there are others."""
     every = [p for p in subject.passages(documents, length) if p.num_predicted]
     if not every:
         raise ArgumentError("text", f"{', '.join(d.name for d in documents)}: no two tokens", "more text")
-    spread = len(every) - 1 if len(every) > 1 else 1
-    count = min(spread, most)
-    return [every[n * spread // count] for n in range(count)], every[-1]
+    enough = max(p.num_predicted for p in every) / 2
+    last = max(n for n, p in enumerate(every) if p.num_predicted >= enough)
+    scored = every[:last] + every[last + 1 :] or every
+    count = min(len(scored), most)
+    return [scored[n * len(scored) // count] for n in range(count)], every[last]
 
 
 def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: int) -> dict[str, Any]:

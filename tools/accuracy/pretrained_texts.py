@@ -3,7 +3,7 @@
 Each is cut at the same length, for ``kvq eval`` spreads passages over all text.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,9 @@ TEXTS = {
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if it is not there")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, patterns in TEXTS.items():
         files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvq_core.environment import kernels_of
+from kvq_core.errors import KVQError
 from kvq_core.launch.offline import Device, compiling_for
 from kvq_core.plan.lookup import SHIPPED, SWITCH
 from kvq_core.registry import get_backend
@@ -194,6 +195,11 @@ def main() -> None:
         "--golden", type=Path, metavar="PATH", help="write the counts of the CUDA targets to this file, in place of what it has"
     )
     options = parser.parse_args()
+    try:
+        for mode in options.modes:
+            get_backend(mode)
+    except KVQError as problem:
+        parser.error(str(problem))
     # Kernels of this process must be compiled, whoever started it.
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ[SWITCH] = ""

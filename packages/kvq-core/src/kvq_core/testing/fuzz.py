@@ -305,6 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parse(argv)
     import torch
 
+    from kvq_core.errors import KVQError
     from kvq_core.registry import get_backend, list_backends
     from kvq_core.testing.places import Place
 
@@ -314,7 +315,11 @@ def main(argv: list[str] | None = None) -> int:
     gpu = torch.cuda.is_available() if chosen.device is None else chosen.device == "cuda"
     place = Place("gpu" if gpu else "interpret")
     named = [name.rpartition(":")[0] for name in chosen.only] or chosen.modes or [found.mode for found in list_backends()]
-    modes = list(dict.fromkeys(get_backend(name).mode for name in named))
+    try:
+        modes = list(dict.fromkeys(get_backend(name).mode for name in named))
+    except KVQError as problem:
+        print(problem, file=sys.stderr)
+        return 2
     run = Run(place.name, chosen.seed, tuple(chosen.suite), chosen.shrink)
     tasks = tasks_of(chosen, modes, place.same_kernels if gpu else 4)
     total, started = sum(len(task.numbers) for task in tasks), time.monotonic()

@@ -7,7 +7,7 @@ in ``run.py`` (:mod:`timing`), and their ratio.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from functools import partial
 from typing import Any
 
@@ -91,11 +91,15 @@ def layer(backend: QuantKVBackend, timer: Timer, device: torch.device, **window:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench_smoothing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="*", metavar="MODE", default=["int8", "int4", "int2"], help="default: int8 int4 int2")
+    modes = parser.parse_args().modes
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_smoothing.py: it times kernels on a CUDA GPU, and torch sees none here\n")
     device = torch.device("cuda", torch.cuda.current_device())
     timer = Timer(device)
     print(torch.cuda.get_device_name(device))
-    for mode in sys.argv[1:] or ["int8", "int4", "int2"]:
-        backend = get_backend(mode)
+    for backend in map(get_backend, modes):
         doors(backend, timer, device)
         before, after = layer(backend, timer, device), layer(backend, timer, device, **WINDOW)
         for name, plain, exact in zip(("window, read", "window, write"), before, after, strict=True):

@@ -46,6 +46,15 @@ def test_passages_count_bytes_and_open_as_the_tokenizer_says(subject: HuggingFac
     assert passage.tokens == tuple(bare.encode("abcd")) and passage.nbytes == 3
 
 
+def test_no_token_is_read_past_the_last_position(subject: HuggingFaceSubject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject.model.config, "max_position_embeddings", 8)
+    bare = HuggingFaceSubject("bare", subject.model, copy.deepcopy(subject.tokenizer), subject.kvq)
+    bare.tokenizer.backend_tokenizer.post_processor = None
+    for one in (subject, bare):
+        # The last token of a passage is predicted and not read.
+        assert {len(passage.tokens) for passage in one.passages([Document("a", TEXT.encode()[:90])], 50)} == {9}
+
+
 def test_none_through_the_cache_is_the_model_itself(subject: HuggingFaceSubject, llama_folder: Path) -> None:
     passages = subject.passages([Document("a", TEXT.encode())], 100)
     dense = transformers.LlamaForCausalLM.from_pretrained(llama_folder, dtype=torch.float32, attn_implementation="eager")

@@ -38,7 +38,7 @@ def test_of_a_config_alone_it_is_told_of(capacity: dict[str, Any], caplog: pytes
     del model.model.layers[2]
     with caplog.at_level(logging.WARNING):
         model.generate(IDS, **GREEDY, **{GENERATE: KVQCache(model.config, "none", smoothing=None, **capacity)})
-    assert "ended after 2 of 3 layers" in caplog.text
+    assert "stored 2 of 3 layers" in caplog.text
     with pytest.raises(ArgumentError, match="cache: got one made for 3 layers, need one made from this model, of 2"):
         enable(make_model("Llama"))(IDS, **{GENERATE: KVQCache(model.config, "none", **capacity)})
 

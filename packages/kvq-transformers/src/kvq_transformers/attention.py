@@ -171,7 +171,7 @@ def switch_on(config: PretrainedConfig) -> None:
     _SWITCHED.on(config)
 
 
-def before(config: PretrainedConfig) -> str | None:
+def implementation_before(config: PretrainedConfig) -> str | None:
     """The attention implementation from before :func:`switch_on`; ``None``: not known, as of a copy."""
     return _SWITCHED.before(config)
 

@@ -17,7 +17,7 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import Geometry
 from kvq_core.errors import ArgumentError
 from kvq_core.residual.window import ResidualWindow
-from kvq_transformers.fixed_window import FixedWindow
+from kvq_transformers.fixed_window import FixedWindow, copied
 from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.layers import KVQLayer
@@ -41,8 +41,7 @@ class Lengths:
         self.real = torch.zeros(batch_size, max_cache_len, dtype=torch.bool, device=device)
 
     def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
-        with torch.inference_mode(False):  # a copy made in inference mode goes on outside of it
-            self.__dict__.update({name: tensor.clone() for name, tensor in state.items()})
+        self.__dict__.update(copied(state))
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +150,7 @@ class FixedForward(Forward):
             lengths.select(rows)
 
     def _has_tokens(self) -> bool:
-        # Code that may not wait is not told.
+        # Compiled or captured code cannot look: it takes the pages for begun.
         return not may_wait(self.lengths[0].device) or bool(self.lengths[0].counts[:-1].any())
 
     def _commit(self) -> None:

@@ -15,6 +15,12 @@ from kvq_core.residual.step import Read, ResidualStep, Staging
 from kvq_core.residual.window import ResidualWindow
 
 
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with tensors of its own, which a copy that was made in inference mode may write to outside of it."""
+    with torch.inference_mode(False):
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
 class FixedWindow:
     """Exact rows of ``batch_size`` rows whose packed blocks are in ``block_table`` [batch_size, blocks] int32.
 
@@ -34,8 +40,7 @@ class FixedWindow:
         self.first_positions = torch.full((batch_size,), window.sinks, dtype=torch.int32, device=device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        with torch.inference_mode(False):  # a copy made in inference mode goes on outside of it
-            self.__dict__.update({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()})
+        self.__dict__.update(copied(state))
 
     @property
     def num_blocks(self) -> int:

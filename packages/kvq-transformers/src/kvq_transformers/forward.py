@@ -44,7 +44,7 @@ class Forward(ABC):
         self.is_fresh, self.is_unread, self.is_torn = True, False, False
         self.knows_no_weights = False
         self.num_layers: int | None = None
-        self._left: frozenset[int] = frozenset()
+        self._stored_part: frozenset[int] = frozenset()
         self._pending: int | None = None
         self._stored: set[int] = set()
         self._touched: set[Mark] = set()
@@ -82,7 +82,7 @@ class Forward(ABC):
             self._commit()
             self.is_fresh = self.is_fresh and not self._has_tokens()
             self.is_torn = False
-            self._stored, self._left = set(), frozenset()
+            self._stored, self._stored_part = set(), frozenset()
             if not self.recurrent:
                 self._touched = set()
 
@@ -94,7 +94,7 @@ class Forward(ABC):
             CacheStateError: what the failed forward has overwritten cannot be brought back.
         """
         self.check_read()
-        self._note_left()
+        self._warn_of_lost_layers()
         if self.is_torn or (self.recurrent and self._touched and not self._is_whole()):
             self.is_torn = True
             _refuse_torn()
@@ -127,16 +127,16 @@ class Forward(ABC):
         self._discard()
         self._pending, self._stored, self._touched = None, set(), set()
 
-    def _note_left(self) -> None:
-        """Warn if two forwards in a row have ended behind the same layer without an error that a cache sees."""
-        left, before = frozenset(self._stored) if self._pending is None else frozenset(), self._left
-        self._left = left
-        if left and left == before:
-            count = f"{len(left)} of {len(self.layers)}"
+    def _warn_of_lost_layers(self) -> None:
+        """Warn if two forwards in a row stored the same part of the layers: both failed there, or the model has no others."""
+        part, before = frozenset(self._stored) if self._pending is None else frozenset(), self._stored_part
+        self._stored_part = part
+        if part and part == before:
             _LOG.warning(
-                "two forwards ended after %s layers: unless both raised errors, the model lacks the others, and none of its tokens"
-                " are in the cache; make it from the model, KVQCache(model), which checks that",
-                count,
+                "two forwards in a row stored %d of %d layers, so that their tokens are not in the cache; unless both raised errors, the"
+                " model lacks the other layers: KVQCache(model) checks that, KVQCache(model.config) cannot",
+                len(part),
+                len(self.layers),
             )
 
     def _is_whole(self) -> bool:

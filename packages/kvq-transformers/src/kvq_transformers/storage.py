@@ -97,7 +97,7 @@ class LayerPages:
                 # What is found is put here, so that compiled code finds it at the same address.
                 mean = torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device)
                 smoothing = KeySmoothing(mean, None, None if given.rotary is None else given.rotary.to(device))
-            # Its own: pages must be read with what they were written with.
+            # A copy: pages must be read with what they were written with.
             self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
         if self.smoothing is not None:
             self.smoothing.check(geometry.num_kv_heads, geometry.head_size)

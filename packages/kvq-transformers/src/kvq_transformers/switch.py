@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from kvq_core.errors import ArgumentError
 from kvq_core.smoothing.calibration import WEIGHTS, ModelSmoothing, Smoothings
-from kvq_transformers.attention import NAME, before, switch_off
+from kvq_transformers.attention import NAME, implementation_before, switch_off
 from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import Scales
 from kvq_transformers.modes import Modes
@@ -68,9 +68,10 @@ def enable(
             switch_off(text)
         raise ArgumentError("model", type(model).__name__, "one whose attention layers use transformers' AttentionInterface")
     _take_default(model)
-    own = model.__dict__.get("generate")
-    model.__dict__["generate"] = _Generate(model, settled, own.own if isinstance(own, _Generate) else own)
-    model.__dict__.setdefault(_BEFORE, before(text))
+    present = model.__dict__.get("generate")
+    replaced = present.replaced if isinstance(present, _Generate) else present
+    model.__dict__["generate"] = _Generate(model, settled, replaced)
+    model.__dict__.setdefault(_BEFORE, implementation_before(text))
     return model
 
 
@@ -78,11 +79,11 @@ def disable(model: M) -> M:
     """Take :func:`enable` back: transformers' own cache, and the attention implementation from before kvq's. Returns ``model``."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", type(model).__name__, "a transformers model")
-    own = model.__dict__.get("generate")
-    if isinstance(own, _Generate):
+    present = model.__dict__.get("generate")
+    if isinstance(present, _Generate):
         del model.__dict__["generate"]
-        if own.own is not None:
-            model.__dict__["generate"] = own.own
+        if present.replaced is not None:
+            model.__dict__["generate"] = present.replaced
     default = model.__dict__.pop(_DEFAULT, None)
     if default is not None and model.generation_config.cache_implementation is None:
         model.generation_config.cache_implementation = default
@@ -93,11 +94,11 @@ def disable(model: M) -> M:
 class _Generate:
     """``model.generate`` of an enabled model. Copies of the model, pickled ones included, have one of their own.
 
-    ``settled``: the arguments of the caches. ``own``: what stood in the place of the class's ``generate``, if anything did.
+    ``settled``: the arguments of the caches. ``replaced``: the instance's own ``generate`` of before, if it had one.
     """
 
-    def __init__(self, model: Any, settled: dict[str, Any], own: Callable[..., Any] | None) -> None:
-        self.model, self.settled, self.own = model, settled, own
+    def __init__(self, model: Any, settled: dict[str, Any], replaced: Callable[..., Any] | None) -> None:
+        self.model, self.settled, self.replaced = model, settled, replaced
 
     def __getstate__(self) -> dict[str, Any]:
         modes = {layer: SharedBackend(backend) for layer, backend in self.settled["mode"].items()}
@@ -112,7 +113,7 @@ class _Generate:
         return inspect.signature(MethodType(type(self.model).generate, self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        generate = self.own or MethodType(type(self.model).generate, self.model)
+        generate = self.replaced or MethodType(type(self.model).generate, self.model)
         named = self.__signature__.bind_partial(*args, **kwargs).arguments
         config = named.get("generation_config", kwargs.get("generation_config"))
         given = _given_cache(kwargs)

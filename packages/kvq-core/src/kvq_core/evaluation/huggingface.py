@@ -142,8 +142,11 @@ class HuggingFaceSubject:
         self.rows_dtype: torch.dtype = model.dtype
 
     def passages(self, documents: Sequence[Document], length: int) -> list[Passage]:
+        first = self.opening("")
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        length, first = min(length, positions or length), self.opening("")
+        if positions is not None:
+            # The last token is predicted and not read.
+            length = min(length, positions + 1 - len(first))
         found = []
         for document in documents:
             for piece in cut(self.encode(document.text.decode()), length):

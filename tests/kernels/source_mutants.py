@@ -69,7 +69,7 @@ class Mutant:
 
 EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "int8 kernels/scheduler.py": (
-        ("last block lost in a table without spare columns", "[-table_width-]{+(table_width - 1)+} * C"),
+        ("last block lost in a table without spare columns", "high), [-table_width-]{+(table_width - 1)+} * C"),
         ("newest key lost", "tl.maximum(end_position, 0), seq_len{+ - 1+})"),
         ("a split a tile too short", "(unit + count) * length{+ - tl.where(count > 1, C.tile.keys, 0)+}"),
         ("window's start rounded up to a tile", "{+tl.cdiv(+}tl.maximum(context_len - window_left, 0)[- // KEYS-]{+, KEYS)+}"),

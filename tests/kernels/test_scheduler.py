@@ -53,7 +53,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 @triton.jit
 def record_work(tiles, batch, scoring, splits, num_seqs, table_width, C: tl.constexpr):  # noqa: N803
-    assigned = assigned_range(num_seqs, batch, scoring, splits, C)
+    assigned = assigned_range(num_seqs, table_width, batch, scoring, splits, C)
     at = tiles + tl.program_id(0) * (MAX_TILES * 4)
     while assigned.next < assigned.stop:
         work, assigned = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvq_core import get_backend
+from kvq_core import ArgumentError, get_backend
 from kvq_core.call import reference
 from kvq_core.call.spec import Attention, Batch, Plane, Scoring
 from kvq_core.call.torch_path import gather
@@ -137,3 +137,12 @@ def test_output_scale_clamps() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         largest = torch.finfo(dtype).max
         assert reference.to_output_dtype(x, dtype, torch.tensor(2.0)).tolist() == [0.0, 0.5, -1.5, largest, -largest]
+
+
+@pytest.mark.quick
+def test_a_bias_of_offsets_beyond_32_bits_is_refused() -> None:
+    """Kernels count them in 32 bits."""
+    meta = torch.device("meta")
+    Scoring(1.0, qq_bias=torch.empty(46340, 46340, device=meta)).validate(8, 1, meta)
+    with pytest.raises(ArgumentError, match="46342"):
+        Scoring(1.0, qq_bias=torch.empty(46342, 46342, device=meta)).validate(8, 1, meta)

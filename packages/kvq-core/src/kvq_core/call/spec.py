@@ -221,6 +221,8 @@ class Scoring:
             need_tensor(self.qq_bias, "qq_bias", 2, FLOATS, device)
             need(self.qq_bias.shape[0] == self.qq_bias.shape[1], "qq_bias", shape_of(self.qq_bias), "a square matrix")
             need_rows(self.qq_bias, "qq_bias")
+            reach = sum((size - 1) * stride for size, stride in zip(self.qq_bias.shape, self.qq_bias.stride(), strict=True))
+            need(reach < 2**31, "qq_bias", f"{shape_of(self.qq_bias)}, strides {self.qq_bias.stride()}", "offsets below 2^31")
         if (ranges := self.mm_prefix_range) is not None:
             need_tensor(ranges, "mm_prefix_range", 3, (torch.int32,), device)
             fits = ranges.shape[0] == num_seqs and ranges.shape[2] == 2

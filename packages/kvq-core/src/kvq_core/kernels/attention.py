@@ -60,7 +60,7 @@ def attention_kernel(
     before the first load.
     """
     kv_head = tl.program_id(1)
-    assigned = assigned_range(num_seqs, batch, scoring, splits, C)
+    assigned = assigned_range(num_seqs, table_width, batch, scoring, splits, C)
     if C.tile.alone:
         if assigned.next < assigned.stop:
             work, _ = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C)

@@ -39,7 +39,8 @@ def combine_kernel(
 def combine_alone(output, output_scale, batch, scoring, splits, partials, num_programs, TILE: tl.constexpr, C: tl.constexpr):
     """Combine a row block on its own. How many splits it has follows from its length: nothing is loaded to know it."""
     program = tl.program_id(0)
-    total = only_units(batch, scoring, splits, C)
+    # The table's width matters to another split than a row block alone has.
+    total = only_units(0, batch, scoring, splits, C)
     num_splits = tl.cdiv(total, range_size(total, num_programs, splits, C))
     first_token = tl.load(batch.cu_seqlens_q)
     query_len = tl.load(batch.cu_seqlens_q + 1) - first_token

@@ -56,7 +56,7 @@ def before_stop(end, seqs, inside, batch):
 
 
 @triton.jit
-def units_of(keys, splits, C: tl.constexpr):
+def units_of(keys, table_width, splits, C: tl.constexpr):
     """(units of a row block, keys in a unit) for sequences with ``keys`` visible keys; at least one unit, so that zeros get written."""
     KEYS: tl.constexpr = C.tile.keys
     if C.tile.split == "equal":
@@ -64,6 +64,8 @@ def units_of(keys, splits, C: tl.constexpr):
         length = keys * 0 + KEYS
     else:
         if C.tile.split == "chunks":
+            # Programs are launched for the keys that a block table has room for, whatever lengths say.
+            keys = tl.minimum(keys, table_width * C.shape.block_size)
             count = tl.maximum((keys + splits.chunk - 1) // splits.chunk, 1)
         elif C.tile.split == "segments":
             count = keys * 0 + splits.segments
@@ -76,13 +78,13 @@ def units_of(keys, splits, C: tl.constexpr):
 
 
 @triton.jit
-def assigned_range(num_seqs, batch, scoring, splits, C: tl.constexpr):
+def assigned_range(num_seqs, table_width, batch, scoring, splits, C: tl.constexpr):
     """This program's :class:`TileRange`; empty if there is nothing left for it."""
     if C.tile.overlap == "start":
         gdc_launch_dependents()
     # A single sequence needs no scan: its programs are short, and wait for every load in a row.
     if C.tile.alone or num_seqs == 1:
-        total = only_units(batch, scoring, splits, C)
+        total = only_units(table_width, batch, scoring, splits, C)
         assigned = range_of(total, range_size(total, tl.num_programs(0), splits, C), 0)
     else:
         counts = tl.zeros([SCAN], tl.int32)
@@ -90,7 +92,7 @@ def assigned_range(num_seqs, batch, scoring, splits, C: tl.constexpr):
         longest = tl.zeros([SCAN], tl.int32)
         for base in range(0, num_seqs, SCAN):
             row_blocks, keys = sequence_facts(base + tl.arange(0, SCAN), num_seqs, batch, scoring, C)
-            units, _ = units_of(keys, splits, C)
+            units, _ = units_of(keys, table_width, splits, C)
             counts += row_blocks * units
             blocks += row_blocks
             longest = tl.maximum(longest, tl.where(row_blocks > 0, units, 0))
@@ -99,10 +101,10 @@ def assigned_range(num_seqs, batch, scoring, splits, C: tl.constexpr):
 
 
 @triton.jit
-def only_units(batch, scoring, splits, C: tl.constexpr):
+def only_units(table_width, batch, scoring, splits, C: tl.constexpr):
     """The units of a single sequence."""
     row_blocks, keys = sequence_facts(0, 1, batch, scoring, C)
-    units, _ = units_of(keys, splits, C)
+    units, _ = units_of(keys, table_width, splits, C)
     return row_blocks * units
 
 
@@ -147,9 +149,9 @@ def equal_splits(size, total, blocks, longest):
 
 
 @triton.jit
-def units_in(assigned, keys, splits, C: tl.constexpr):
+def units_in(assigned, keys, table_width, splits, C: tl.constexpr):
     """:func:`units_of`; where row blocks have equal splits, every one is numbered as if it had the same number of units."""
-    units, length = units_of(keys, splits, C)
+    units, length = units_of(keys, table_width, splits, C)
     return tl.where(assigned.row_units > 0, assigned.row_units, units), length
 
 
@@ -164,7 +166,7 @@ def next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C: t
         for base in range(0, num_seqs, SCAN):
             seqs = base + tl.arange(0, SCAN)
             row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
-            units, _ = units_in(assigned, keys, splits, C)
+            units, _ = units_in(assigned, keys, table_width, splits, C)
             ends = running + tl.cumsum(row_blocks * units, 0)
             passed = (ends <= assigned.next) & (seqs < num_seqs)
             seq += tl.sum(passed.to(tl.int32))
@@ -178,7 +180,7 @@ def next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C: t
 def work_tile_at(seq, before, blocks_before, assigned, num_seqs, table_width, batch, scoring, splits, C: tl.constexpr):
     """(the next work tile of a range, the rest of the range): of sequence ``seq``, before which are so many units and row blocks."""
     row_blocks, keys = sequence_facts(seq, num_seqs, batch, scoring, C)
-    units, length = units_in(assigned, keys, splits, C)
+    units, length = units_in(assigned, keys, table_width, splits, C)
     block = 0
     unit = assigned.next - before
     if C.tile.max_row_blocks != 1:
@@ -219,7 +221,7 @@ def visible_range(seq, first_position, end_position, seq_len, scoring, C: tl.con
             end = tl.load(scoring.ranges + (seq * scoring.num_ranges + r) * 2 + 1)
             touched = (start < end) & (start < end_position) & (end >= first_position)
             low = tl.where(touched, tl.minimum(low, tl.maximum(start, 0) // C.tile.keys * C.tile.keys), low)
-            high = tl.where(touched, tl.maximum(high, tl.minimum(end + 1, seq_len)), high)
+            high = tl.where(touched, tl.maximum(high, tl.minimum(end, seq_len - 1) + 1), high)
     return low, high
 
 

@@ -108,7 +108,7 @@ OPTIONS = (
     Case(**_MIXED, key_stops=(32, 7, 0, 20, 64)),
     Case(**_LONG, key_stops=(40, 16), window=23, sinks=True),
     Case(query_lens=(20, 1), seq_lens=(30, 40), mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35)))),
-    Case(query_lens=(20, 5), seq_lens=(20, 40), mm_prefix=(((0, 11), (15, 19)), ((33, 39), (0, 0))), window=4),
+    Case(query_lens=(20, 5), seq_lens=(20, 40), mm_prefix=(((0, 11), (15, 2**31 - 1)), ((33, 39), (0, 0))), window=4),
     Case(**_LONG, output=torch.float8_e4m3fn),
     Case(**_LONG, output=torch.float8_e5m2),
     Case(**_LONG, dtype=torch.bfloat16),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvq_core.plan.planner import INVARIANT_CHUNK, batch_invariant
 from kvq_core.testing import budgets, oracle, places, strategies
 from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, SMOOTHED, Case, Range
 from kvq_core.testing.places import Place
@@ -107,6 +108,11 @@ class ReadTests(Subject):
         assert torch.equal(built.read(**whole), wanted)
         # Where keys may be split, lengths decide how, and a merge rounds otherwise than a program that has all of a row's keys.
         torch.testing.assert_close(built.read(block_table=narrow), wanted)
+        with batch_invariant():
+            wanted = built.read(block_table=narrow, seqused_k=held)
+            for far in (3 * INVARIANT_CHUNK, 2**31 - 1):
+                lens = held.masked_fill(arguments["seqused_k"] > held, far)
+                assert torch.equal(built.read(block_table=narrow, seqused_k=lens), wanted)
 
     @places.each((_DECODE, _ROWS), large=LARGE[3:4])
     def test_placement_does_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:

@@ -136,7 +136,8 @@ def cases(draw: st.DrawFn, head_sizes: Sequence[int], place: Place, plain: bool 
 def ranges(num_keys: int, least: int = 1, most: int = 3) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
     """``least`` to ``most`` pairs of positions among ``num_keys``, for ``mm_prefix_range``; some are no range."""
     position = st.integers(0, max(num_keys - 1, 0))
-    return st.lists(st.tuples(position, position), min_size=least, max_size=most).map(tuple)
+    end = st.one_of(position, st.sampled_from((num_keys, 2**31 - 1)))
+    return st.lists(st.tuples(position, end), min_size=least, max_size=most).map(tuple)
 
 
 @st.composite

@@ -59,14 +59,14 @@ def row_blocks_of(query_len, seqs, inside, batch, STAGED: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def assigned_range(num_seqs, batch, scoring, splits, C: gl.constexpr):
+def assigned_range(num_seqs, table_width, batch, scoring, splits, C: gl.constexpr):
     """This program's :class:`TileRange` over all sequences' tiles."""
     counts = gl.zeros([SCAN], gl.int32, VECTOR)
     blocks = gl.zeros([SCAN], gl.int32, VECTOR)
     longest = gl.zeros([SCAN], gl.int32, VECTOR)
     for base in range(0, num_seqs, SCAN):
         row_blocks, keys = sequence_facts(base + gl.arange(0, SCAN, VECTOR), num_seqs, batch, scoring, C)
-        units, _ = units_of(keys, splits, C)
+        units, _ = units_of(keys, table_width, splits, C)
         counts += row_blocks * units
         blocks += row_blocks
         longest = gl.maximum(longest, gl.where(row_blocks > 0, units, 0))
@@ -83,7 +83,7 @@ def next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C: g
     for base in range(0, num_seqs, SCAN):
         seqs = base + gl.arange(0, SCAN, VECTOR)
         row_blocks, keys = sequence_facts(seqs, num_seqs, batch, scoring, C)
-        units, _ = units_in(assigned, keys, splits, C)
+        units, _ = units_in(assigned, keys, table_width, splits, C)
         ends = running + gl.associative_scan(row_blocks * units, 0, plus)
         passed = (ends <= assigned.next) & (seqs < num_seqs)
         seq += gl.sum(passed.to(gl.int32), 0)

@@ -91,7 +91,7 @@ def attend_multirow(
     if C.features.rotary_pairs > 0:
         rotary_rows = gl.allocate_shared_memory(gl.float16, [2, ROWS, PAIRS], right_operand(PAIRS))
     score_unit = key_operand_scale * scoring.softmax_scale * LOG2E
-    assigned = assigned_range(num_seqs, batch, scoring, splits, C)
+    assigned = assigned_range(num_seqs, table_width, batch, scoring, splits, C)
     while assigned.next < assigned.stop:
         work, assigned = next_work_tile(assigned, num_seqs, table_width, batch, scoring, splits, C)
         first = work.start // KEYS

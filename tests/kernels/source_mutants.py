@@ -76,7 +76,7 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("query heads interleaved over kv heads", "kv_head [-* C.shape.group -]+ r % C.shape.group{+ * tl.num_programs(1)+}"),
     ),
     "int8 kernels/paged_kv.py": (
-        ("last tile lost where it has one key", "work.stop{+ - 1+}, C.tile.keys) - (end - begin)"),
+        ("last tile lost where it has one key", "work.stop{+ - 1+}, KEYS) - gap"),
         ("ids outside the cache are read", "[-        valid = valid & block_exists(block, num_blocks)\n-]"),
         ("block table's row of the first sequence", "{+0 * +}work.seq.to(tl.int64) * table_stride\n    if C.tile.decode"),
         ("entries wrong where blocks do not divide tiles", "entry, offset = [-(-]number * COUNT{+ // SIZE+} + i[-)-] //", BLOCKS_OF_24),

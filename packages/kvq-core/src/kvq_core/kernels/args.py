@@ -167,6 +167,18 @@ class QueryRows(NamedTuple):
     shift: Any
 
 
+class QueryOperand(NamedTuple):
+    """The query rows as keys are multiplied by them: ``ways``, and [ROWS] vectors. ``unit``: what a product is multiplied by to be a score,
+    ``factor`` what is left of it to :func:`.scores.finish_scores`, and ``score_scale`` to the softmax; ``zero``: the seed of a zero point
+    of 1 (:func:`.queries.scaled_queries`)."""
+
+    ways: Any
+    unit: Any
+    factor: Any
+    score_scale: Any
+    zero: Any
+
+
 class RotaryRows(NamedTuple):
     """A rotary mean as a tile's query rows see it (:mod:`.rotary`), in log2 units.
 

@@ -12,6 +12,7 @@ Queries are rotated as K is, outputs un-rotated once as V is. Query rows are sca
 import triton
 import triton.language as tl
 
+from kvq_core.kernels.args import QueryOperand
 from kvq_core.kernels.epilogue import epilogue
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.mma import (
@@ -96,14 +97,11 @@ def attend_work_tile(
     ids = first_blocks(seen, work, batch, table_stride, C)
     prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C)
     q, unit, q_zero = scaled_queries(query_ways(x, work, C), queries, factor, C)
-    q, unit, scored = query_operand(q, C), narrow(unit, C), narrow_rows(rows, C)
-    common_seed = None
-    if K.zero != 0.0:
-        common_seed = seed_of_rows(q_zero * K.zero, C)
+    q, unit = query_operand(q, C), narrow(unit, C)
     score_factor = unit
     if K.huge_scales:
         score_factor = tl.full(unit.shape, 1.0, tl.float32)
-    score_scale = softmax_unit(score_factor, scoring, C)
+    query = QueryOperand(q, unit, score_factor, softmax_unit(score_factor, scoring, C), q_zero)
     state = softmax_start(C)
     acc = accumulator(C)
     largest = 1e-30
@@ -116,75 +114,99 @@ def attend_work_tile(
     if C.features.rotary_pairs > 0:
         rotary = rotary_rows(queries, rows, work, kv_head, score_unit(scoring), batch, C)
     unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
+    scored = narrow_rows(rows, C)
     for loop in tl.static_range(tl.constexpr(C.tile.loops)):
         tiles = tiles_of(work, unmasked, loop, C)
-        for t in tl.range(tiles.first, tiles.last, num_stages=C.tile.stages if loop == 0 else C.tile.masked_stages):
-            tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, loop, C)
-            k_offset, v_offset = tile_offsets(keys, values, tile, C)
-            k = load_chunks(
-                keys,
-                tile,
-                k_offset,
-                kv_head,
-                K_HEADS,
-                K_ROW,
-                K.side_bytes,
-                C,
-                TRANSPOSED=C.tile.keys_transposed,
-                CLEAR=C.clear_keys,
-                selectors=k_selectors,
-            )
-            k_scale = None
-            if K.scales == "row":
-                k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
-                v_word = v_scale
-                if K.split is not None:
-                    k_scale, k_zero = K.split(k_scale)
-                if V.split is not None:
-                    v_scale, _ = V.split(v_word)
-            v = load_chunks(
-                values,
-                tile,
-                v_offset,
-                kv_head,
-                V_HEADS,
-                V_ROW,
-                V.side_bytes,
-                C,
-                TRANSPOSED=C.tile.keys_first,
-                CLEAR=C.clear_values,
-                selectors=v_selectors,
-            )
-            k, v = operands(k, K, K_ROW, C), operands(v, V, V_ROW, C)
-            seed = common_seed
-            if K.split is not None:
-                seed = by_key(k_zero, C) * by_row(q_zero, C)
-            s = scores(q, k, seed, C)
-            if K.huge_scales:
-                s = s * by_row(unit, C)
-            s = finish_scores(s, score_factor, k_scale, rotary, scored, tile, work, scoring, loop, C)
-            p, alpha, state = softmax_step(s, score_scale, state, C, EXACT=K.packed)
-            zeros = None
-            if V.scales == "row":
-                weights, shrink, largest = weigh(p, v_scale, largest, C)
-                alpha = alpha * shrink
-                if V.split is not None:
-                    zeros = V.weighted_zeros(weights, v_word, C) * C.value_zero
-            elif V.scales == "plane":
-                weights = (p * 256.0).to(tl.float16)
-            else:
-                weights = p.to(v[0].dtype)
-            if V.zero != 0.0:
-                if V.ways > 2:
-                    zeros = sum_over_keys(weights, C) * (V.zero * C.value_zero)
-                else:
-                    zeros = tl.sum(weights.to(tl.float32), 0 if C.tile.keys_first else 1) * (V.zero * C.value_zero)
-            acc = accumulate(weights, v, acc, alpha, zeros, C)
+        state, acc, largest = attend_tiles(
+            state, acc, largest, tiles, query, scored, rotary, work, kv_head, keys, values, k_selectors, v_selectors, batch, table_stride,
+            num_blocks, scoring, loop, C,
+        )  # fmt: skip
     if V.scales == "plane":
         largest = tl.load(values.scales)
     if V.packed:
         acc = accumulated_rows(acc, C.value_operand_scale * unweigh(largest), C)
     else:
         acc = accumulated_rows(acc, 1.0, C)
-    state = softmax_end(state, score_scale, score_base(scoring), C)
+    state = softmax_end(state, query.score_scale, score_base(scoring), C)
     epilogue(acc, state, output, output_scale, rows, work, kv_head, partials, splits, scoring, C)
+
+
+@triton.jit
+def attend_tiles(
+    state, acc, largest, tiles, query, rows, rotary, work, kv_head, keys, values, k_selectors, v_selectors, batch, table_stride, num_blocks,
+    scoring, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The loop over key tiles: (state, accumulator, largest scale of values) with those of ``tiles``."""
+    C: tl.constexpr = WHOLE.masked if LOOP > 0 else WHOLE
+    K: tl.constexpr = C.format.key
+    V: tl.constexpr = C.format.value
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
+    K_ROW: tl.constexpr = C.key_row
+    V_ROW: tl.constexpr = C.value_row
+    common_seed = None
+    if K.zero != 0.0:
+        common_seed = seed_of_rows(query.zero * K.zero, C)
+    for t in tl.range(tiles.first, tiles.last, num_stages=C.tile.stages if LOOP == 0 else C.tile.masked_stages):
+        tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, LOOP, C)
+        k_offset, v_offset = tile_offsets(keys, values, tile, C)
+        k = load_chunks(
+            keys,
+            tile,
+            k_offset,
+            kv_head,
+            K_HEADS,
+            K_ROW,
+            K.side_bytes,
+            C,
+            TRANSPOSED=C.tile.keys_transposed,
+            CLEAR=C.clear_keys,
+            selectors=k_selectors,
+        )
+        k_scale = None
+        if K.scales == "row":
+            k_scale, v_scale = load_scales(keys, values, tile, kv_head, C)
+            v_word = v_scale
+            if K.split is not None:
+                k_scale, k_zero = K.split(k_scale)
+            if V.split is not None:
+                v_scale, _ = V.split(v_word)
+        v = load_chunks(
+            values,
+            tile,
+            v_offset,
+            kv_head,
+            V_HEADS,
+            V_ROW,
+            V.side_bytes,
+            C,
+            TRANSPOSED=C.tile.keys_first,
+            CLEAR=C.clear_values,
+            selectors=v_selectors,
+        )
+        k, v = operands(k, K, K_ROW, C), operands(v, V, V_ROW, C)
+        seed = common_seed
+        if K.split is not None:
+            seed = by_key(k_zero, C) * by_row(query.zero, C)
+        s = scores(query.ways, k, seed, C)
+        if K.huge_scales:
+            s = s * by_row(query.unit, C)
+        s = finish_scores(s, query.factor, k_scale, rotary, rows, tile, work, scoring, LOOP, C)
+        p, alpha, state = softmax_step(s, query.score_scale, state, C, EXACT=K.packed)
+        zeros = None
+        if V.scales == "row":
+            weights, shrink, largest = weigh(p, v_scale, largest, C)
+            alpha = alpha * shrink
+            if V.split is not None:
+                zeros = V.weighted_zeros(weights, v_word, C) * C.value_zero
+        elif V.scales == "plane":
+            weights = (p * 256.0).to(tl.float16)
+        else:
+            weights = p.to(v[0].dtype)
+        if V.zero != 0.0:
+            if V.ways > 2:
+                zeros = sum_over_keys(weights, C) * (V.zero * C.value_zero)
+            else:
+                zeros = tl.sum(weights.to(tl.float32), 0 if C.tile.keys_first else 1) * (V.zero * C.value_zero)
+        acc = accumulate(weights, v, acc, alpha, zeros, C)
+    return state, acc, largest

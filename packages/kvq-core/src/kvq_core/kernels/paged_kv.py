@@ -51,7 +51,7 @@ def unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C: tl.const
 
 @triton.jit
 def tiles_of(work, unmasked, LOOP: tl.constexpr, C: tl.constexpr):
-    """The key tiles of one of the loops.
+    """The key tiles of one of the loops, numbered as tiles of C, or of C.masked.
 
     Loop 0 of two: the unmasked iterations, :func:`unmasked_tiles`. Loop 1: the masked ones. A single loop has all tiles, masked.
     """
@@ -59,7 +59,10 @@ def tiles_of(work, unmasked, LOOP: tl.constexpr, C: tl.constexpr):
     if LOOP == 0:
         tiles = Tiles(begin, end, end, 0)
     else:
-        tiles = Tiles(work.start // C.tile.keys, tl.cdiv(work.stop, C.tile.keys) - (end - begin), begin, end - begin)
+        KEYS: tl.constexpr = C.masked.tile.keys
+        SMALLER: tl.constexpr = C.tile.keys // KEYS
+        gap = (end - begin) * SMALLER
+        tiles = Tiles(work.start // KEYS, tl.cdiv(work.stop, KEYS) - gap, begin * SMALLER, gap)
     return tiles
 
 

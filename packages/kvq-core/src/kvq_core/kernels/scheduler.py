@@ -138,10 +138,13 @@ def range_size(total, programs, splits, C: tl.constexpr):
 def equal_splits(size, total, blocks, longest):
     """(range size, row_units) for row blocks of about the same length: each is cut into as many splits as fit, and a program has one.
 
-    A range that runs from one sequence into the next has a second work tile, with queries to load and a split more to combine. So ranges
-    may be longer by a sixteenth if that spares it; if one is a whole row block, nothing is left to combine.
+    A range that runs from one sequence into the next has a second work tile, with queries to load and a split more to combine. So there are
+    as many splits as ranges begin in the longest, if there are programs for them, or one less, and ranges may be longer by a sixteenth if
+    that spares a second work tile; if one is a whole row block, nothing is left to combine.
     """
-    count = tl.maximum(longest // size, 1)
+    count = longest // size
+    count += ((count * size < longest) & (blocks * (count + 1) <= tl.num_programs(0))).to(tl.int32)
+    count = tl.maximum(count, 1)
     even = (longest + count - 1) // count
     row_units = count * even
     fits = (blocks * count <= tl.num_programs(0)) & (even * 16 <= size * 17) & (blocks * row_units * 16 <= total * 17)

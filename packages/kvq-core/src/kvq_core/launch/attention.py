@@ -12,8 +12,9 @@ from kvq_core.call.spec import Attention
 from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.combine import combine_kernel
-from kvq_core.kernels.config import CombineTile, Features, Heads, ReadConfig, Shape, Tile, multiplied_lanes
+from kvq_core.kernels.config import CombineTile, Features, ReadConfig, Shape, Tile
 from kvq_core.kernels.formats import Format, Kernels, Sm90Kernels
+from kvq_core.kernels.heads import Heads, multiplied_lanes
 from kvq_core.launch import dispatch
 from kvq_core.launch.bundles import Pages, bundle_output, bundle_pages, bundle_rows, bundle_scoring, row_alignment, strides_of
 from kvq_core.launch.device import device_facts, interpreting, overlaps

@@ -10,8 +10,9 @@ import torch
 
 from kvq_core.call.spec import Attention
 from kvq_core.kernels import args
-from kvq_core.kernels.config import ReadConfig, tile_channels
+from kvq_core.kernels.config import ReadConfig
 from kvq_core.kernels.formats import Format, PlaneFormat
+from kvq_core.kernels.heads import tile_channels
 from kvq_core.kernels.staging import Staged, stage_kernel
 from kvq_core.launch.bundles import BlockTable, Pages, bundle_scoring
 from kvq_core.launch.device import device_facts

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 
 from kvq_core.call.spec import NewRows
-from kvq_core.kernels.config import Heads, WriteConfig
+from kvq_core.kernels.config import WriteConfig
 from kvq_core.kernels.formats import Kernels
+from kvq_core.kernels.heads import Heads
 from kvq_core.launch import dispatch
 from kvq_core.launch.bundles import bundle_plane, bundle_rows
 from kvq_core.launch.device import device_facts, interpreting

@@ -6,10 +6,11 @@ meaning; :mod:`.sm90` has what Gluon kernels for Hopper are made of, and all els
 """
 
 from kvq_core.kernels.attention import UNSPECIALIZED, attention_kernel
-from kvq_core.kernels.config import Heads, ReadConfig, WriteConfig
+from kvq_core.kernels.config import ReadConfig, WriteConfig
 from kvq_core.kernels.dots import dot
 from kvq_core.kernels.formats import Format, Kernels, PlaneFormat, Sm90Kernels
 from kvq_core.kernels.hadamard import ROOM, rotated_pairs, ways_of
+from kvq_core.kernels.heads import Heads
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.packing import deinterleave, interleave
 from kvq_core.kernels.rounding import e4m3_pair, floor_bits, largest, least, reciprocal, to_float, widest

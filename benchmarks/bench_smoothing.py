@@ -1,8 +1,8 @@
 """What exactness costs: a rotary key mean, balanced channels, and a residual window, each against none of them:
 ``python benchmarks/bench_smoothing.py [MODE ...]``.
 
-Reads and writes of 8 KV heads of 128, and a layer's ``PagedKVCache.write`` and ``attend`` at 64 sequences of 8192 tokens; microseconds, as
-in ``run.py`` (:mod:`timing`), and their ratio.
+Reads and writes of 8 KV heads of 128, and a layer's ``PagedKVCache.write`` and ``attend``; microseconds, as in ``run.py`` (:mod:`timing`),
+and their ratio.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ READS = (
     Read("prefill, 2048 of 32768", (32768,), query_len=2048),
 )
 WRITES = (Write("write, 64", 64), Write("write, 8192", 8192))
-WINDOW: dict[str, Any] = {"residual_length": 64, "sink_tokens": 4, "max_sequences": 64}
+WINDOW: dict[str, Any] = {"residual_length": 64, "sink_tokens": 4}
+STEPS = ((64, 8191, 1), (1, 8191, 1), (1, 1023, 1), (32, 4092, 4))
+"""(sequences, tokens that they have, tokens that a step adds to each)."""
 
 
 def rotary(device: torch.device) -> KeySmoothing:
@@ -73,18 +75,20 @@ def doors(backend: QuantKVBackend, timer: Timer, device: torch.device) -> None:
             line(backend.mode, f"{rows.name}: {kind}", before.device_us, after.device_us)
 
 
-def layer(backend: QuantKVBackend, timer: Timer, device: torch.device, **window: Any) -> tuple[float, float]:
-    """A decode step of one layer of a cache, (read, write)."""
-    cache = PagedKVCache(backend, num_blocks=64 * 513, num_kv_heads=HEADS, head_size=SIZE, device=device, dtype=DTYPE, **window)
+def layer(backend: QuantKVBackend, timer: Timer, step_of: tuple[int, int, int], device: torch.device, **window: Any) -> tuple[float, float]:
+    """A decode step (:data:`STEPS`) of one layer of a cache, (read, write)."""
+    count, tokens, added = step_of
+    blocks = count * (-(-(tokens + added) // 16) + 1)
+    cache = PagedKVCache(backend, num_blocks=blocks, num_kv_heads=HEADS, head_size=SIZE, device=device, dtype=DTYPE, **window)
 
     def rows(count: int, heads: int = HEADS) -> torch.Tensor:
         return torch.randn(count, heads, SIZE, device=device, dtype=DTYPE)
 
-    sequences = [cache.allocate_sequence() for _ in range(64)]
+    sequences = [cache.allocate_sequence() for _ in range(count)]
     for sequence in sequences:
-        prompt = rows(8191)
-        cache.write(0, prompt, prompt, cache.append({sequence: 8191}))
-    step, new, q = cache.append(dict.fromkeys(sequences, 1)), rows(64), rows(64, 4 * HEADS)
+        prompt = rows(tokens)
+        cache.write(0, prompt, prompt, cache.append({sequence: tokens}))
+    step, new, q = cache.append(dict.fromkeys(sequences, added)), rows(count * added), rows(count * added, 4 * HEADS)
     cache.write(0, new, new, step)
     read = timer.measure(partial(cache.attend, 0, q, step), COLD_SETS * timer.l2_bytes)
     return read.device_us, timer.measure(partial(cache.write, 0, new, new, step), 0).device_us
@@ -101,9 +105,10 @@ def main() -> None:
     print(torch.cuda.get_device_name(device))
     for backend in map(get_backend, modes):
         doors(backend, timer, device)
-        before, after = layer(backend, timer, device), layer(backend, timer, device, **WINDOW)
-        for name, plain, exact in zip(("window, read", "window, write"), before, after, strict=True):
-            line(backend.mode, name, plain, exact)
+        for step in STEPS:
+            before, after = (layer(backend, timer, step, device, **window) for window in ({}, {**WINDOW, "max_sequences": step[0]}))
+            for name, plain, exact in zip(("read", "write"), before, after, strict=True):
+                line(backend.mode, f"window, {name}, {step[0]} x {step[1]} + {step[2]}", plain, exact)
 
 
 if __name__ == "__main__":

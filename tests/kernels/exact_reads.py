@@ -19,8 +19,8 @@ EMPTY_TABLE = Table("", {})
 
 
 def without_padding(built: Scene) -> dict[str, Any]:
-    """The read's queries without the scene's padding rows, which would hide that all sequences are alike."""
-    return {"q": built.q[: sum(built.case.query_lens)]}
+    """The read's rows without the scene's padding rows, which would hide that all sequences are alike."""
+    return built.without_padding()
 
 
 def read_exactly(mode: str, case: Case, place: str, monkeypatch: pytest.MonkeyPatch, table: Table = EMPTY_TABLE) -> list[dict[str, Any]]:

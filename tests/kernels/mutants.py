@@ -333,7 +333,9 @@ mutant("OverridesADoor", "test_contract", reshape_and_cache=unchecked_door)
 
 
 def dense_reference(self: QuantKVBackend, attention: Attention) -> None:
-    dense = reference.attention(attention, lambda plane, blocks: torch_path.gather(self, plane, blocks))
+    dense, lse = reference.attention_and_lse(attention, lambda plane, blocks: torch_path.gather(self, plane, blocks))
+    if attention.other is not None and attention.other_lse is not None:
+        dense, _ = reference.joined(dense, lse, attention.other, attention.other_lse)
     owned = rows_of_sequences(attention)
     attention.out[owned] = reference.to_output_dtype(dense[owned], attention.out.dtype, attention.output_scale)
 

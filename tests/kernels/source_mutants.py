@@ -97,7 +97,9 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "int8 kernels/softmax.py": (
         ("sum of weights not rescaled", "total = state.sum [-* by_row(alpha, C) -]+ "),
         ("softcap unseen by the sinks", "tl.fma(state.max, unit, [-base-]{+0.0+})"),
+        ("another read's keys not in the sum", "state.sum * kept[- + share-])"),
     ),
+    "int8 kernels/queries.py": (("another read's result not in the output", "x += {+0 * +}share * tl.load(output.other"),),
     "int8 kernels/scores.py": (("softcap's tanh of half the score", "return [-2.0 * -]LOG2E / scoring.softcap"),),
     "int8 kvq_int8fp8/format.py": (
         ("int8's offset of 127", "exponent_scale=2.0**24, zero=[-128-]{+127+}.0"),

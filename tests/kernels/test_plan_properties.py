@@ -113,7 +113,7 @@ LOOKUPS: tuple[tuple[int, Decode, Case], ...] = (
     (8, replace(WIDE, keys=256), replace(RAGGED, block_size=8)),
     (1, replace(WIDE, keys=32), replace(RAGGED, block_size=256, layout="paired", dtype=BF16)),
     # Masked iterations over smaller tiles: at a window's edge, between the positions of a few tokens, up to the last key.
-    (4, WIDE, replace(RAGGED, query_lens=(3, 1, 2), seq_lens=(700, 97, 321), window=200, sinks=True)),
+    (4, WIDE, replace(RAGGED, query_lens=(3, 1, 2), seq_lens=(700, 97, 321), window=200, sinks=True, joined=True)),
 )
 
 TABLE = [

@@ -44,9 +44,9 @@ INTERPRETED_PROMPTS = (
     ONE_HEAD,
     replace(ONE_HEAD, block_size=64, dtype=torch.float16, queries_per_kv=5, sinks=True),
     replace(ONE_HEAD, layout="paired", rows="transposed", smoothing="balanced"),
-    # The packed read beside a residual window. A first prompt has no packed keys.
-    replace(ONE_HEAD, key_stops=(330, 0)),
-    replace(ONE_HEAD, key_stops=(330, 270), smoothing="balanced", sinks=True),
+    # The packed read of a residual window. A first prompt has no packed keys.
+    replace(ONE_HEAD, key_stops=(330, 0), joined=True),
+    replace(ONE_HEAD, key_stops=(330, 270), smoothing="balanced", sinks=True, joined=True),
 )
 BESIDE_A_SHORT_ONE = replace(ONE_HEAD, query_lens=(70, 129, 20), seq_lens=(1100, 400, 300))
 ROTARY_PROMPTS = (
@@ -55,7 +55,7 @@ ROTARY_PROMPTS = (
 )
 OTHER_HEADS = (
     replace(ONE_HEAD, head_size=64, smoothing="balanced", sinks=True),
-    replace(ONE_HEAD, head_size=80, queries_per_kv=5, dtype=torch.float16),
+    replace(ONE_HEAD, head_size=80, queries_per_kv=5, dtype=torch.float16, joined=True),
     replace(ONE_HEAD, head_size=48, smoothing="rotary"),
     replace(ONE_HEAD, head_size=96, smoothing="rotary", query_lens=(513,), seq_lens=(2900,), num_kv_heads=2, layout="token_major"),
 )
@@ -69,8 +69,8 @@ MULTIROW_CASES = (
     replace(ROWS, smoothing="balanced", layout="paired", rows="transposed"),
     replace(ROWS, smoothing="mean", block_size=64),
     replace(ROWS, smoothing="rotary"),
-    replace(ROWS, key_stops=(333, 0, 64)),
-    replace(ROWS, key_stops=(333, 100, 1), smoothing="mean", sinks=True),
+    replace(ROWS, key_stops=(333, 0, 64), joined=True),
+    replace(ROWS, key_stops=(333, 100, 1), smoothing="mean", sinks=True, joined=True),
     replace(ROWS, smoothing="rotary", seq_lens=(2900, 8, 129), queries_per_kv=8, dtype=torch.float16),
     # Some keys far above the others, and rows that see no key but their own.
     replace(ROWS, score_gain=400.0, dtype=torch.float16, seq_lens=(3000, 8, 65)),

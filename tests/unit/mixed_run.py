@@ -49,7 +49,7 @@ def leftover(wanted: Demand) -> tuple[int, list[object]]:
 
 def kernel_behind_sinks(first_block: int) -> object:
     """What a decode step of smoothed keys launches behind so many blocks of exact rows."""
-    wanted = demand("int8", partial=True, key_stops=True, smoothed=True, rotary_pairs=32, first_block=first_block)
+    wanted = demand("int8", joins=True, key_stops=True, smoothed=True, rotary_pairs=32, first_block=first_block)
     with planning_for(H100) as planned:
         Call(wanted, 4, 4, 1, wanted.longest_keys(1))()
     return _identity(planned.launches[0])
@@ -63,11 +63,11 @@ def main() -> None:
         {},
         {"query_rows": (1, 5), "sinks": torch.bfloat16},
         {"window": 127, "softcap": 30.0, "smoothed": True, "balanced": True},
-        {"partial": True, "key_stops": True, "first_block": 3},
+        {"joins": True, "key_stops": True, "first_block": 3},
     )
     for mode in ("none", "int8", "int4"):
         for further in options[: 1 if mode == "int8" else 4]:
-            if mode == "none" and "partial" in further:
+            if mode == "none" and "joins" in further:
                 further = {"partial": True, "decodes": (16, 96)}
             count, left = leftover(demand(mode, **further))
             launched += count

@@ -14,9 +14,12 @@ from cache_checks import attention, stored
 from kvq_core import ArgumentError, OutOfBlocksError, PagedKVCache, UnknownModeError, get_backend
 from kvq_core.cache.sequences import SequenceTable
 from kvq_core.cache.step import Step
+from kvq_core.call import ops
+from kvq_core.launch.replay import LaunchRecord
 from kvq_core.residual import ResidualWindow
 from kvq_core.residual.table import ExactTable
 from kvq_core.testing import places
+from kvq_core.testing.launches import noted_launches
 from kvq_core.testing.places import Place
 
 HEADS, SIZE, GROUP, LAYERS = 2, 32, 2, 2
@@ -134,6 +137,71 @@ def test_rolled_back_drafts_stay_exact_with_any_option(fast: Place) -> None:
         length = model.length(seq) - 8 + kept
         model.cut(seq, length)
         assert model.first(model.append({seq: 1}, **given_), seq) <= length - 32
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.gpu
+def test_a_window_takes_one_launch_more(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where keys are split the exact read is launched between the two kernels of the packed one, also repeated and in a CUDA graph."""
+    model = Model(places.enter("gpu", monkeypatch), residual_length=64, max_sequences=3)
+    counts = {model.start(): count for count in (1500, 700, 33)}
+    model.append(counts)
+    grown = dict.fromkeys(counts, rows)
+    with noted_launches() as names:
+        step = model.append(grown)
+    assert [name for name in names if "attend" in name or "combine" in name] == ["attend", "attend", "combine_kernel"]
+    q = model.draw(step.num_tokens, HEADS * GROUP, SIZE)
+    wanted, graph = model.cache.attend(0, q, step), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = model.cache.attend(0, q, step)
+    for _ in range(20):
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, wanted)
+        assert torch.equal(model.cache.attend(0, q, step), wanted)
+    for _ in range(20):
+        model.append(grown)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, overlapping: bool) -> Place:
+    """Calls of two reads are one call, with launches in a GPU's order if ``overlapping``; one launch ends before the next begins."""
+    place = places.enter("interpret", monkeypatch)
+    monkeypatch.setattr(ops, "replays_on", lambda device: True)
+    monkeypatch.setattr(LaunchRecord, "repeat", lambda *arguments: None)
+    if overlapping:
+        monkeypatch.setattr("kvq_core.launch.attention.overlaps", lambda device: True)
+        for module in ("scheduler.gdc_launch_dependents", "epilogue.gdc_launch_dependents", "combine.gdc_wait", "attention.gdc_wait"):
+            monkeypatch.setattr(f"kvq_core.kernels.{module}", lambda: None)
+    return place
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_exact_read_between_two_kernels(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the packed read's first kernel finishes may need it: of rows in one split, in several, and without keys."""
+    model = Model(as_on_a_gpu(monkeypatch, overlapping=True), residual_length=16, max_sequences=3)
+    counts = {model.start(): count for count in (300, 70, 5)}
+    model.append(counts)
+    with noted_launches() as names:
+        model.append(dict.fromkeys(counts, rows))
+    read = ["attend", "attend", "combine_kernel"]
+    assert [name for name in names if name in read] == read * LAYERS
+
+
+def test_two_reads_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in either is raised before anything is written."""
+    model = Model(as_on_a_gpu(monkeypatch, overlapping=False), residual_length=16, max_sequences=1)
+    seq = model.start()
+    model.append({seq: 70})
+    with noted_launches() as names:
+        step = model.append({seq: 1})
+    assert names.count("attend") == 2 * LAYERS
+    q = model.draw(1, HEADS * GROUP, SIZE)
+    out = torch.full_like(q, torch.nan)
+    with pytest.raises(ArgumentError, match="softcap"):
+        model.cache.attend(0, q, step, out=out, softcap=-1.0)
+    with pytest.raises(ArgumentError, match="memory of its own"):
+        model.cache.attend(0, out, step, out=out)
+    assert bool(out.isnan().all())
 
 
 CHANGES = st.lists(

@@ -184,6 +184,17 @@ class QuantKVBackend(ABC):
 
         return launch_attention(kernels, attention)
 
+    def read_joined(self, attention: Attention, mode: QuantKVBackend, first: Attention) -> LaunchRecord | None:
+        """:meth:`read` of ``attention``, which joins what ``mode`` finds for ``first``: both, in one call where both have kernels."""
+        mine, its = (None if type(each).read is not QuantKVBackend.read else each.kernels() for each in (self, mode))
+        if mine is None or its is None:
+            mode.read(first)
+            self.read(attention)
+            return None
+        from kvq_core.launch.attention import Read, launch_attention
+
+        return launch_attention(mine, attention, Read(its, first))
+
     # -- the two doors --------------------------------------------------------------------------------------------------
 
     def reshape_and_cache(
@@ -262,6 +273,8 @@ class QuantKVBackend(ABC):
         lse: torch.Tensor | None = None,
         key_stops: torch.Tensor | None = None,
         first_positions: torch.Tensor | None = None,
+        other: torch.Tensor | None = None,
+        other_lse: torch.Tensor | None = None,
     ) -> None:
         """Causal attention of ragged query rows over the pages, into ``out``.
 
@@ -294,6 +307,9 @@ class QuantKVBackend(ABC):
             key_stops: [num_seqs] int32: a sequence's keys at this position and later are not seen, where another read has them.
             first_positions: [num_seqs] int32: the rotary position of each sequence's first key, where ``smoothing`` has a rotary mean.
                 Default ``None``: 0.
+            other, other_lse: [num_tokens, num_query_heads, head_size_v] and [num_tokens, num_query_heads] float32, contiguous, both or
+                neither: the result of another read of the same rows, over other keys. ``out`` and ``lse`` are then of the keys of both, as
+                :func:`kvq_core.combine` would make them. Of sinks only one of the two may have been told.
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
@@ -325,12 +341,16 @@ class QuantKVBackend(ABC):
             softmax_segm_max,
             softmax_segm_expsum,
         )
-        if smoothing is not None or lse is not None or key_stops is not None:
-            given = None if smoothing is None else checks.instance("smoothing", smoothing, KeySmoothing)
-            arguments += (None, None) if given is None else (given.mean, given.balance)
-            arguments += (lse, key_stops)
-            if given is not None and given.rotary is not None:
-                arguments += (given.rotary.pair_table, first_positions)
+        mean = balance = rotary = None
+        if smoothing is not None:
+            given = checks.instance("smoothing", smoothing, KeySmoothing)
+            mean, balance = given.mean, given.balance
+            rotary = None if given.rotary is None else given.rotary.pair_table
+        rest: tuple[Any, ...] = (mean, balance, lse, key_stops, rotary, None if rotary is None else first_positions, other, other_lse)
+        # The dispatcher takes time for each argument that it is given.
+        while rest and rest[-1] is None:
+            rest = rest[:-1]
+        arguments += rest
         if torch.is_grad_enabled():
             refuse_gradients(ReadArgs._fields, arguments)
         try:

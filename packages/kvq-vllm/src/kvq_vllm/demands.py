@@ -58,6 +58,7 @@ def demands_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: 
         smoothed=impl.smoothing is not None,
         balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
         rotary_pairs=0 if impl.smoothing is None or impl.smoothing.rotary is None else impl.smoothing.rotary.steps.shape[1],
+        joins=impl.residual is not None,
         key_stops=impl.residual is not None,
         first_block=0 if impl.residual is None else impl.residual.sink_blocks(block_size),
         **_options(impl, config, dtype),
@@ -68,18 +69,19 @@ def demands_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: 
 def window_demands_of(
     impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0
 ) -> tuple[Demand, Demand]:
-    """Of the exact rows of a layer with a residual window: read beside packed ones; and alone, as a whole prompt of one sequence is."""
+    """Of the exact rows of a layer with a residual window: read before packed ones; and alone, as a whole prompt of one sequence is."""
     length, sinks = Settings.of(config).residual_length, impl.residual.sink_blocks(block_size)
     few, many = (block_size * (sinks + blocks_read(length, block_size, rows)) for rows in (longest_decode(config), longest_prefill(config)))
-    beside = Demand(
+    first = Demand(
         mode=_NONE.mode,
         places=places_of(_caches(impl, _NONE, num_blocks, block_size, dtype, page_bytes)),
         max_seqlen_k=many,
         decodes=(longest_decode(config), few),
         sinks=None if impl.sinks is None else impl.sinks.dtype,
+        partial=True,
         **_options(impl, config, dtype),
     )
-    return beside, replace(beside, max_num_seqs=1, query_rows=(), decodes=None, partial=False)
+    return first, replace(first, max_num_seqs=1, query_rows=(), decodes=None, partial=False)
 
 
 def blocks_read(length: int, block_size: int, rows: int) -> int:
@@ -113,7 +115,6 @@ def _options(impl: Any, config: Any, dtype: torch.dtype) -> dict[str, Any]:
         "softcap": impl.softcap,
         "slopes": impl.alibi_slopes is not None,
         "sqrt": impl.use_alibi_sqrt,
-        "partial": impl.residual is not None,
     }
 
 

@@ -125,8 +125,8 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         """Attend over the pages, which hold the step's own rows already. Without metadata (memory profiling) there are no pages."""
         if attn_metadata is None:
             if self.residual is not None:
-                # So that vLLM's memory profiling sees what two reads take.
-                _ = [torch.empty(output.shape, dtype=torch.float32, device=output.device) for _ in range(2)]
+                # So that vLLM's memory profiling sees what the first of two reads takes.
+                torch.empty(output.shape, dtype=torch.float32, device=output.device)
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ArgumentError("output_scale", "a fused quantization of the output", f"none: kvq offers no such fusion; {WITHOUT_KVQ}")

@@ -66,6 +66,8 @@ class ReadArgs(NamedTuple):
     key_stops: Tensor | None = None
     k_rotary: Tensor | None = None
     first_positions: Tensor | None = None
+    other: Tensor | None = None
+    other_lse: Tensor | None = None
 
 
 OpArgs = type[WriteArgs] | type[ReadArgs]

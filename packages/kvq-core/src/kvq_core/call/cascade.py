@@ -5,7 +5,8 @@ With ``lse_i = ln sum_j exp(s_j)`` over the keys of read ``i`` and ``out_i`` its
     lse = ln(exp(lse_1) + exp(lse_2))        out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
 which is attention over both sets of keys: cascade attention over a shared prefix, and context parallelism, read their keys in parts. Give
-sinks to one of the reads only, since each read counts them.
+sinks to one of the reads only, since each read counts them. The second of two reads may as well be given the first's result (``other`` and
+``other_lse`` of ``unified_attention``): that spares a launch, and the second result in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from kvq_core import checks
 from kvq_core.call.gradients import refuse_gradients
 from kvq_core.call.ops import kernels_run_on
-from kvq_core.call.reference import to_output_dtype
+from kvq_core.call.reference import joined, to_output_dtype
 from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError
 
@@ -59,9 +60,6 @@ def combine(
         from kvq_core.launch.reads import combine_reads
 
         return result, combine_reads(result, out, lse, other, other_lse)
-    total = torch.logaddexp(lse, other_lse)
-    # Rows that saw nothing: -inf - -inf would be NaN.
-    base = total.masked_fill(total == -torch.inf, 0.0)
-    share, other_share = ((part - base).exp()[..., None] for part in (lse, other_lse))
-    result.copy_(to_output_dtype(out.float() * share + other.float() * other_share, result.dtype, None))
+    both, total = joined(out, lse, other, other_lse)
+    result.copy_(to_output_dtype(both, result.dtype, None))
     return result, total

@@ -76,6 +76,19 @@ def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> La
     return None
 
 
+@torch.no_grad()
+def _read_joined(
+    backend: QuantKVBackend, of_first: QuantKVBackend, batch_invariant: bool, arguments: tuple[Any, ...], first: tuple[Any, ...]
+) -> LaunchRecord | None:
+    attention, before = (
+        Attention.checked(mode, ReadArgs(*given), batch_invariant=batch_invariant)
+        for mode, given in ((backend, arguments), (of_first, first))
+    )
+    if attention.q.shape[0] == 0 or attention.q.shape[1] == 0 or attention.batch.num_seqs == 0:
+        return None
+    return backend.read_joined(attention, of_first, before)
+
+
 def _read_facts(arguments: tuple[Any, ...]) -> tuple[Facts, list[int]]:
     """The facts of a read, with ``max_seqlen_k`` as the plan sees it: the calls of one step have those of the last, mostly."""
     longest = arguments[_MAX_SEQLEN_K]
@@ -105,7 +118,10 @@ class _Verb:
         return check_apart(self.args._fields, arguments, self.written(backend))
 
 
-_VERBS = (_Verb("write", WriteArgs, _write, facts_of), _Verb("read", ReadArgs, _read, _read_facts))
+_READ = _Verb("read", ReadArgs, _read, _read_facts)
+_VERBS = (_Verb("write", WriteArgs, _write, facts_of), _READ)
+_NAMES = tuple(verb.name for verb in _VERBS)
+_JOINED = "joined reads"
 
 
 @dataclass(frozen=True)
@@ -113,9 +129,12 @@ class _Bound:
     """The backend that a mode's ops call, and the calls of each op that can be repeated."""
 
     backend: QuantKVBackend
-    repeats: dict[str, ReplayCache] = field(default_factory=lambda: {verb.name: ReplayCache() for verb in _VERBS})
+    repeats: dict[str, ReplayCache] = field(default_factory=lambda: {name: ReplayCache() for name in (*_NAMES, _JOINED)})
 
     def call(self, verb: _Verb, arguments: tuple[Any, ...]) -> None:
+        if verb is _READ and _JOINING.reads is not None:
+            _JOINING.reads.append((self, arguments))
+            return
         device = arguments[0].device
         # Read once for each call: another thread may turn the switch before the call is over.
         batch_invariant = planner.is_batch_invariant()
@@ -124,16 +143,78 @@ class _Bound:
             verb.body(self.backend, batch_invariant, *arguments)
             return
         facts, addresses = verb.facts(arguments)
-        facts = (batch_invariant, *facts)
-        repeats = self.repeats[verb.name]
+        self._repeat(
+            verb.name,
+            (batch_invariant, *facts),
+            addresses,
+            lambda: verb.check_memory(self.backend, arguments),
+            lambda: verb.body(self.backend, batch_invariant, *arguments),
+        )
+
+    def _repeat(
+        self, kind: str, facts: Facts, addresses: list[int], check: Callable[[], Apart], body: Callable[[], LaunchRecord | None]
+    ) -> None:
+        """Repeat the launches of the earlier call with these facts, or go the whole way and keep what was launched."""
+        repeats = self.repeats[kind]
         repeat = repeats.get(facts)
         if repeat is not None and repeat(addresses):
             return
-        apart = verb.check_memory(self.backend, arguments)
-        record = verb.body(self.backend, batch_invariant, *arguments)
+        apart, record = check(), body()
         repeat = record.repeat(addresses, apart) if record is not None else None
         if repeat is not None:
             repeats.keep(facts, repeat)
+
+    def call_joined(self, arguments: tuple[Any, ...], first: _Bound, of_first: tuple[Any, ...]) -> None:
+        """The read ``first`` with arguments ``of_first``, and one with ``arguments`` that joins its result, as one call."""
+        batch_invariant = planner.is_batch_invariant()
+        written = _READ.written(self.backend) | _READ.written(first.backend)
+        tensors = {id(x): index for index, x in enumerate(of_first) if isinstance(x, torch.Tensor)}
+        # A tensor that both read is one of the call's.
+        named = zip(ReadArgs._fields, arguments, strict=False)
+        rest = tuple(("as", tensors[id(x)]) if id(x) in tensors and name not in written else x for name, x in named)
+        (facts_of_first, addresses), (facts, more) = _READ.facts(of_first), _READ.facts(rest)
+        self._repeat(
+            _JOINED,
+            (batch_invariant, first.backend, facts_of_first, facts),
+            addresses + more,
+            lambda: check_apart(ReadArgs._fields[: len(of_first)] + ReadArgs._fields, of_first + rest, written),
+            lambda: _read_joined(self.backend, first.backend, batch_invariant, arguments, of_first),
+        )
+
+
+class _Joining(threading.local):
+    """The reads that this thread has put off within :func:`joined_reads`."""
+
+    reads: list[tuple[_Bound, tuple[Any, ...]]] | None = None
+
+
+_JOINING = _Joining()
+
+
+@contextlib.contextmanager
+def joined_reads() -> Iterator[None]:
+    """Put off the two reads within the block, of which the second joins the first's result, and launch them as one call at its end.
+
+    What they raise is raised there. Where launches are not repeated the reads are called one after the other.
+    """
+    before = _JOINING.reads
+    reads: list[tuple[_Bound, tuple[Any, ...]]] = []
+    _JOINING.reads = reads
+    try:
+        yield
+    finally:
+        _JOINING.reads = before
+    if not reads:  # tensors of a tracer
+        return
+    (first, of_first), (second, arguments) = reads
+    device = arguments[0].device
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+        if replays_on(device):
+            second.call_joined(arguments, first, of_first)
+        else:
+            first.call(_READ, of_first)
+            second.call(_READ, arguments)
 
 
 class _Ops:

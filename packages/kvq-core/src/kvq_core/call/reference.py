@@ -119,6 +119,15 @@ def _visible(p: torch.Tensor, j: torch.Tensor, scoring: Scoring, seq: int) -> to
     return seen
 
 
+def joined(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 result [T, Hq, Dv], LSE [T, Hq]) over the keys of two reads of the same rows (cascade.py has the formula)."""
+    total = torch.logaddexp(lse, other_lse)
+    # Rows that saw nothing: -inf - -inf would be NaN.
+    base = total.masked_fill(total == -torch.inf, 0.0)
+    share, other_share = ((part - base).exp()[..., None] for part in (lse, other_lse))
+    return out.float() * share + other.float() * other_share, total
+
+
 def to_output_dtype(x: torch.Tensor, dtype: torch.dtype, output_scale: torch.Tensor | None) -> torch.Tensor:
     """Cast a result, a finite one to a finite one; with ``output_scale``, divide by it first and clamp into an fp8 ``dtype``."""
     if output_scale is None:

@@ -234,6 +234,7 @@ class Scoring:
 class Attention:
     """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv] and, where it is given, ``lse`` [T, Hq] float32.
 
+    ``other`` [T, Hq, Dv] and ``other_lse`` [T, Hq], float32: what another read of the rows found in other keys; ``None``: there is none.
     ``batch_invariant`` is the switch of ``kvq_core.plan.planner`` as the call found it.
     """
 
@@ -249,6 +250,8 @@ class Attention:
     batch_invariant: bool = False
     smoothing: Smoothing | None = None
     lse: torch.Tensor | None = None
+    other: torch.Tensor | None = None
+    other_lse: torch.Tensor | None = None
 
     @classmethod
     def checked(cls, backend: QuantKVBackend, args: ReadArgs, *, batch_invariant: bool = False) -> Attention:
@@ -284,6 +287,8 @@ class Attention:
             batch_invariant=batch_invariant,
             smoothing=Smoothing.given(args.k_mean, args.k_factor, args.k_rotary),
             lse=args.lse,
+            other=args.other,
+            other_lse=args.other_lse,
         )
         attention.validate(backend)
         return attention
@@ -295,7 +300,7 @@ class Attention:
     @property
     def sees_shift(self) -> bool:
         """Whether a number added to all scores of a row changes what it gives. The scores of smoothed keys lack one."""
-        return self.scoring.softcap > 0 or self.scoring.sinks is not None or self.lse is not None
+        return self.scoring.softcap > 0 or any(x is not None for x in (self.scoring.sinks, self.lse, self.other))
 
     def validate(self, backend: QuantKVBackend) -> None:
         """Raise :class:`ArgumentError` naming the first argument of ``unified_attention`` that does not fit."""
@@ -317,10 +322,15 @@ class Attention:
             self.scratch.validate(q.shape[1], out.shape[2], device)
         if self.smoothing is not None:
             self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device, of_read=True)
-        if self.lse is not None:
-            need_tensor(self.lse, "lse", 2, (torch.float32,), device)
-            need(self.lse.shape == q.shape[:2], "lse", shape_of(self.lse), f"the {tuple(q.shape[:2])} tokens and heads of q")
-            need(self.lse.is_contiguous(), "lse", f"strides {self.lse.stride()}", "a contiguous tensor")
+        if (self.other is None) != (self.other_lse is None):
+            missing, given = ("other", "other_lse") if self.other is None else ("other_lse", "other")
+            raise ArgumentError(missing, None, f"a tensor, since {given} is one: a read's result and its log-sum-exp")
+        rows = {"lse": (self.lse, q.shape[:2]), "other": (self.other, out.shape), "other_lse": (self.other_lse, q.shape[:2])}
+        for name, (tensor, shape) in rows.items():
+            if tensor is not None:
+                need_tensor(tensor, name, len(shape), (torch.float32,), device)
+                need(tensor.shape == shape, name, shape_of(tensor), f"{tuple(shape)}, as q and out have rows")
+                need(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "a contiguous tensor")
 
 
 def check_output(backend: QuantKVBackend, q: torch.Tensor, out: torch.Tensor, output_scale: torch.Tensor | None) -> None:

@@ -35,6 +35,8 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
 def read(backend: QuantKVBackend, attention: Attention) -> None:
     """Dense float32 attention over the decoded pages, one sequence at a time."""
     result, lse = reference.attention_and_lse(attention, gathering(backend, attention))
+    if attention.other is not None and attention.other_lse is not None:
+        result, lse = reference.joined(result, lse, attention.other, attention.other_lse)
     # Rows before the first sequence's and past the last one's, an engine's padding, stay as they are.
     starts = attention.batch.cu_seqlens_q
     owned = slice(int(starts[0]), int(starts[-1]))

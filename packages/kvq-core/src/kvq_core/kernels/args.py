@@ -44,12 +44,18 @@ class Rows(NamedTuple):
 
 class Output(NamedTuple):
     """Where results go: a [tokens, heads, channels] tensor with contiguous channels, and ``lse`` [tokens, heads] float32, contiguous, or
-    None: the natural logarithm of each row's softmax denominator."""
+    None: the natural logarithm of each row's softmax denominator.
+
+    ``other`` [tokens, heads, channels] and ``other_lse`` [tokens, heads], float32, contiguous, or None: what another read of the rows has
+    found in other keys, which results are to be of as well.
+    """
 
     ptr: Any
     token_stride: Any
     head_stride: Any
     lse: Any
+    other: Any = None
+    other_lse: Any = None
 
 
 class Batch(NamedTuple):

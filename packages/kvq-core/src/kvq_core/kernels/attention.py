@@ -11,6 +11,7 @@ Queries are rotated as K is, outputs un-rotated once as V is. Query rows are sca
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from kvq_core.kernels.args import QueryOperand
 from kvq_core.kernels.epilogue import epilogue
@@ -74,6 +75,8 @@ def attention_kernel(
             attend_work_tile(
                 work, kv_head, queries, keys, values, output, output_scale, batch, scoring, splits, partials, table_stride, num_blocks, C
             )  # fmt: skip
+    if C.tile.waits:
+        gdc_wait()
 
 
 @triton.jit

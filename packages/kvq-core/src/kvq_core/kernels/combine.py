@@ -14,7 +14,7 @@ from kvq_core.kernels.args import RowBlock, SoftmaxState
 from kvq_core.kernels.hadamard import unrotate_row
 from kvq_core.kernels.queries import store_channels, store_rows
 from kvq_core.kernels.scheduler import only_units, range_size
-from kvq_core.kernels.softmax import add_sink, reciprocal_sum, store_lse
+from kvq_core.kernels.softmax import add_other, add_sink, reciprocal_sum, store_lse
 
 
 @triton.jit(do_not_specialize=["num_row_blocks", "num_programs"])
@@ -47,7 +47,7 @@ def combine_alone(output, output_scale, batch, scoring, splits, partials, num_pr
     if C.tile.overlap != "":
         # What comes next is the work of the launch before.
         gdc_wait()
-    if num_splits > 1:
+    if num_splits >= C.tile.least_splits:
         zero = program * 0  # as the kernels' values are: a plain 0 has no width to be widened from
         block = RowBlock(first_token, zero, query_len, num_splits, zero)
         combine_row(program // TILE.slices, program % TILE.slices, block, output, output_scale, scoring, splits, partials, TILE, C)
@@ -132,12 +132,14 @@ def combine_rows(r, block, output, output_scale, scoring, splits, partials, C: t
         acc = joined
         state = SoftmaxState(top, state.sum * alpha + one.sum * one_weight + two.sum * two_weight)
     state, factor = add_sink(state, head, valid, scoring)
+    state, factor, share = add_other(state, factor, token, head, valid, output, C)
     store_lse(state, token, head, valid, output, C)
-    scale = factor * reciprocal_sum(state.sum)
+    inverse = reciprocal_sum(state.sum)
+    scale = factor * inverse
     result = ()
     for s in tl.static_range(tl.constexpr(C.format.value.ways)):
         result = result + (acc[s] * scale[:, None],)
-    store_rows(result, output, output_scale, token, head, valid, ROWS, C, MIXED=C.features.mixed)
+    store_rows(result, share * inverse, output, output_scale, token, head, valid, ROWS, C, MIXED=C.features.mixed)
 
 
 @triton.jit
@@ -198,8 +200,10 @@ def combine_row(r, part, block, output, output_scale, scoring, splits, partials,
     largest = tl.max(top, 0)
     weight = tl.exp2(top - tl.where(largest == float("-inf"), 0.0, largest))
     state, factor = add_sink(SoftmaxState(largest, tl.sum(total * weight, 0)), head, valid, scoring)
+    state, factor, share = add_other(state, factor, token, head, valid, output, C)
     store_lse(state, token, head, tl.where(part == 0, valid, False), output, C)
-    x = tl.sum(acc * weight[:, None, None], 0) * (factor * reciprocal_sum(state.sum))
+    inverse = reciprocal_sum(state.sum)
+    x = tl.sum(acc * weight[:, None, None], 0) * (factor * inverse)
     if C.format.value.rotated:
         x = unrotate_row(x, channel, HEADS, SIGNS, C.features.mixed)
-    store_channels(x, channel, tl.where(valid, inside, False), output, output_scale, token, head, C)
+    store_channels(x, share * inverse, channel, tl.where(valid, inside, False), output, output_scale, token, head, C)

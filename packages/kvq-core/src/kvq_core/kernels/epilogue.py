@@ -13,7 +13,7 @@ from kvq_core.kernels.compiler_hints import opaque_zero
 from kvq_core.kernels.hadamard import butterfly
 from kvq_core.kernels.pack_keys import unfold
 from kvq_core.kernels.queries import store_rows
-from kvq_core.kernels.softmax import add_sink, reciprocal_sum, store_lse
+from kvq_core.kernels.softmax import add_other, add_sink, reciprocal_sum, store_lse
 
 
 @triton.jit
@@ -31,6 +31,9 @@ def epilogue(acc, state, output, output_scale, rows, work, kv_head, partials, sp
         state = SoftmaxState(state.max + rows.shift * LOG2E, state.sum)
     if C.tile.split == "":
         write_result(acc, state, output, output_scale, rows, work, scoring, C)
+    elif C.tile.least_splits == 1:
+        note_plan(work, kv_head, partials, C)
+        write_partial(acc, state, rows, work, kv_head, partials, splits, C)
     else:
         note_plan(work, kv_head, partials, C)
         if work.num_splits == 1:
@@ -65,14 +68,16 @@ def note_plan(work, kv_head, partials, C: tl.constexpr):
 @triton.jit
 def write_result(acc, state, output, output_scale, rows, work, scoring, C: tl.constexpr):
     state, factor = add_sink(state, rows.head, rows.valid, scoring)
+    state, factor, share = add_other(state, factor, rows.token, rows.head, rows.valid, output, C)
     store_lse(state, rows.token, rows.head, rows.valid, output, C)
-    scale = factor * reciprocal_sum(state.sum)
+    inverse = reciprocal_sum(state.sum)
+    scale = factor * inverse
     result = ()
     for s in tl.static_range(tl.constexpr(C.format.value.ways)):
         result = result + (acc[s] * scale[:, None],)
     # Of another number than the queries' matrix, or that would be kept for this.
     zero = opaque_zero(work.first_token, C)
-    store_rows(result, output, output_scale, rows.token, rows.head, rows.valid, C.tile.rows, C, zero=zero)
+    store_rows(result, share * inverse, output, output_scale, rows.token, rows.head, rows.valid, C.tile.rows, C, zero=zero)
 
 
 @triton.jit

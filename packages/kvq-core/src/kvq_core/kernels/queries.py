@@ -126,9 +126,11 @@ def row_factors(peak, factor):
 
 
 @triton.jit
-def store_rows(ways, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False, zero=0):
-    """Un-rotate finished float32 rows [ROWS, WIDTH] x WAYS, convert, and store them in channel order. MIXED: see C.features.mixed.
-    ``zero``: see :mod:`.compiler_hints`."""
+def store_rows(
+    ways, share, output, output_scale, token, head, valid, ROWS: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr = False, zero=0
+):  # fmt: skip
+    """Un-rotate finished float32 rows [ROWS, WIDTH] x WAYS, and store them in channel order as :func:`store_channels` does; ``share``
+    [ROWS]. MIXED: see C.features.mixed. ``zero``: see :mod:`.compiler_hints`."""
     HEADS: tl.constexpr = C.value_heads
     FORMAT: tl.constexpr = C.format.value
     if FORMAT.rotated:
@@ -138,14 +140,18 @@ def store_rows(ways, output, output_scale, token, head, valid, ROWS: tl.constexp
     mask = valid[:, None]
     if HEADS.width * HEADS.ways != HEADS.size:
         mask = mask & (channel < HEADS.size)
-    store_channels(x, channel, mask, output, output_scale, token[:, None], head[:, None], C)
+    store_channels(x, share[:, None], channel, mask, output, output_scale, token[:, None], head[:, None], C)
 
 
 @triton.jit
-def store_channels(x, channel, mask, output, output_scale, token, head, C: tl.constexpr):
-    """Give un-rotated float32 x its unit, convert it, and store it; channel, token and head have x's shape, or one that broadcasts."""
+def store_channels(x, share, channel, mask, output, output_scale, token, head, C: tl.constexpr):
+    """Give un-rotated float32 x its unit, add ``share`` of another read's result, convert, and store; all others have x's shape, or one
+    that broadcasts."""
     if C.format.value.divided:
         x = x * (1.0 / C.value_heads.block)
+    if output.other is not None:
+        row = token.to(tl.int64) * (tl.num_programs(1) * C.shape.group) + head
+        x += share * tl.load(output.other + row * C.value_heads.size + channel, mask=mask, other=0.0)
     if output_scale is not None:
         x = x / tl.load(output_scale)
     if C.features.output == "e4m3fn":

@@ -82,6 +82,25 @@ def add_sink(state, heads, valid, scoring):
 
 
 @triton.jit
+def add_other(state, factor, token, head, valid, output, C: tl.constexpr):
+    """(state with the other read's keys in the sum, ``factor`` for the accumulator with what that makes of it, factor for the other's
+    result)."""
+    if output.other is None:
+        share = factor
+        result = state
+    else:
+        at = token.to(tl.int64) * (tl.num_programs(1) * C.shape.group) + head
+        # A multiply-add, so that it is not merged with the difference below.
+        other = tl.fma(tl.load(output.other_lse + at, mask=valid, other=float("-inf")), LOG2E, 0.0)
+        top = tl.maximum(state.max, other)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        kept, share = tl.exp2(state.max - safe), tl.exp2(other - safe)
+        factor = factor * kept
+        result = SoftmaxState(top, state.sum * kept + share)
+    return result, factor, share
+
+
+@triton.jit
 def store_lse(state, token, head, valid, output, C: tl.constexpr):
     """Store the rows' log-sum-exp, ``ln sum_j exp(score_j)``, sinks included; -inf where nothing was seen. ``state``: in log2 units."""
     if output.lse is not None:

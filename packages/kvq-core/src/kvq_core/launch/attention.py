@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import triton
 
 from kvq_core.call.spec import Attention
@@ -15,8 +15,8 @@ from kvq_core.kernels.combine import combine_kernel
 from kvq_core.kernels.config import CombineTile, Features, ReadConfig, Shape, Tile
 from kvq_core.kernels.formats import Format, Kernels, Sm90Kernels
 from kvq_core.kernels.heads import Heads, multiplied_lanes
-from kvq_core.launch import dispatch
-from kvq_core.launch.bundles import Pages, bundle_output, bundle_pages, bundle_rows, bundle_scoring, row_alignment, strides_of
+from kvq_core.launch import dispatch, target
+from kvq_core.launch.bundles import FP8_NAMES, Pages, bundle_output, bundle_pages, bundle_rows, bundle_scoring, row_alignment, strides_of
 from kvq_core.launch.device import device_facts, interpreting, overlaps
 from kvq_core.launch.replay import LaunchRecord
 from kvq_core.launch.staging import most_tiles, stage, staged_config
@@ -24,7 +24,8 @@ from kvq_core.launch.workspace import sole_use
 from kvq_core.plan import planner
 from kvq_core.plan.planner import KernelFamily
 
-_FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+MOST_KEYS = 512
+"""Keys of a sequence that one program of a read between two kernels has at most: more are better split."""
 PREFETCHED_KEYS = 32
 """Keys of a split up to which a program prefetches its first tile; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
 
@@ -32,30 +33,96 @@ Parts = tuple[args.Splits, args.Partials]
 """How keys are split, and where the results of splits go."""
 
 
-def launch_attention(kernels: Kernels, attention: Attention) -> LaunchRecord:
-    """Launch a mode's attention kernel, and the combine kernel where keys are split, for every class of query lengths in the batch."""
-    record = LaunchRecord(attention.q.device)
-    sm90 = dispatch.sm90_reads(kernels, attention)
-    problem = problem_of(attention, kernels.format, sm90)
+@dataclass(frozen=True)
+class Read:
+    """A mode's kernels and what they attend to."""
+
+    kernels: Kernels
+    attention: Attention
+
+    @functools.cached_property
+    def sm90(self) -> Sm90Kernels:
+        return dispatch.sm90_reads(self.kernels, self.attention)
+
+    @functools.cached_property
+    def problem(self) -> planner.Problem:
+        return problem_of(self.attention, self.kernels.format, self.sm90)
+
+
+def launch_attention(kernels: Kernels, attention: Attention, first: Read | None = None) -> LaunchRecord:
+    """Launch a mode's attention kernel, and the combine kernel where keys are split, for every class of query lengths in the batch.
+
+    ``first``: the read whose result this one joins, launched along with it: between its two kernels where it can, to fill the places that
+    programs of the first leave.
+    """
+    record, read = LaunchRecord(attention.q.device), Read(kernels, attention)
+    elsewhere = target.current()
+    one_of_two = elsewhere is not None and elsewhere.between
+    if one_of_two and attention.other is None and (waiting := _waiting(read)) is not None:
+        _launch_waiting(record, waiting)
+        return record
+    launches = planner.plan(read.problem)
+    with sole_use(attention.q.device):
+        # One launch of two kernels leaves room between them, and has the workspace.
+        between = _waiting(first) if first is not None and _leaves_room(launches) else None
+        if first is not None and between is None:
+            _launch(record, first, planner.plan(first.problem))
+        _launch(record, read, launches, between, between is not None or (one_of_two and _leaves_room(launches)))
+    return record
+
+
+def _leaves_room(launches: tuple[planner.Launch, ...]) -> bool:
+    """Whether another read can be launched between two kernels of these."""
+    return len(launches) == 1 and bool(launches[0].split)
+
+
+def _waiting(read: Read) -> Read | None:
+    """``read`` as it can be launched between two kernels, without a workspace; ``None`` if it cannot."""
+    attention = read.attention
+    if attention.batch.max_seqlen_k > MOST_KEYS or not overlaps(attention.q.device):
+        return None
+    whole = Read(read.kernels, replace(attention, seq_threshold_3d=0))
+    planned = planner.plan(whole.problem)
+    alike = len(planned) == 1 and planned[0].tile.decode and planned[0].tile.family is KernelFamily.TRITON and not planned[0].split
+    return whole if alike else None
+
+
+def _launch(
+    record: LaunchRecord, read: Read, launches: tuple[planner.Launch, ...], between: Read | None = None, leaves_room: bool = False
+) -> None:
+    kernels, attention, sm90 = read.kernels, read.attention, read.sm90
     entries = {
         KernelFamily.TRITON: kernels.attend,
         KernelFamily.SM90_PREFILL: sm90.prefill,
         KernelFamily.SM90_DECODE_MULTIROW: sm90.decode_multirow,
     }
     packed = bundle_pages(attention, kernels.format)
-    with sole_use(attention.q.device):
-        for launch in planner.plan(problem):
-            entry, pages, config = entries[launch.tile.family], packed, _config(attention, kernels.format, launch)
-            if launch.staged:
-                pages = stage(record, attention, packed, launch.staged, config)
-                entry, config = sm90.staged, staged_config(config)
-                # The launches after it leave out the sequences that are staged.
-                packed = replace(packed, batch=packed.batch._replace(first_tiles=pages.batch.first_tiles))
-            parts = _splits(record, attention, launch, config)
-            _attend(record, entry, attention, pages, launch, parts, config)
-            if launch.split:
-                _combine(record, attention, problem, launch, pages.batch, parts, config)
-    return record
+    for launch in launches:
+        entry, pages, config = entries[launch.tile.family], packed, _config(attention, kernels.format, launch)
+        if leaves_room:
+            # What is launched then takes the places that programs leave as they end. Its result is not there before the combine kernel.
+            config = replace(config, tile=replace(config.tile, overlap="start", least_splits=1))
+        if launch.staged:
+            pages = stage(record, attention, packed, launch.staged, config)
+            entry, config = sm90.staged, staged_config(config)
+            # The launches after it leave out the sequences that are staged.
+            packed = replace(packed, batch=packed.batch._replace(first_tiles=pages.batch.first_tiles))
+        parts = _splits(record, attention, launch, config)
+        _attend(record, entry, attention, pages, launch, parts, config)
+        if between is not None:
+            _launch_waiting(record, between)
+        if launch.split:
+            _combine(record, attention, read.problem, launch, pages.batch, parts, config)
+
+
+def _launch_waiting(record: LaunchRecord, read: Read) -> None:
+    """Launch a read that is not split as soon as the launch before it lets go; it ends after that."""
+    attention, form = read.attention, read.kernels.format
+    (launch,) = planner.plan(read.problem)
+    config = _config(attention, form, launch)
+    config = replace(config, tile=replace(config.tile, overlap="end", waits=True))
+    nothing = args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
+    _attend(record, read.kernels.attend, attention, bundle_pages(attention, form), launch, nothing, config)
 
 
 def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> planner.Problem:
@@ -120,7 +187,7 @@ def _attend(
         bundle_rows(attention.q, attention.smoothing),
         pages.keys,
         pages.values,
-        _output(attention),
+        bundle_output(attention),
         attention.output_scale,
         pages.batch,
         bundle_scoring(attention),
@@ -130,12 +197,14 @@ def _attend(
         C=config,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **(
-            {"maxnreg": tile.registers}
-            if tile.registers and config.features.use_asm and tile.family is not KernelFamily.SM90_PREFILL
-            else {}
-        ),
+        **_options(tile, config),
     )
+
+
+def _options(tile: planner.Tile, config: ReadConfig) -> dict[str, Any]:
+    """Triton's own, where they are not its defaults."""
+    limited = tile.registers and config.features.use_asm and tile.family is not KernelFamily.SM90_PREFILL
+    return ({"maxnreg": tile.registers} if limited else {}) | ({"launch_pdl": True} if config.tile.waits else {})
 
 
 def _combine(
@@ -155,7 +224,7 @@ def _combine(
     record.start(
         combine_kernel,
         (eights + rows, problem.num_kv_heads),
-        _output(attention),
+        bundle_output(attention),
         attention.output_scale,
         batch,
         bundle_scoring(attention)._replace(qq_bias=None, alibi_slopes=None),
@@ -168,11 +237,6 @@ def _combine(
         num_warps=combine.warps,
         **({"launch_pdl": True} if config.tile.overlap else {}),
     )
-
-
-def _output(attention: Attention) -> args.Output:
-    out = attention.out
-    return bundle_output(out.view(torch.uint8) if out.dtype in _FP8_NAMES else out, attention.lse)
 
 
 def _loops(attention: Attention, launch: planner.Launch) -> int:
@@ -226,6 +290,7 @@ def _tile(attention: Attention, form: Format, launch: planner.Launch) -> Tile:
         split=launch.split,
         least_splits=2 if tile.family is KernelFamily.TRITON else 1,
         overlap=("start" if launch.combine_waits else "end") if launch.split and overlaps(attention.q.device) else "",
+        waits=False,
         registers=(tile.registers or 0) if tile.family is KernelFamily.SM90_PREFILL else 0,
     )
 
@@ -236,7 +301,7 @@ def _features(attention: Attention, form: Format, launch: planner.Launch) -> Fea
         alibi_sqrt=attention.scoring.use_alibi_sqrt,
         shifted=attention.smoothing is not None and attention.sees_shift,
         rotary_pairs=0 if attention.smoothing is None else attention.smoothing.num_pairs,
-        output=_FP8_NAMES.get(attention.out.dtype, ""),
+        output=FP8_NAMES.get(attention.out.dtype, ""),
         mixed=form.value.rotated and launch.tile.family is KernelFamily.TRITON,
         use_asm=device.use_asm,
         fp8_hardware=device.fp8_hardware,

@@ -15,6 +15,9 @@ from kvq_core.errors import ArgumentError
 from kvq_core.kernels import args
 from kvq_core.kernels.formats import Format, PlaneFormat
 
+FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+"""What kernels call the outputs whose bits they make."""
+
 
 class BlockTable(NamedTuple):
     """Of a block table: how far apart its rows are, how many columns they have, and how many blocks there are."""
@@ -71,9 +74,10 @@ def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None, positi
     return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor, smoothing.rotary, positions)
 
 
-def bundle_output(out: torch.Tensor, lse: torch.Tensor | None) -> args.Output:
+def bundle_output(attention: Attention) -> args.Output:
+    out = attention.out.view(torch.uint8) if attention.out.dtype in FP8_NAMES else attention.out
     token, head, _ = out.stride()
-    return args.Output(out, token, head, lse)
+    return args.Output(out, token, head, attention.lse, attention.other, attention.other_lse)
 
 
 def bundle_scoring(attention: Attention) -> args.Scoring:

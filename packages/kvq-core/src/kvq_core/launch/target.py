@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ class Target:
 
     ``facts``: what launch plans depend on. ``overlaps``: whether a launch may start before the one it depends on has ended. ``start``:
     called with each kernel, its grid, arguments and options, in place of the launch. ``spaces``: collects the size of each workspace, in
-    float32 elements.
+    float32 elements. ``between``: reads are launched as between two kernels of another read, where they can be.
     """
 
     facts: DeviceFacts
     overlaps: bool
     start: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], object]
     spaces: list[int] = field(default_factory=list)
+    between: bool = False
 
 
 _TARGETS: dict[int, Target] = {}
@@ -53,3 +54,11 @@ def launching_to(target: Target) -> Iterator[None]:
             del _TARGETS[thread]
         else:
             _TARGETS[thread] = before
+
+
+@contextlib.contextmanager
+def between_kernels() -> Iterator[None]:
+    """Within the block, this thread's target is one with ``between``."""
+    here = current()
+    with contextlib.nullcontext() if here is None else launching_to(replace(here, between=True)):
+        yield

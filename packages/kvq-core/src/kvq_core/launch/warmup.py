@@ -20,19 +20,18 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 
 from kvq_core.cache.layout import LayerCaches
-from kvq_core.call.cascade import combine
 from kvq_core.errors import ArgumentError
 from kvq_core.launch.offline import Device, compiling_for, loading_for, planning_for, replaced
+from kvq_core.launch.target import between_kernels
 from kvq_core.launch.workspace import reserve
 from kvq_core.plan.planner import DECODE_QUERY_LEN, power_of_two
 from kvq_core.registry import get_backend
-from kvq_core.residual.reads import runs_beside
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_core.smoothing.rotary import RotaryMean
 
@@ -84,10 +83,10 @@ class Demand:
     ``places``: of a layer's caches (:func:`places_of`). ``query_rows``: rows that all sequences have in steps that only decode (1, and 1 +
     the number of drafts). Every batch comes with this ``max_seqlen_k``, as in a captured graph, and the ``max_seqlen_q`` of
     :func:`rounded_query_len`. ``sinks``: their dtype. ``slopes``: whether there are ALiBi slopes; ``sqrt``: the square root's.
-    ``partial``: whether reads are of a part of the keys, with float32 results and log-sum-exps, to be combined with others; ``key_stops``:
-    whether these bound them; ``first_block``: the column of the block table that they begin with, behind exact rows of a sequence's first
-    tokens. ``decodes``, of exact rows beside packed ones: the most query rows of a sequence in batches with a
-    ``max_seqlen_k`` of their own, and that one.
+    ``partial``: whether reads are of a part of the keys, with float32 results and log-sum-exps, for another to join; ``joins``: whether
+    they join such a result; ``key_stops``: whether these bound them; ``first_block``: the column of the block table that they begin with,
+    behind exact rows of a sequence's first tokens. ``decodes``, of exact rows beside packed ones: the most query rows of a sequence in
+    batches with a ``max_seqlen_k`` of their own, and that one.
     ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors; ``rotary_pairs``: of its rotary mean, 0: none.
     """
 
@@ -110,6 +109,7 @@ class Demand:
     balanced: bool = False
     rotary_pairs: int = 0
     partial: bool = False
+    joins: bool = False
     key_stops: bool = False
     first_block: int = 0
     decodes: tuple[int, int] | None = None
@@ -121,13 +121,15 @@ class Demand:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a door: ``num_tokens`` rows of ``num_seqs`` sequences (0: a write)."""
+    """One call of a door: ``num_tokens`` rows of ``num_seqs`` sequences (0: a write). ``between``: a read as it is launched between two
+    kernels of another."""
 
     demand: Demand
     num_tokens: int
     num_seqs: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    between: bool = False
 
     def __call__(self) -> None:
         wanted, backend = self.demand, get_backend(self.demand.mode)
@@ -159,31 +161,31 @@ class Call:
         block_size, query_heads = key_cache.shape[1], wanted.num_query_heads
         out = rows(query_heads, wanted.head_size_v)
         result = out.float() if wanted.partial else out
-        lse = floats(*result.shape[:2]) if wanted.partial else None
-        backend.unified_attention(
-            rows(query_heads, wanted.head_size),
-            key_cache,
-            value_cache,
-            result,
-            cu_seqlens_q=indices(self.num_seqs + 1),
-            max_seqlen_q=self.max_seqlen_q,
-            seqused_k=indices(self.num_seqs),
-            max_seqlen_k=self.max_seqlen_k,
-            softmax_scale=wanted.head_size**-0.5,
-            window_size=(wanted.window, -1 if wanted.window < 0 else 0),
-            block_table=indices(self.num_seqs, -(-self.max_seqlen_k // block_size))[:, wanted.first_block :],
-            key_stops=indices(self.num_seqs) if wanted.key_stops else None,
-            first_positions=indices(self.num_seqs) if wanted.first_block else None,
-            lse=lse,
-            seq_threshold_3D=0 if wanted.decodes and runs_beside(self.max_seqlen_q, self.max_seqlen_k) else None,
-            softcap=wanted.softcap,
-            sinks=None if wanted.sinks is None else torch.empty(query_heads, dtype=wanted.sinks, device=_META),
-            alibi_slopes=floats(query_heads) if wanted.slopes else None,
-            use_alibi_sqrt=wanted.sqrt,
-            **scales,
-        )
-        if lse is not None:
-            combine(result, lse, result, lse, result=out)
+        lse, other_lse = (floats(*result.shape[:2]) if wants else None for wants in (wanted.partial, wanted.joins))
+        with between_kernels() if self.between else contextlib.nullcontext():
+            backend.unified_attention(
+                rows(query_heads, wanted.head_size),
+                key_cache,
+                value_cache,
+                result,
+                cu_seqlens_q=indices(self.num_seqs + 1),
+                max_seqlen_q=self.max_seqlen_q,
+                seqused_k=indices(self.num_seqs),
+                max_seqlen_k=self.max_seqlen_k,
+                softmax_scale=wanted.head_size**-0.5,
+                window_size=(wanted.window, -1 if wanted.window < 0 else 0),
+                block_table=indices(self.num_seqs, -(-self.max_seqlen_k // block_size))[:, wanted.first_block :],
+                key_stops=indices(self.num_seqs) if wanted.key_stops else None,
+                first_positions=indices(self.num_seqs) if wanted.first_block else None,
+                lse=lse,
+                other=floats(*result.shape) if wanted.joins else None,
+                other_lse=other_lse,
+                softcap=wanted.softcap,
+                sinks=None if wanted.sinks is None else torch.empty(query_heads, dtype=wanted.sinks, device=_META),
+                alibi_slopes=floats(query_heads) if wanted.slopes else None,
+                use_alibi_sqrt=wanted.sqrt,
+                **scales,
+            )
 
     def _rotary(self, heads: int) -> RotaryMean | None:
         pairs = self.demand.rotary_pairs
@@ -286,7 +288,10 @@ def _calls(demands: Sequence[Demand]) -> Iterator[Call]:
             # No sequence has more rows than there are tokens.
             unlike += [(rows, num_tokens) for rows in few for num_tokens in _powers(rows) if num_tokens >= num_seqs]
             for rows, num_tokens in (*alike, *unlike):
-                yield Call(demand, num_tokens, num_seqs, rows, demand.longest_keys(rows))
+                call = Call(demand, num_tokens, num_seqs, rows, demand.longest_keys(rows))
+                yield call
+                if demand.partial or demand.joins:
+                    yield replace(call, between=True)
 
 
 def _powers(most: int) -> list[int]:

@@ -106,6 +106,18 @@ def lse(exact: Exact, softmax_scale: float, softcap: float, u: float, level_erro
     return moved + (SIGMAS * math.sqrt(num_keys) + 16) * F32 + 4 * F32 * exact.lse.abs().nan_to_num(posinf=0.0)
 
 
+def joined(exact: Exact, other: torch.Tensor, other_lse: torch.Tensor, bound: torch.Tensor, lse_bound: torch.Tensor) -> torch.Tensor:
+    """The bound [Hq, n, Dv] where a result with ``bound``, and an LSE with ``lse_bound``, are joined with those of another read, which are
+    exact. A share w moves by at most w (1 - w) times what an LSE does."""
+    total = torch.logaddexp(exact.lse, other_lse)
+    share = (exact.lse - total).exp().nan_to_num(nan=0.0)[..., None]
+    moved = lse_bound + 4 * F32 * other_lse.abs().nan_to_num(posinf=0.0) + 16 * F32
+    spread = share * (1 - share) * moved[..., None] * (exact.out - other).abs()
+    # What a share moves beside one that is nearly all: to second order.
+    spread = spread * torch.exp(moved[..., None].clamp(max=50))
+    return share * bound + spread + 8 * F32 * (share * exact.out.abs() + (1 - share) * other.abs())
+
+
 def _deviation(softmax_scale: float, u: float) -> float:
     return SIGMAS * u / math.sqrt(3) * softmax_scale
 

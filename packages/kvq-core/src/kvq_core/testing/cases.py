@@ -29,7 +29,8 @@ class Case:
     differ in, which is known (``mean``), with a factor for each channel (``balanced``), and with a rotary mean as well, of
     sequences that begin anywhere (``rotary``), or not (empty). The block table has
     ``spare_columns`` more than the longest sequence needs. ``shared``: every sequence begins with the blocks of the first, as far as both
-    fill them, and with the keys and values that are in them. ``key_stops``: keys at these positions and later are not seen.
+    fill them, and with the keys and values that are in them. ``key_stops``: keys at these positions and later are not seen. ``joined``: the
+    read is given what another one has found.
     """
 
     query_lens: tuple[int, ...] = (1, 5)
@@ -56,6 +57,7 @@ class Case:
     spare_columns: int = 0
     shared: bool = False
     key_stops: tuple[int, ...] = ()
+    joined: bool = False
 
     def __post_init__(self) -> None:
         fits = all(0 <= q <= k for q, k in zip(self.query_lens, self.seq_lens, strict=True))
@@ -107,6 +109,8 @@ OPTIONS = (
     Case(**_MIXED, shared=True),
     Case(**_MIXED, key_stops=(32, 7, 0, 20, 64)),
     Case(**_LONG, key_stops=(40, 16), window=23, sinks=True),
+    Case(**_MIXED, key_stops=(20, 40, 0, 0, 70), joined=True),
+    Case(**_LONG, sinks=True, joined=True, output=torch.float8_e4m3fn),
     Case(query_lens=(20, 1), seq_lens=(30, 40), mm_prefix=(((12, 17), (3, 3)), ((2, 9), (30, 35)))),
     Case(query_lens=(20, 5), seq_lens=(20, 40), mm_prefix=(((0, 11), (15, 2**31 - 1)), ((33, 39), (0, 0))), window=4),
     Case(**_LONG, output=torch.float8_e4m3fn),
@@ -140,6 +144,7 @@ SMOOTHED = (
     *ROTARY,
     Case(query_lens=(1, 1), seq_lens=(560, 270), num_kv_heads=2, smoothing="rotary", sinks=True),
     Case(query_lens=(4,), seq_lens=(400,), num_kv_heads=1, queries_per_kv=3, window=300, smoothing="rotary", key_stops=(390,)),
+    Case(**_LONG, smoothing="mean", joined=True),
 )
 """Keys whose mean is taken off: prefill, decode and split keys, with what sees the difference (sinks, a softcap) and what does not."""
 

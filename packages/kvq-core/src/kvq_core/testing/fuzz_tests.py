@@ -56,7 +56,7 @@ class FuzzTests(Subject):
         overrides: dict[str, Any] = {"max_seqlen_q": scenario.longest, "max_seqlen_k": scenario.hint}
         built = staged.built
         if not scenario.padded:
-            overrides["q"] = built.q[: sum(scenario.case.query_lens)]
+            overrides |= built.without_padding()
         if scenario.plan == "whole":
             overrides["seq_threshold_3D"] = 0
         elif scenario.plan == "segments":

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvq_core.call.cascade import combine
-from kvq_core.testing import budgets, places
+from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
 from kvq_core.testing.scene import Scene
-from kvq_core.testing.subject import Judged, Subject, assert_within
+from kvq_core.testing.subject import Subject, assert_within
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -23,6 +23,8 @@ _CASES = (
     replace(_MIXED, smoothing="balanced", alibi=True),
     replace(_MIXED, softcap=1.5, sinks=True, window=9),
     replace(_SPLIT, sinks=True, smoothing="mean"),
+    replace(_SPLIT, joined=True),
+    replace(_MIXED, smoothing="mean", joined=True),
     Case(query_lens=(0, 1), seq_lens=(0, 20), output=torch.float8_e4m3fn),
 )
 _LARGE = (
@@ -31,12 +33,15 @@ _LARGE = (
     Case(query_lens=(8, 8), seq_lens=(3000, 2000), num_kv_heads=2, queries_per_kv=4, head_size=128, dtype=torch.bfloat16),
     Case(query_lens=(700, 300), seq_lens=(1700, 300), num_kv_heads=2, queries_per_kv=4, head_size=128, dtype=torch.bfloat16),
     Case(query_lens=(700,), seq_lens=(1700,), num_kv_heads=2, queries_per_kv=4, head_size=128, dtype=torch.bfloat16, sinks=True),
+    Case(query_lens=(700, 3), seq_lens=(1700, 900), num_kv_heads=2, queries_per_kv=4, head_size=128, joined=True),
+    Case(query_lens=(8, 8), seq_lens=(3000, 2000), num_kv_heads=2, queries_per_kv=4, head_size=128, sinks=True, joined=True),
+    Case(query_lens=(1,) * 8, seq_lens=tuple(range(100, 4100, 500)), num_kv_heads=8, queries_per_kv=4, head_size=128, joined=True),
 )
 _IN_PARTS = Case(query_lens=(1, 1), seq_lens=(70, 45), queries_per_kv=3, dtype=torch.float32)
 
 
 class LSETests(Subject):
-    @places.each(_CASES, large=_LARGE, quick=_CASES[:1])
+    @places.each(_CASES, large=_LARGE, quick=(_CASES[0], _CASES[4]))
     def test_lse(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         self.assert_lse(backend, self.build(backend, case, place).fill(), place)
 
@@ -56,7 +61,7 @@ class LSETests(Subject):
             at = built.first_row(judged.seq)
             weight = (one_lse[at] - lse[at]).exp().double()[:, None, None]
             apart = (one[at] - two[at]).abs().double()[:, None, :]
-            of_lse = self._lse_bound(backend, built, place, judged)[..., None]
+            of_lse = judged.lse_bound[..., None]
             # Each part's rounding weighs as the whole's does; a weight w moves by at most w (1 - w) times what the two LSEs do.
             bound = 2 * judged.bound + 2 * weight * (1 - weight) * of_lse * apart
             assert_within(judged.got, judged.wanted, bound, f"{case}: combined [head, row, channel]")
@@ -67,19 +72,12 @@ class LSETests(Subject):
         for judged in self.judge(backend, built, place, out, lse=lse, **overrides):
             what = f"{built.case}: sequence {judged.seq}"
             assert_within(judged.got, judged.wanted, judged.bound, f"{what}, [head, row, channel]")
-            first, wanted = built.first_row(judged.seq), judged.exact.lse
+            first, wanted = built.first_row(judged.seq), judged.lse
             got = lse[first : first + wanted.shape[1]].double().transpose(0, 1)
             unseen = wanted == -torch.inf
             assert torch.equal(got[unseen], wanted[unseen])
-            bound = self._lse_bound(backend, built, place, judged)
-            assert_within(got.masked_fill(unseen, 0), wanted.masked_fill(unseen, 0), bound, f"{what}: LSE [head, row]")
+            assert_within(got.masked_fill(unseen, 0), wanted.masked_fill(unseen, 0), judged.lse_bound, f"{what}: LSE [head, row]")
         assert bool(lse[len(out) :].isnan().all()), "the LSE of rows of no sequence was written"
-
-    def _lse_bound(self, backend: QuantKVBackend, built: Scene, place: Place, judged: Judged) -> torch.Tensor:
-        case, kernels = built.case, place.kernels
-        u = place.unit_roundoff(self.operand_dtype(case.dtype)) if kernels else budgets.F32
-        levels = budgets.level_error(backend) if kernels else budgets.NO_LEVEL_ERROR
-        return budgets.lse(judged.exact, built.read_arguments()["softmax_scale"], case.softcap, u, levels)
 
 
 def _read_with_lse(built: Scene, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:

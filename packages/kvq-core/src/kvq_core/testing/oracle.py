@@ -87,6 +87,13 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, present: torch.Ten
     return Exact(q, k, v, raw, capped, final, weights, weights @ v, shift, shift_terms, rotary_terms, torch.logsumexp(logits, -1))
 
 
+def joined(exact: Exact, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result [Hq, n, Dv], LSE [Hq, n]) of ``exact`` and another read that found ``other`` and ``other_lse`` in other keys."""
+    lses = torch.stack((exact.lse, other_lse))
+    shares = torch.softmax(lses, 0).nan_to_num(0.0)[..., None]
+    return shares[0] * exact.out + shares[1] * other, torch.logsumexp(lses, 0)
+
+
 def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``q`` [Hq, n, D] as smoothed keys need it, and the shift of the scores with its terms' magnitudes."""
     smoothing = arguments.get("smoothing")
@@ -97,7 +104,7 @@ def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[t
     terms = q * mean * arguments["softmax_scale"]
     if smoothing.balance is not None:
         q = q * smoothing.balance.double().repeat_interleave(group, 0)[:, None]
-    if not arguments["softcap"] and arguments["sinks"] is None and arguments.get("lse") is None:
+    if not arguments["softcap"] and all(arguments.get(name) is None for name in ("sinks", "lse", "other")):
         return q, none, none  # a softmax does not see it
     return q, terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True)
 

@@ -177,13 +177,15 @@ class Scene:
         }
         if self.smoothing is not None:
             arguments["smoothing"] = self.smoothing
-        if arguments["mm_prefix_range"] is not None:
-            arguments["mm_prefix_range"] = arguments["mm_prefix_range"][list(seqs)]
-        if arguments["key_stops"] is not None:
-            arguments["key_stops"] = arguments["key_stops"][list(seqs)]
-        if arguments["first_positions"] is not None:
-            arguments["first_positions"] = arguments["first_positions"][list(seqs)]
+        of_sequences, of_rows = ("mm_prefix_range", "key_stops", "first_positions"), () if whole else ("other", "other_lse")
+        for names, places in ((of_sequences, list(seqs)), (of_rows, rows)):
+            arguments |= {name: arguments[name][places] for name in names if arguments[name] is not None}
         return arguments
+
+    def without_padding(self) -> dict[str, Any]:
+        """The read's rows without those of no sequence."""
+        rows = {"q": self.q, "other": self.options["other"], "other_lse": self.options["other_lse"]}
+        return {name: None if x is None else x[: sum(self.case.query_lens)] for name, x in rows.items()}
 
     def fresh_out(self, num_rows: int | None = None) -> Poisoned:
         """An output full of NaN, in a buffer of its own."""
@@ -379,6 +381,12 @@ def _options(case: Case, generator: torch.Generator, device: torch.device) -> di
         filled = [list(of_seq) + [(0, 0)] * (count - len(of_seq)) for of_seq in case.mm_prefix]
         ranges = torch.tensor(filled, dtype=torch.int32, device=device)
     slopes = draw(case.alibi, heads)
+    num_rows = sum(case.query_lens) + PADDING_ROWS
+    other, other_lse = draw(case.joined, num_rows, heads, case.value_size), draw(case.joined, num_rows, heads)
+    if other is not None and other_lse is not None:
+        # Of few keys and of many; every seventh row has seen none.
+        other_lse = other_lse * 3 + 2
+        other.flatten(0, 1)[::7], other_lse.view(-1)[::7] = 0.0, -torch.inf
     return {
         "sinks": draw(case.sinks, heads, dtype=case.dtype),
         "alibi_slopes": None if slopes is None else slopes.abs() * 0.1 + 0.01,
@@ -387,4 +395,6 @@ def _options(case: Case, generator: torch.Generator, device: torch.device) -> di
         "output_scale": None if case.output is None else torch.tensor(0.01, dtype=torch.float32, device=device),
         "mm_prefix_range": ranges,
         "key_stops": torch.tensor(case.key_stops, dtype=torch.int32, device=device) if case.key_stops else None,
+        "other": other,
+        "other_lse": other_lse,
     }

@@ -159,4 +159,5 @@ def options(draw: st.DrawFn, seq_lens: tuple[int, ...]) -> dict[str, object]:
         "output": sometimes(st.sampled_from((torch.float8_e4m3fn, torch.float8_e5m2)), None),
         "score_gain": sometimes(st.sampled_from((0.0, 0.1, 10.0)), 1.0),
         "key_stops": sometimes(st.tuples(*(st.integers(0, n + 3) for n in seq_lens)), ()),
+        "joined": sometimes(st.just(True), False),
     }

@@ -28,7 +28,8 @@ Encoded = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Judged:
-    """One sequence's result: ``got`` and ``wanted`` float64 and the ``bound`` on their distance, [Hq, n, Dv]."""
+    """One sequence's result: ``got`` and ``wanted`` float64 and the ``bound`` on their distance, [Hq, n, Dv]; the ``lse`` wanted and the
+    ``lse_bound`` on its distance, [Hq, n]. ``exact`` knows nothing of what another read has found, the others do."""
 
     seq: int
     position: int
@@ -36,6 +37,8 @@ class Judged:
     got: torch.Tensor
     wanted: torch.Tensor
     bound: torch.Tensor
+    lse: torch.Tensor
+    lse_bound: torch.Tensor
 
 
 class Subject:
@@ -170,14 +173,20 @@ class Subject:
                 continue
             exact = oracle.of_sequence(built, seq, arguments, position, damaged)
             bound = budgets.read(exact, arguments["softmax_scale"], arguments["softcap"], u, level_error)
-            wanted, scale = exact.out, arguments["output_scale"]
+            lse_bound = budgets.lse(exact, arguments["softmax_scale"], arguments["softcap"], u, level_error)
+            first = int(arguments["cu_seqlens_q"][position])
+            wanted, lse, scale = exact.out, exact.lse, arguments["output_scale"]
+            if arguments["other"] is not None:
+                rows = slice(first, first + case.query_lens[seq])
+                other, other_lse = (arguments[name][rows].double().transpose(0, 1) for name in ("other", "other_lse"))
+                bound = budgets.joined(exact, other, other_lse, bound, lse_bound)
+                wanted, lse = oracle.joined(exact, other, other_lse)
             if scale is not None:
                 largest = torch.finfo(out.dtype).max
                 wanted, bound = (wanted / scale.double()).clamp(-largest, largest), bound / scale.double()
             bound = budgets.stored(bound, wanted, out.dtype, place.unit_roundoff(out.dtype))
-            first = int(arguments["cu_seqlens_q"][position])
             got = out[first : first + case.query_lens[seq]].double().transpose(0, 1)
-            yield Judged(seq, position, exact, got, wanted, bound)
+            yield Judged(seq, position, exact, got, wanted, bound, lse, lse_bound)
 
     def assert_encoded(
         self, built: Scene, half: str, x: torch.Tensor, slots: torch.Tensor, what: str, kept: torch.Tensor | None = None

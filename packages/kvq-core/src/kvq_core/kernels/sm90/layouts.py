@@ -167,6 +167,8 @@ class QueryTile(NamedTuple):
     out_token_stride: Any
     out_head_stride: Any
     lse: Any
+    other: Any
+    other_lse: Any
     sinks: Any
     score_unit: Any
     value_unit: Any

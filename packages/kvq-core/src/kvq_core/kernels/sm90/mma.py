@@ -20,7 +20,7 @@ LN2 = gl.constexpr(_LN2.value)
 @gluon.jit
 def multiply_tiles(
     GROUP: gl.constexpr, work, span, shared, rotary, COPIED: gl.constexpr,
-    SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ADJACENT: gl.constexpr,
+    SCALED: gl.constexpr, BALANCED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, JOINS: gl.constexpr, ADJACENT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """From query rows to finished output rows. Tiles that all rows see, in blocks that all exist, come first and need no mask."""
@@ -52,14 +52,23 @@ def multiply_tiles(
     reference = sums.reference
     if C.features.shifted:
         reference += score_shift(work, rotary.unit, GROUP, C)
-    scale, reference, total = take_sink(reference, total, head, valid, work, SINKS)
+    scale = gl.full_like(total, 1.0)
+    share = scale
+    at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
+    if SINKS:
+        sink = gl.load(work.sinks + head, mask=valid, other=float("-inf")).to(gl.float32)
+        scale, reference, total, _ = take_term(sink, scale, reference, total)
+    if JOINS:
+        other = gl.load(work.other_lse + at, mask=valid, other=float("-inf"))
+        scale, reference, total, share = take_term(other, scale, reference, total)
     if LSE:
-        at = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
         gl.store(work.lse + at, (reference + gl.log2(total)) * LN2, mask=valid)
-    scale = scale * gl.where(total == 0.0, 0.0, 1.0 / total) * work.value_unit
+    inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+    scale = scale * inverse * work.value_unit
     if SCALED:
         scale = scale * sums.largest
-    store_output(sums.acc * gl.convert_layout(scale, gl.SliceLayout(1, OUTPUT))[:, None], work, GROUP, ADJACENT, C)
+    y = sums.acc * gl.convert_layout(scale, gl.SliceLayout(1, OUTPUT))[:, None]
+    store_output(y, share * inverse, work, GROUP, JOINS, ADJACENT, C)
 
 
 @gluon.jit
@@ -107,15 +116,10 @@ def multiply(n, sums, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C:
 
 
 @gluon.jit
-def take_sink(reference, total, head, valid, work, SINKS: gl.constexpr):
-    """(factor for the accumulator, reference, sum of weights) with exp(sink) in the sum."""
-    factor = gl.full_like(total, 1.0)
-    if SINKS:
-        sink = gl.load(work.sinks + head, mask=valid, other=float("-inf")).to(gl.float32)
-        sink = gl.fma(sink, gl.full_like(total, LOG2E), gl.zeros_like(total))
-        new = gl.maximum(reference, sink)
-        safe = gl.where(new == float("-inf"), 0.0, new)
-        factor = gl.exp2(reference - safe)
-        total = total * factor + gl.exp2(sink - safe)
-        reference = new
-    return factor, reference, total
+def take_term(term, scale, reference, total):
+    """(factor ``scale`` for the accumulator, reference, sum of weights, weight of the term) with exp(term) [HALF] in the sum."""
+    term = gl.fma(term, gl.full_like(total, LOG2E), gl.zeros_like(total))
+    new = gl.maximum(reference, term)
+    safe = gl.where(new == float("-inf"), 0.0, new)
+    kept, weight = gl.exp2(reference - safe), gl.exp2(term - safe)
+    return scale * kept, new, total * kept + weight, weight

@@ -132,9 +132,15 @@ def attend_in_groups(
         BALANCED: gl.constexpr = queries.factor is not None
         SINKS: gl.constexpr = scoring.sinks is not None
         LSE: gl.constexpr = output.lse is not None
+        JOINS: gl.constexpr = output.other is not None
         lse = queries.ptr
         if LSE:
             lse = output.lse
+        other = queries.ptr
+        other_lse = queries.ptr
+        if JOINS:
+            other = output.other
+            other_lse = output.other_lse
         mean = queries.ptr
         if C.features.shifted:
             mean = queries.mean
@@ -170,6 +176,8 @@ def attend_in_groups(
             output.token_stride,
             output.head_stride,
             lse,
+            other,
+            other_lse,
             sinks,
             score_unit,
             value_unit,
@@ -185,8 +193,8 @@ def attend_in_groups(
         gl.warp_specialize(
             [
                 (fill_tiles, (k, v, span, shared, rotary, COPIED, SCALED, KEY_PRESCALE, FINITE, UNPACK, SCALE_OF, C)),
-                (multiply_tiles, (0, work, span, shared, rotary, COPIED, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
-                (multiply_tiles, (1, work, span, shared, rotary, COPIED, SCALED, BALANCED, SINKS, LSE, ADJACENT, C)),
+                (multiply_tiles, (0, work, span, shared, rotary, COPIED, SCALED, BALANCED, SINKS, LSE, JOINS, ADJACENT, C)),
+                (multiply_tiles, (1, work, span, shared, rotary, COPIED, SCALED, BALANCED, SINKS, LSE, JOINS, ADJACENT, C)),
             ],
             [WARPS, WARPS],
             [C.tile.registers, C.tile.registers],

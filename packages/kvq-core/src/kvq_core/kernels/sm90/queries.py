@@ -172,8 +172,8 @@ def sign_word(SIGNS: gl.constexpr, WORD: gl.constexpr, like):
 
 
 @gluon.jit
-def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
-    """A group's finished float32 rows [HALF, C.channels]."""
+def store_output(y, share, work, GROUP: gl.constexpr, JOINS: gl.constexpr, ADJACENT: gl.constexpr, C: gl.constexpr):
+    """A group's finished float32 rows [HALF, C.channels], if JOINS with ``share`` [HALF] of another read's."""
     OUTPUT: gl.constexpr = product_layout(C.channels)
     channel = gl.arange(0, C.channels, gl.SliceLayout(0, OUTPUT))
     if C.format.key.rotated:
@@ -184,7 +184,12 @@ def store_output(y, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, C: gl.con
         channel = channel_at(channel, ADJACENT, C)
     token, head, _, valid = rows_of(work, GROUP, gl.SliceLayout(1, OUTPUT), C)
     offset = token.to(gl.int64) * work.out_token_stride + head.to(gl.int64) * work.out_head_stride
+    mask = existing(valid, channel, C)
+    if JOINS:
+        row = token.to(gl.int64) * (gl.num_programs(1) * C.shape.group) + head
+        other = gl.load(work.other + (row * C.shape.head_size_v)[:, None] + channel[None, :], mask=mask, other=0.0)
+        y += other * gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
     y = y.to(work.output.dtype.element_ty)
     if C.format.key.in_float16 and work.output.dtype.element_ty == gl.float16:
         y = in_float16(y)
-    gl.store(work.output + offset[:, None] + channel[None, :], y, mask=existing(valid, channel, C))
+    gl.store(work.output + offset[:, None] + channel[None, :], y, mask=mask)

@@ -65,6 +65,8 @@ def attend_multirow(
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
     gl.static_assert(STAGES >= 3, "at least three stages")
     gl.static_assert(C.tile.split == "equal" and C.tile.least_splits == 1, "an equal split, all of it combined")
+    if C.tile.overlap == "start":
+        gdc_launch_dependents()
     kv_head = gl.program_id(1)
     head = kv_head.to(gl.int64)
     # All strides of codes are multiples of 16 bytes; said in a way that the compiler sees.

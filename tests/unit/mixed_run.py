@@ -6,10 +6,11 @@ A program of its own, without ``TRITON_INTERPRET``: kernels that are interpreted
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import torch
 
-from kvq_core import get_backend
+from kvq_core import QuantKVBackend, get_backend
 from kvq_core.cache.layout import page_views
 from kvq_core.launch.offline import Device, planning_for
 from kvq_core.launch.warmup import Call, Demand, _identity, distinct_launches, places_of, rounded_query_len, workspace_elements
@@ -47,6 +48,33 @@ def leftover(wanted: Demand) -> tuple[int, list[object]]:
     return len(planned.launches), [launch[1:] for launch in planned.launches if _identity(launch) not in known]
 
 
+def leftover_of_two_reads() -> list[object]:
+    """Of the two reads of a residual window, launched as one call."""
+    from kvq_core.launch.attention import Read, launch_attention
+
+    rng = random.Random(0)
+    packed = demand("int4", joins=True, key_stops=True, first_block=3, query_rows=(1, 5))
+    exact = demand("none", partial=True, decodes=(16, 96), query_rows=(1, 5))
+    with planning_for(H100) as planned:
+        for call, _ in distinct_launches([packed, exact], H100):
+            call()
+        known = set(map(_identity, planned.launches))
+        planned.launches.clear()
+        for _ in range(25):
+            num_seqs = rng.choice((1, 1, 2, 7, 20, 32))
+            rows = [rng.choice((1, 1, rng.randrange(1, 17))) for _ in range(num_seqs)] if rng.random() < 0.7 else [5] * num_seqs
+            bound = rounded_query_len(max(rows), sum(rows), num_seqs, packed.query_rows)
+            with patch.object(QuantKVBackend, "read", autospec=True) as read:
+                for wanted in (exact, packed):
+                    Call(wanted, sum(rows), num_seqs, bound, wanted.longest_keys(bound))()
+            first, second = (call.args for call in read.call_args_list)
+            launch_attention(second[0].kernels(), second[1], Read(first[0].kernels(), first[1]))
+        names = [launch[0].__name__ for launch in planned.launches]
+        if names != ["attend", "attend", "combine_kernel"] * 25:
+            raise SystemExit(f"launches of two reads: {names}")
+        return [launch[1:] for launch in planned.launches if _identity(launch) not in known]
+
+
 def kernel_behind_sinks(first_block: int) -> object:
     """What a decode step of smoothed keys launches behind so many blocks of exact rows."""
     wanted = demand("int8", joins=True, key_stops=True, smoothed=True, rotary_pairs=32, first_block=first_block)
@@ -73,6 +101,8 @@ def main() -> None:
             launched += count
             if left:
                 raise SystemExit(f"{mode}, {further}: {len(left)} launches that the warm-up does not know, the first: {left[0]}")
+    if left := leftover_of_two_reads():
+        raise SystemExit(f"two reads: {len(left)} launches that the warm-up does not know, the first: {left[0]}")
     # Without positions, with them, and with a block table that begins on no aligned address.
     if len({kernel_behind_sinks(first_block) for first_block in (0, 4, 3)}) != 3:
         raise SystemExit("reads behind sinks are warmed up with the kernels of others")

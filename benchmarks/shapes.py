@@ -175,11 +175,18 @@ OPTIONS = (
     Read("A-cells", (8192,) * 64, layout="interleaved"),
 )
 """Decode settings with options of attention and other layouts: planned as setting A is, or as one short sequence."""
+LENGTHS = (
+    Read("b64-8100", (8100,) * 64),
+    Read("b32-3000", (3000,) * 32),
+    Read("b8-5000", (5000,) * 8),
+    Read("b32-4016-q4", (4016,) * 32, query_len=4),
+)
+"""Decode settings of lengths that are no powers of two, which neither tiles nor equal splits divide."""
 OTHER_PREFILL = tuple(Read(f"q8192-d{d}", (8192,), query_len=8192, head_size=d) for d in (64, 96))
 """Prefill with other head sizes."""
 LAYERS = tuple(Write(f"{one.name}-8", one.tokens, one.scattered, layers=8) for one in WRITE)
 """Writes as a graph of a model's step has them: the launches of one layer hide behind the work of the one before."""
-MORE: tuple[Setting, ...] = (*VARIED, *OPTIONS, *OTHER_PREFILL, *LAYERS)
+MORE: tuple[Setting, ...] = (*VARIED, *OPTIONS, *LENGTHS, *OTHER_PREFILL, *LAYERS)
 """What only ``--settings`` asks for (``more``: all of it)."""
 
 DEFAULT = (("decode", DECODE), ("prefill", PREFILL), ("write", WRITE))
@@ -189,7 +196,7 @@ QUICK = (("decode", HEADLINE),)
 def chosen(names: list[str]) -> tuple[tuple[str, tuple[Setting, ...]], ...]:
     """The settings of these names (or of an operation's name: all its default ones) by operation; ``ValueError`` for others."""
     everything: tuple[tuple[str, tuple[Setting, ...]], ...] = (
-        ("decode", DECODE + VARIED + OPTIONS),
+        ("decode", DECODE + VARIED + OPTIONS + LENGTHS),
         ("prefill", PREFILL + OTHER_PREFILL),
         ("write", WRITE + LAYERS),
     )

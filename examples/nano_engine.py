@@ -385,7 +385,9 @@ class Engine:
 
 def sample(logits: torch.Tensor, request: Request) -> int:
     """Draw from softmax(logits [vocab] / temperature) with the request's own generator, whatever else is in the batch."""
-    weights = torch.softmax(logits.cpu() / request.temperature, -1)
+    logits = logits.cpu().double()
+    # Less the largest first: what a tiny temperature makes of it would be infinite.
+    weights = torch.softmax((logits - logits.max()) / request.temperature, -1)
     return int(torch.multinomial(weights, 1, generator=request.generator))
 
 

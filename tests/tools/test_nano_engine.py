@@ -158,3 +158,11 @@ def test_bad_arguments_end_with_status_2_and_one_line(arguments: list[str], mess
         nano_engine.main(["x", "--model", str(small_weights), "--device", "cpu", *arguments])
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error:" in last and message in last
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6, 1e300])
+def test_any_temperature_draws_a_token(temperature: float) -> None:
+    logits = torch.tensor([-3e4, 2.0, 7.5, -1.0], dtype=torch.float16)
+    drawn = {nano_engine.sample(logits, Request([1], 4, temperature, seed)) for seed in range(40)}
+    assert drawn == {2} if temperature < 1 else drawn == {0, 1, 2, 3}

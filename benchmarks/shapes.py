@@ -181,7 +181,7 @@ LENGTHS = (
     Read("b8-5000", (5000,) * 8),
     Read("b32-4016-q4", (4016,) * 32, query_len=4),
 )
-"""Decode settings of lengths that are no powers of two, which neither tiles nor equal splits divide."""
+"""Decode settings of lengths that no tile divides, as most are; those of the others are powers of two."""
 OTHER_PREFILL = tuple(Read(f"q8192-d{d}", (8192,), query_len=8192, head_size=d) for d in (64, 96))
 """Prefill with other head sizes."""
 LAYERS = tuple(Write(f"{one.name}-8", one.tokens, one.scattered, layers=8) for one in WRITE)

@@ -97,7 +97,7 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "int8 kernels/softmax.py": (
         ("sum of weights not rescaled", "total = state.sum [-* by_row(alpha, C) -]+ "),
         ("softcap unseen by the sinks", "tl.fma(state.max, unit, [-base-]{+0.0+})"),
-        ("another read's keys not in the sum", "state.sum * kept[- + share-])"),
+        ("accumulator not rescaled for another read's keys", "factor = factor[- * kept-]"),
     ),
     "int8 kernels/queries.py": (("another read's result not in the output", "x += {+0 * +}share * tl.load(output.other"),),
     "int8 kernels/scores.py": (("softcap's tanh of half the score", "return [-2.0 * -]LOG2E / scoring.softcap"),),
@@ -127,7 +127,7 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "int8 kernels/epilogue.py": (
         (
             "sinks counted in each split, too",
-            "            write_partial(acc, [-state-]{+add_sink(state, rows.head, rows.valid, scoring)[0]+},",
+            "        else:\n            write_partial(acc, [-state-]{+add_sink(state, rows.head, rows.valid, scoring)[0]+},",
             SPLITS,
         ),
     ),

@@ -176,10 +176,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, overlapping: bool) -> Place:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_an_exact_read_between_two_kernels(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that the packed read's first kernel finishes may need it: of rows in one split, in several, and without keys."""
+@pytest.mark.parametrize("lengths", [(300, 70, 5), (300,), (140,)])
+def test_an_exact_read_between_two_kernels(lengths: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the packed read's first kernel finishes may need it: of rows in one split, in several, without keys, on their own."""
     model = Model(as_on_a_gpu(monkeypatch, overlapping=True), residual_length=16, max_sequences=3)
-    counts = {model.start(): count for count in (300, 70, 5)}
+    counts = {model.start(): count for count in lengths}
     model.append(counts)
     with noted_launches() as names:
         model.append(dict.fromkeys(counts, rows))

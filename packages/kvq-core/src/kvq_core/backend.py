@@ -184,16 +184,17 @@ class QuantKVBackend(ABC):
 
         return launch_attention(kernels, attention)
 
-    def read_joined(self, attention: Attention, mode: QuantKVBackend, first: Attention) -> LaunchRecord | None:
-        """:meth:`read` of ``attention``, which joins what ``mode`` finds for ``first``: both, in one call where both have kernels."""
-        mine, its = (None if type(each).read is not QuantKVBackend.read else each.kernels() for each in (self, mode))
+    def read_joined(self, attention: Attention, first: QuantKVBackend, of_first: Attention) -> LaunchRecord | None:
+        """The :meth:`read` of ``first`` for ``of_first``, and that of ``attention``, which joins its result; in one call where both modes
+        have kernels."""
+        mine, its = (None if type(each).read is not QuantKVBackend.read else each.kernels() for each in (self, first))
         if mine is None or its is None:
-            mode.read(first)
+            first.read(of_first)
             self.read(attention)
             return None
         from kvq_core.launch.attention import Read, launch_attention
 
-        return launch_attention(mine, attention, Read(its, first))
+        return launch_attention(mine, attention, Read(its, of_first))
 
     # -- the two doors --------------------------------------------------------------------------------------------------
 

@@ -78,15 +78,15 @@ def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> La
 
 @torch.no_grad()
 def _read_joined(
-    backend: QuantKVBackend, of_first: QuantKVBackend, batch_invariant: bool, arguments: tuple[Any, ...], first: tuple[Any, ...]
+    backend: QuantKVBackend, arguments: tuple[Any, ...], first: QuantKVBackend, of_first: tuple[Any, ...], batch_invariant: bool
 ) -> LaunchRecord | None:
-    attention, before = (
+    before, attention = (
         Attention.checked(mode, ReadArgs(*given), batch_invariant=batch_invariant)
-        for mode, given in ((backend, arguments), (of_first, first))
+        for mode, given in ((first, of_first), (backend, arguments))
     )
     if attention.q.shape[0] == 0 or attention.q.shape[1] == 0 or attention.batch.num_seqs == 0:
         return None
-    return backend.read_joined(attention, of_first, before)
+    return backend.read_joined(attention, first, before)
 
 
 def _read_facts(arguments: tuple[Any, ...]) -> tuple[Facts, list[int]]:
@@ -178,7 +178,7 @@ class _Bound:
             (batch_invariant, first.backend, facts_of_first, facts),
             addresses + more,
             lambda: check_apart(ReadArgs._fields[: len(of_first)] + ReadArgs._fields, of_first + rest, written),
-            lambda: _read_joined(self.backend, first.backend, batch_invariant, arguments, of_first),
+            lambda: _read_joined(self.backend, arguments, first.backend, of_first, batch_invariant),
         )
 
 

@@ -39,7 +39,7 @@ def combine_kernel(
 def combine_alone(output, output_scale, batch, scoring, splits, partials, num_programs, TILE: tl.constexpr, C: tl.constexpr):
     """Combine a row block on its own. How many splits it has follows from its length: nothing is loaded to know it."""
     program = tl.program_id(0)
-    # The table's width matters to another split than a row block alone has.
+    # Only a split into chunks asks for the table's width, and a row block on its own is split equally.
     total = only_units(0, batch, scoring, splits, C)
     num_splits = tl.cdiv(total, range_size(total, num_programs, splits, C))
     first_token = tl.load(batch.cu_seqlens_q)

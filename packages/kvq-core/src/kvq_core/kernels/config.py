@@ -53,7 +53,7 @@ class Tile(Constant):
     split: str  # "" (2D), "equal" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
     least_splits: int  # fewest splits the combine kernel must handle: 1 if partials are always written, else 2
     overlap: str  # launch what comes next early, at the "start" or "end" of programs: it waits on the device; else ""
-    waits: bool  # launched early, with nothing to wait for but that what comes next must find the launch before done
+    waits: bool  # launched early, and waits at its end: who waits for it finds the launch before it done, too
     registers: int  # of a thread that multiplies, where other warp groups have other numbers; else 0
 
     @property

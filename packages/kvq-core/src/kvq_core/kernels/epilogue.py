@@ -31,12 +31,11 @@ def epilogue(acc, state, output, output_scale, rows, work, kv_head, partials, sp
         state = SoftmaxState(state.max + rows.shift * LOG2E, state.sum)
     if C.tile.split == "":
         write_result(acc, state, output, output_scale, rows, work, scoring, C)
-    elif C.tile.least_splits == 1:
-        note_plan(work, kv_head, partials, C)
-        write_partial(acc, state, rows, work, kv_head, partials, splits, C)
     else:
         note_plan(work, kv_head, partials, C)
-        if work.num_splits == 1:
+        if C.tile.least_splits == 1:
+            write_partial(acc, state, rows, work, kv_head, partials, splits, C)
+        elif work.num_splits == 1:
             write_result(acc, state, output, output_scale, rows, work, scoring, C)
         else:
             write_partial(acc, state, rows, work, kv_head, partials, splits, C)

@@ -67,17 +67,25 @@ def softmax_end(state, unit, base, C: tl.constexpr):
 
 
 @triton.jit
+def add_term(state, term):
+    """(state with exp(term) in the sum, factor for what was summed before, weight of the term)."""
+    # A multiply-add, so that it is not merged with the differences below.
+    term = tl.fma(term, LOG2E, 0.0)
+    top = tl.maximum(state.max, term)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    factor, weight = tl.exp2(state.max - safe), tl.exp2(term - safe)
+    return SoftmaxState(top, state.sum * factor + weight), factor, weight
+
+
+@triton.jit
 def add_sink(state, heads, valid, scoring):
     """(state with exp(sink) in the sum, factor for the accumulator)."""
     if scoring.sinks is None:
         factor = state.sum * 0.0 + 1.0
         result = state
     else:
-        sink = tl.fma(tl.load(scoring.sinks + heads, mask=valid, other=float("-inf")).to(tl.float32), LOG2E, 0.0)
-        top = tl.maximum(state.max, sink)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        factor = tl.exp2(state.max - safe)
-        result = SoftmaxState(top, state.sum * factor + tl.exp2(sink - safe))
+        sink = tl.load(scoring.sinks + heads, mask=valid, other=float("-inf")).to(tl.float32)
+        result, factor, _ = add_term(state, sink)
     return result, factor
 
 
@@ -90,13 +98,8 @@ def add_other(state, factor, token, head, valid, output, C: tl.constexpr):
         result = state
     else:
         at = token.to(tl.int64) * (tl.num_programs(1) * C.shape.group) + head
-        # A multiply-add, so that it is not merged with the difference below.
-        other = tl.fma(tl.load(output.other_lse + at, mask=valid, other=float("-inf")), LOG2E, 0.0)
-        top = tl.maximum(state.max, other)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        kept, share = tl.exp2(state.max - safe), tl.exp2(other - safe)
+        result, kept, share = add_term(state, tl.load(output.other_lse + at, mask=valid, other=float("-inf")))
         factor = factor * kept
-        result = SoftmaxState(top, state.sum * kept + share)
     return result, factor, share
 
 

@@ -97,7 +97,7 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "int8 kernels/softmax.py": (
         ("sum of weights not rescaled", "total = state.sum [-* by_row(alpha, C) -]+ "),
         ("softcap unseen by the sinks", "tl.fma(state.max, unit, [-base-]{+0.0+})"),
-        ("accumulator not rescaled for another read's keys", "factor = factor[- * kept-]"),
+        ("another read's keys joined without rescaling", "factor = factor[- * kept-]"),
     ),
     "int8 kernels/queries.py": (("another read's result not in the output", "x += {+0 * +}share * tl.load(output.other"),),
     "int8 kernels/scores.py": (("softcap's tanh of half the score", "return [-2.0 * -]LOG2E / scoring.softcap"),),

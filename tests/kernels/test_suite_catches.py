@@ -99,9 +99,11 @@ def test_mutants_of_the_sources_are_caught() -> None:
 
 @pytest.mark.quick
 def test_source_mutants_still_apply_and_the_page_lists_them() -> None:
-    """The text that a mutant edits occurs exactly once, and the file is still Python."""
+    """The text that a mutant edits occurs exactly once, and the file is still Python; each of ``SOME_MUTANTS`` names one."""
     for mutant in source_mutants.MUTANTS:
         ast.parse(mutant.mutated())
+    for words in SOME_MUTANTS:
+        assert [words in mutant.name for mutant in source_mutants.MUTANTS].count(True) == 1, words
     page = (source_mutants.ROOT / "docs" / "dev" / "mutants.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| (.+?) \| `(.+?)` \| (\w+) \| (\w+) \|", page, re.MULTILINE)
     assert listed == [(mutant.name, mutant.file, mutant.mode, mutant.catcher) for mutant in source_mutants.MUTANTS]

@@ -3,7 +3,8 @@
 Triton compiles for a target that a driver names. :mod:`kvq_core.launch.offline` puts a driver in place that names one and has no device,
 and turns every launch into a compilation, so that a mode's own launchers, plans and argument bundles are what is exercised. Run it in a
 process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled. Plans are those that kvq ships. For a target with
-a table of its own, every tile that is chosen for any problem is built; with ``--every-tile`` for all targets.
+a table of its own, every tile that is chosen for any problem is built; with ``--every-tile`` for all targets. ``--no-cases`` leaves out
+what is built for every target.
 
 ``--golden PATH`` writes what the kernels cost to the file that later ones are compared with (:mod:`kvq_core.testing.golden_counts`).
 """
@@ -128,15 +129,15 @@ class Build:
     hot: machine_code.Hot | None
 
 
-def build(mode: str, target: str, every_tile: bool | None = None) -> list[Build]:
-    """Compile the write and read kernels of ``mode`` for ``target``.
+def build(mode: str, target: str, every_tile: bool | None = None, cases: bool = True) -> list[Build]:
+    """Compile the write and read kernels of ``mode`` for ``target``: those of :data:`CASES`, if ``cases``.
 
     ``every_tile``: also the read kernel with each of :func:`further_reads`, its name in place of the case's, and the write kernels of
     :data:`WRITES`; ``None``: if kvq ships a table of launch plans for exactly this target.
     """
     backend, device = get_backend(mode), TARGETS[target].device(target)
     results = []
-    for case_name, case in CASES.items():
+    for case_name, case in CASES.items() if cases else ():
         problem = _problem(backend, case)
         with compiling_for(device) as kernels:
             if case_name == "decode":
@@ -190,11 +191,16 @@ def main() -> None:
         default=None,
         help="of the tables; default: for targets with one of their own",
     )
+    parser.add_argument(
+        "--cases", action=argparse.BooleanOptionalAction, default=True, help="the kernels that are built for every target (default)"
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON a kernel")
     parser.add_argument(
         "--golden", type=Path, metavar="PATH", help="write the counts of the CUDA targets to this file, in place of what it has"
     )
     options = parser.parse_args()
+    if options.golden and not options.cases:
+        parser.error("--golden: got --no-cases, but the file must have the counts of all kernels")
     try:
         for mode in options.modes:
             get_backend(mode)
@@ -208,7 +214,7 @@ def main() -> None:
     for target in options.target or (CUDA_TARGETS if options.golden else TARGETS):
         for mode in options.modes:
             try:
-                of_mode = build(mode, target, options.every_tile)
+                of_mode = build(mode, target, options.every_tile, options.cases)
             except Exception:
                 failures += 1
                 print(f"{mode} for {target}:\n{traceback.format_exc()}", file=sys.stderr)

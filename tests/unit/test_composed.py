@@ -1,19 +1,16 @@
-"""K in one mode and V in another. The conformance suite holds two such modes to it (test_backends.py), test_snapshot.py saves one."""
-
-from __future__ import annotations
+"""K in one mode and V in another. The conformance suite holds two such modes to it (test_backends.py), test_snapshot.py saves one, and
+test_registry.py has what does not compose."""
 
 import copy
 import pickle
 
-import click.testing
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvq_core import ArgumentError, UnknownModeError, get_backend, has_backend
-from kvq_core.cli.app import app
+from command_line import kvq
+from kvq_core import ArgumentError, get_backend, has_backend
 from kvq_transformers import KVQCache
-from kvq_transformers.naming import cache_argument
+from transformers_families import logits_in_steps, make_model, prompts
 
 pytestmark = pytest.mark.quick
 LONG = "int8_per_token_head/int4_per_token_head"
@@ -31,33 +28,13 @@ def test_one_instance_by_every_name() -> None:
         composed.packed_head_size(64)
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "said"),
-    [
-        ("int8/int5", UnknownModeError, "int5"),
-        ("k8v7", UnknownModeError, "int7_per_token_head"),
-        ("int8/none", ArgumentError, "value_half: got mode none"),
-        ("fp8_per_tensor/int4", ArgumentError, "key_half: got mode fp8_per_tensor"),
-        ("int8/int4/int2", ArgumentError, "value_half: got mode int4_per_token_head/int2_per_token_head"),
-        ("/int4", UnknownModeError, "''"),
-    ],
-)
-def test_what_does_not_compose(name: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        get_backend(name)
-    assert not has_backend(name)
-
-
+@torch.no_grad()
 def test_transformers(torch_path: None) -> None:
     """Between its halves: nearer to the model without a cache than V in both, as near as K in both lets it. Spelled in any way."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64)
-    model, ids = LlamaForCausalLM(config).eval(), torch.randint(3, 64, (2, 40))
+    model, inputs = make_model("Llama"), prompts(2, 40, (0, 0))
 
     def logits(mode: object) -> torch.Tensor:
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=True, **{cache_argument(model.forward): KVQCache(config, mode)}).logits.double()
+        return logits_in_steps(model, inputs, KVQCache(model.config, mode), [40]).double()
 
     exact, composed = logits("none"), logits("k8v4")
     for spelled in (("int8", "int4"), {"default": ("int8", "int4")}):
@@ -67,5 +44,5 @@ def test_transformers(torch_path: None) -> None:
 
 
 def test_the_command_line_takes_it(torch_path: None) -> None:
-    listed = click.testing.CliRunner().invoke(app, ["list", "--mode", "k8v4,int4/int2", "--check"])
-    assert listed.exit_code == 0 and LONG in listed.output and "k4v2" in listed.output, listed.output
+    listed = kvq("list", "--mode", "k8v4,int4/int2", "--check")
+    assert listed.status == 0 and LONG in listed.out and "k4v2" in listed.out

@@ -14,6 +14,14 @@ from kvq_core import get_backend
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 
+LARGE: dict[str, Any] = {"head_size": 128, "num_kv_heads": 4, "queries_per_kv": 4, "dtype": torch.bfloat16}
+SHAPES = {
+    "whole": Case(query_lens=(1,) * 5, seq_lens=(120, 64, 17, 100, 1), **LARGE),
+    "split": Case(query_lens=(1,) * 5, seq_lens=(6000, 2500, 40, 900, 1), **LARGE),
+    "speculation": Case(query_lens=(4,) * 3, seq_lens=(5000, 900, 60), **LARGE),
+    "mixed": Case(query_lens=(200, 1, 4, 33), seq_lens=(700, 3000, 900, 33), **LARGE),
+}
+
 
 def apart(x: Any) -> Any:
     """In memory of its own and, on the CPU, no fp8 tensor: AOT autograd follows neither."""
@@ -42,36 +50,22 @@ def test_growing_contexts_compile_once_more_at_most(mode: str, device: torch.dev
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-# -- on a GPU -------------------------------------------------------------------------------------------------------------
-
-
-LARGE: dict[str, Any] = {"head_size": 128, "num_kv_heads": 4, "queries_per_kv": 4, "dtype": torch.bfloat16}
-SHAPES = {
-    "whole": Case(query_lens=(1,) * 5, seq_lens=(120, 64, 17, 100, 1), **LARGE),
-    "split": Case(query_lens=(1,) * 5, seq_lens=(6000, 2500, 40, 900, 1), **LARGE),
-    "speculation": Case(query_lens=(4,) * 3, seq_lens=(5000, 900, 60), **LARGE),
-    "mixed": Case(query_lens=(200, 1, 4, 33), seq_lens=(700, 3000, 900, 33), **LARGE),
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_neither_allocates_nor_waits(monkeypatch: pytest.MonkeyPatch, mode: str, shape: str) -> None:
     """By torch's own count of allocations, and under its error for calls that wait for the device; contexts grow all the while."""
-    device = places.enter("gpu", monkeypatch).device
     case, backend = SHAPES[shape], get_backend(mode)
-    made = scene.build(case, backend, device).fill()
+    made = scene.build(case, backend, places.enter("gpu", monkeypatch).device).fill()
     writing, reading, out = made.write_arguments(), made.read_arguments(), made.fresh_out()["rows"]
-    firsts = [made.first_key(seq) for seq in range(case.num_seqs)]
+    steps, counts = [], []
     # Everything lies on the device beforehand.
-    steps = []
     for number in range(1, 13):
         lens = [max(rows, n * number // 12) for n, rows in zip(case.seq_lens, case.query_lens, strict=True)]
-        new = [first + n - 1 - i for first, n, rows in zip(firsts, lens, case.query_lens, strict=True) for i in reversed(range(rows))]
+        ends = [made.first_key(seq) + n for seq, n in enumerate(lens)]
+        new = [key for end, rows in zip(ends, case.query_lens, strict=True) for key in range(end - rows, end)]
         write = {"key": made.key[new], "value": made.value[new], "slot_mapping": made.slots[new]}
         steps.append((writing | write, reading | {"seqused_k": made.tensor(lens, torch.int32), "max_seqlen_k": max(lens)}))
-    counts = []
     for sync in ("default", "error"):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(sync)

@@ -1,7 +1,5 @@
 """What is made of a profiler's words, without one."""
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 
@@ -15,13 +13,10 @@ pytestmark = pytest.mark.quick
 def words(launches: dict[str, list[str]], kernels: list[tuple[str, dict[str, str]]], unknown: Sequence[str] = ()) -> str:
     """What Nsight Compute prints of ``kernels``, each with its figures, after what the watched process says."""
     metrics = [metric for metric in (*limits._METRICS.values(), *limits._WAITS.values()) if metric not in unknown]
-    lines = io.StringIO()
-    table = csv.DictWriter(lines, ["ID", "Kernel Name", *metrics], quoting=csv.QUOTE_ALL)
-    table.writeheader()
-    table.writerow({"ID": "", "Kernel Name": ""} | {metric: "%" for metric in metrics})
-    for number, (name, figures) in enumerate(kernels):
-        table.writerow({"ID": str(number), "Kernel Name": name} | dict.fromkeys(metrics, "0.5") | figures)
-    return f"==PROF== Connected to process 1\n{limits.LAUNCHES}{json.dumps(launches)}\n==PROF== Disconnected\n{lines.getvalue()}"
+    rows = [["ID", "Kernel Name", *metrics], ["", "", *("%" for _ in metrics)]]
+    rows += [[str(i), name, *(figures.get(metric, "0.5") for metric in metrics)] for i, (name, figures) in enumerate(kernels)]
+    table = "\n".join(",".join(f'"{cell}"' for cell in row) for row in rows)
+    return f"==PROF== Connected to process 1\n{limits.LAUNCHES}{json.dumps(launches)}\n==PROF== Disconnected\n{table}\n"
 
 
 READ_FIGURES = {"ns": "158,464", "memory": "83.5", "registers": "168"}

@@ -1,5 +1,6 @@
 """Rotary key means: what they take off keys, what is refused, and what a file keeps."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
-from kvq_core.testing.places import Place
 
 HEADS, SIZE = 2, 48
 HALVES = torch.stack((torch.arange(20), torch.arange(20) + 20), 1)
@@ -23,10 +23,8 @@ RATES = 10_000.0 ** (-torch.arange(20, dtype=torch.float64) / 20)
 
 def apply_rotary(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """``rows`` [n, heads, size] behind a rotary embedding, float64: complex numbers times e^(i phase)."""
-    out = rows.double().clone()
-    numbers = torch.complex(out[..., HALVES[:, 0]], out[..., HALVES[:, 1]])
-    angle = positions.double()[:, None] * RATES
-    numbers = numbers * torch.polar(torch.ones_like(angle), angle)[:, None]
+    out, angle = rows.double().clone(), positions.double()[:, None] * RATES
+    numbers = torch.complex(out[..., HALVES[:, 0]], out[..., HALVES[:, 1]]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     out[..., HALVES[:, 0]], out[..., HALVES[:, 1]] = numbers.real, numbers.imag
     return out
 
@@ -40,9 +38,18 @@ def a_bias() -> torch.Tensor:
     return bias
 
 
-def tensors(**changes: Any) -> dict[str, Any]:
+def a_mean(**changes: Any) -> RotaryMean:
     mean = RotaryMean.of_bias(a_bias(), HALVES, RATES)
-    return {"channels": mean.channels, "steps": mean.steps, "bias": mean.bias, "head_size": SIZE} | changes
+    return RotaryMean(**{name: getattr(mean, name) for name in ("channels", "steps", "bias", "head_size")} | changes)
+
+
+def smoothing(heads: int = HEADS, size: int = SIZE) -> ModelSmoothing:
+    return ModelSmoothing({0: KeySmoothing(torch.zeros(heads, size), None, a_mean())})
+
+
+def cache(mode: str, **window: Any) -> PagedKVCache:
+    options: dict[str, Any] = {"num_blocks": 40, "num_kv_heads": HEADS, "head_size": SIZE, "max_sequences": 4 if window else None}
+    return PagedKVCache(mode, **options, dtype=torch.float32, smoothing=smoothing(), **window)
 
 
 @pytest.mark.quick
@@ -61,132 +68,103 @@ def test_it_is_the_bias_behind_the_embedding() -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("argument", "wrong"),
+    ("argument", "call"),
     [
-        ("steps", torch.zeros(HEADS, 12, dtype=torch.int32)),
-        ("channels", torch.zeros(HEADS, 16, 2)),
-        ("channels", torch.full((HEADS, 16, 2), SIZE, dtype=torch.int32)),
-        ("channels", torch.zeros(HEADS, 16, 2, dtype=torch.int32)),
-        ("bias", torch.zeros(1, 16, 2)),
-        ("head_size", 0),
+        ("steps", lambda: a_mean(steps=torch.zeros(HEADS, 12, dtype=torch.int32))),
+        ("channels", lambda: a_mean(channels=torch.zeros(HEADS, 16, 2))),
+        ("channels", lambda: a_mean(channels=torch.full((HEADS, 16, 2), SIZE, dtype=torch.int32))),
+        ("channels", lambda: a_mean(channels=torch.zeros(HEADS, 16, 2, dtype=torch.int32))),
+        ("bias", lambda: a_mean(bias=torch.zeros(1, 16, 2))),
+        ("head_size", lambda: a_mean(head_size=0)),
+        ("rates", lambda: RotaryMean.of_bias(a_bias(), HALVES, RATES[:-1])),
+        ("rotary", lambda: smoothing(heads=HEADS + 1)),
+        ("rotary", lambda: smoothing(size=SIZE + 8)),
+        ("tensors", lambda: ModelSmoothing.of_tensors({name: x for name, x in smoothing().tensors().items() if "rotary.bias" not in name})),
+        # Exact rows of sinks and of the newest tokens are read side by side: no first position tells both of theirs.
+        ("residual_mode", lambda: cache("int4", residual_length=24, sink_tokens=4, residual_mode="int8")),
     ],
 )
-def test_what_is_none_is_refused(argument: str, wrong: object) -> None:
-    with pytest.raises(ArgumentError, match=rf"^{argument}: "):
-        RotaryMean(**tensors(**{argument: wrong}))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    rotary = RotaryMean(**tensors())
-    for shape in ((HEADS + 1, SIZE), (HEADS, SIZE + 8)):
-        with pytest.raises(ArgumentError, match=r"^rotary: "):
-            KeySmoothing(torch.zeros(shape), None, rotary)
-    with pytest.raises(ArgumentError, match=r"^rates: "):
-        RotaryMean.of_bias(a_bias(), HALVES, RATES[:-1])
-    # Exact rows of sinks and of the newest tokens are read side by side: no first position tells both of theirs.
-    given = ModelSmoothing({0: KeySmoothing(torch.zeros(HEADS, SIZE), None, rotary)})
-    options: dict[str, Any] = {"num_blocks": 40, "num_kv_heads": HEADS, "head_size": SIZE, "smoothing": given, "max_sequences": 1}
-    with pytest.raises(ArgumentError, match="residual_mode: got int8_per_token_head, need none with sink_tokens and a rotary mean"):
-        PagedKVCache("int4", **options, residual_length=24, sink_tokens=4, residual_mode="int8")
+def test_what_is_none_or_does_not_fit_is_refused(argument: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ArgumentError, match=f"^{argument}: "):
+        call()
 
 
 @pytest.mark.parametrize("door", ["write", "read"])
 def test_the_other_door_s_table_is_refused(door: str) -> None:
     """By the ops themselves, whose kernels would read past its end."""
-    backend, one = get_backend("int4"), KeySmoothing(torch.zeros(2, 64), None, RotaryMean.of_bias(torch.ones(2, 64), HALVES, RATES))
-    built = scene.build(Case(smoothing="rotary"), backend, torch.device("cpu"))
-    assert one.rotary is not None
-    swapped = replace(one.rotary)
-    for name, table in (("channel_table", one.rotary.pair_table), ("pair_table", one.rotary.channel_table)):
-        object.__setattr__(swapped, name, table)
-    arguments = built.write_arguments() if door == "write" else built.read_arguments() | {"out": built.fresh_out()["rows"]}
-    call = backend.reshape_and_cache if door == "write" else backend.unified_attention
+    built = scene.build(Case(smoothing="rotary"), get_backend("int4"), torch.device("cpu"))
+    one = RotaryMean.of_bias(torch.ones(2, 64), HALVES, RATES)
+    swapped = replace(one)
+    object.__setattr__(swapped, "channel_table", one.pair_table)
+    object.__setattr__(swapped, "pair_table", one.channel_table)
     with pytest.raises(ArgumentError, match=r"^smoothing: got a rotary table of"):
-        call(**arguments | {"smoothing": KeySmoothing(one.mean, None, swapped)})
+        getattr(built, door)(smoothing=KeySmoothing(torch.zeros(2, 64), None, swapped))
 
 
 def test_a_file_keeps_it_and_heads_are_cut_off(tmp_path: Path) -> None:
-    whole = KeySmoothing(torch.ones(HEADS, SIZE), torch.rand(HEADS, SIZE) + 0.5, RotaryMean(**tensors()))
-    given, positions = ModelSmoothing({0: whole, 3: KeySmoothing(torch.ones(HEADS, SIZE))}), torch.arange(50)
+    rotary, positions = a_mean(), torch.arange(50)
+    whole = KeySmoothing(torch.ones(HEADS, SIZE), torch.rand(HEADS, SIZE) + 0.5, rotary)
+    given = ModelSmoothing({0: whole, 3: KeySmoothing(torch.ones(HEADS, SIZE))})
     given.save(tmp_path / "smoothing")
-    found = ModelSmoothing.load(tmp_path / "smoothing")
-    part = whole.of_heads(slice(1, 2))
-    assert found[0].rotary is not None and whole.rotary is not None and part.rotary is not None and part.balance is not None
+    found, part = ModelSmoothing.load(tmp_path / "smoothing"), whole.of_heads(slice(1, 2))
     assert found.fingerprint == given.fingerprint and found[3].rotary is None
-    assert torch.equal(found[0].rotary.at(positions), whole.rotary.at(positions))
-    assert replace(whole, rotary=RotaryMean(**tensors(steps=whole.rotary.steps + 1))).fingerprint != whole.fingerprint
-    assert torch.equal(part.rotary.at(positions), whole.rotary.at(positions)[:, 1:])
-    assert torch.equal(part.mean, whole.mean[1:]) and part.balance.shape == (1, SIZE)
-    missing = {name: tensor for name, tensor in given.tensors().items() if not name.endswith("rotary.bias")}
-    with pytest.raises(ArgumentError, match=r"^tensors: "):
-        ModelSmoothing.of_tensors(missing)
+    assert found[0].rotary is not None and torch.equal(found[0].rotary.at(positions), rotary.at(positions))
+    assert replace(whole, rotary=a_mean(steps=rotary.steps + 1)).fingerprint != whole.fingerprint
+    assert part.rotary is not None and torch.equal(part.rotary.at(positions), rotary.at(positions)[:, 1:])
+    assert torch.equal(part.mean, whole.mean[1:]) and part.balance is not None and part.balance.shape == (1, SIZE)
 
 
 @pytest.mark.quick
 def test_rows_that_are_not_finite_do_not_count_for_their_head() -> None:
-    generator = torch.Generator().manual_seed(4)
-    keys = a_bias() + torch.randn(30, HEADS, SIZE, generator=generator)
+    keys, positions = a_bias() + torch.randn(30, HEADS, SIZE, generator=torch.Generator().manual_seed(4)), torch.arange(30)
     kept, spoilt = RotaryStatistics(HALVES, RATES), RotaryStatistics(HALVES, RATES)
-    given = keys.clone()
-    given[7, 0, 5], given[:, 1, 9] = torch.nan, torch.inf
-    for first in (0, 15):
-        spoilt.add(given[first : first + 15], torch.arange(first, first + 15))
-    others = torch.arange(30)[torch.arange(30) != 7]
-    kept.add(keys[others], others)
+    kept.add(keys[positions != 7], positions[positions != 7])
+    keys[7, 0, 5], keys[:, 1, 9] = torch.nan, torch.inf
+    for part in (slice(0, 15), slice(15, 30)):
+        spoilt.add(keys[part], positions[part])
     torch.testing.assert_close(spoilt.mean().bias[0], kept.mean().bias[0])
     assert not spoilt.mean().bias[1].any()
 
 
-ALLOWED = {"none": 1e-3, "int8": 0.03, "int4": 0.35}
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    return places.enter(request.param, monkeypatch)
-
-
 @pytest.mark.parametrize(
-    ("place", "mode", "window"),
+    ("place", "mode", "window", "allowed"),
     [
-        ("eager", "none", {}),
-        ("eager", "int4", {"residual_length": 24, "sink_tokens": 4, "max_sequences": 4}),
-        ("eager", "none", {"residual_length": 24, "residual_mode": "int8", "max_sequences": 4}),
-        ("interpret", "none", {"residual_length": 24, "residual_mode": "int8", "max_sequences": 4}),
+        ("eager", "none", {}, 1e-3),
+        ("eager", "int4", {"residual_length": 24, "sink_tokens": 4}, 0.35),
+        ("eager", "none", {"residual_length": 24, "residual_mode": "int8"}, 0.03),
+        ("interpret", "none", {"residual_length": 24, "residual_mode": "int8"}, 0.03),
     ],
-    indirect=["place"],
     ids=str,
 )
-def test_a_cache_reads_keys_as_they_were(mode: str, window: dict[str, Any], place: Place, tmp_path: Path) -> None:
+def test_a_cache_reads_keys_as_they_were(
+    place: str, mode: str, window: dict[str, Any], allowed: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Whatever became of its sequences. Keys in mode none are wrong by the whole bias where a position is."""
-    rotary, generator = RotaryMean(**tensors()), torch.Generator().manual_seed(3)
-    given = ModelSmoothing({0: KeySmoothing(torch.zeros(HEADS, SIZE), None, rotary)})
-    cache = PagedKVCache(mode, num_blocks=40, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32, smoothing=given, **window)
+    places.enter(place, monkeypatch)
+    held, rotary, generator = cache(mode, **window), a_mean(), torch.Generator().manual_seed(3)
     texts: dict[int, torch.Tensor] = {}
-    allowed = ALLOWED["int8" if mode == "none" and "residual_mode" in window else mode]
 
     def grow(counts: dict[int, int]) -> None:
-        step = cache.append(counts)
-        rows = []
-        for seq, count in counts.items():
-            start = len(texts.get(seq, ()))
-            rows.append(torch.randn(count, HEADS, SIZE, generator=generator) + rotary.at(torch.arange(start, start + count)).float())
-            texts[seq] = torch.cat((texts.get(seq, rows[-1][:0]), rows[-1]))
-        key, q = torch.cat(rows), torch.randn(step.num_tokens, HEADS, SIZE, generator=generator)
-        cache.write(0, key, key, step)
-        out = cache.attend(0, q, step)
-        for seq, mine, found in zip(counts, *(x.split(list(counts.values())) for x in (q, out)), strict=True):
+        step, sizes = held.append(counts), list(counts.values())
+        key, q = (torch.randn(step.num_tokens, HEADS, SIZE, generator=generator) for _ in range(2))
+        for seq, new in zip(counts, key.split(sizes), strict=True):
+            before = texts.get(seq, new[:0])
+            new += rotary.at(torch.arange(len(before), len(before) + len(new))).float()
+            texts[seq] = torch.cat((before, new))
+        held.write(0, key, key, step)
+        for seq, mine, found in zip(counts, q.split(sizes), held.attend(0, q, step).split(sizes), strict=True):
             wanted = attention(mine, texts[seq], texts[seq])
-            assert float((found - wanted).norm() / wanted.norm()) < allowed, (seq, cache.length(seq))
+            assert float((found - wanted).norm() / wanted.norm()) < allowed, (seq, held.length(seq))
 
-    first, second = cache.allocate_sequence(), cache.allocate_sequence()
+    first, second = held.allocate_sequence(), held.allocate_sequence()
     grow({first: 19, second: 40})
     grow({first: 1, second: 3})
-    third = cache.fork(second)
+    third = held.fork(second)
     texts[third] = texts[second]
     grow({third: 1, first: 30})
-    cache.truncate(second, 33)
+    held.truncate(second, 33)
     texts[second] = texts[second][:33]
     grow({second: 2, third: 1})
-    cache.save(tmp_path / "cache")
-    cache = PagedKVCache.load(tmp_path / "cache")
+    held.save(tmp_path / "cache")
+    held = PagedKVCache.load(tmp_path / "cache")
     grow({first: 1, second: 1, third: 9})

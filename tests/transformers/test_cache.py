@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache, StaticCache
+from transformers import AutoConfig, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, StaticCache
+from transformers.masking_utils import create_causal_mask
 
 from kvq_core import ArgumentError, KVQError, UnknownModeError
 from kvq_core.smoothing.calibration import ModelSmoothing
@@ -15,7 +16,19 @@ from kvq_transformers import KVQCache, calibrate, enable
 from kvq_transformers.attention import kvq_attention
 from kvq_transformers.naming import GENERATE, cache_argument
 from kvq_transformers.rows import piece_length
-from transformers_families import COMMON, begun, biased, eager_twin, logits_in_steps, make_config, make_model, prompts
+from transformers_families import (
+    COMMON,
+    MIXED,
+    begun,
+    biased,
+    eager_twin,
+    logits_in_steps,
+    make_config,
+    make_model,
+    prompts,
+    whole_text,
+    worst,
+)
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 IDS = prompts(2, 40)["input_ids"]
@@ -38,16 +51,21 @@ def test_fewer_queries_than_keys_are_the_last(capacity: dict[str, Any]) -> None:
     torch.testing.assert_close(found[1], found[0][:, -3:], rtol=1e-5, atol=1e-6)
 
 
-def test_a_forward_without_a_kvq_cache_is_plain_attention() -> None:
-    model = make_model("Gemma2")
-    twin = eager_twin(model)
+@pytest.mark.parametrize("with_cache", [False, True])
+@torch.no_grad()
+def test_a_forward_without_a_kvq_cache_is_plain_attention(with_cache: bool) -> None:
+    """Padding between tokens in a window is refused there, too."""
+    model, inputs = make_model("Gemma2"), prompts(2, 40, (0, 7))
+    mask, gold, columns = inputs["attention_mask"], whole_text(model, inputs), [20, 19, 1] if with_cache else [40]
     KVQCache(model.config)  # switches the model to kvq's attention
-    inputs = prompts(2, 30, (0, 7))
-    with torch.no_grad():
-        torch.testing.assert_close(*(one(**inputs).logits[0] for one in (model, twin)), rtol=1e-4, atol=1e-4)
-    found, expected = (logits_in_steps(one, inputs, DynamicCache(config=model.config), [20, 9, 1]) for one in (model, twin))
-    real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+    def found() -> torch.Tensor:
+        return logits_in_steps(model, inputs, DynamicCache(config=model.config) if with_cache else None, columns)
+
+    assert worst(found(), gold, mask) < 1e-3
+    mask[1, 16:19] = 0
+    with pytest.raises(ArgumentError, match="padding between tokens, within the window"):
+        found()
 
 
 @torch.no_grad()
@@ -57,7 +75,7 @@ def test_bytes_are_of_tokens_and_of_exact_rows() -> None:
     cache, packed, windowed = (KVQCache(model.config, mode, residual_length=n) for mode, n in (("none", 0), ("int4", 0), ("int4", 16)))
     for one in (cache, packed, windowed):
         model(**inputs, **{GENERATE: one})
-    assert cache.bytes_per_token == 2 * 2 * 2 * 64 * 4
+    assert cache.bytes_per_token == 2 * 2 * 2 * 64 * 4 and packed.bytes_per_token == 2 * 2 * 2 * (64 // 2 + 4)
     assert windowed.nbytes - packed.nbytes >= (10 + 10 + 16) * cache.bytes_per_token
     tokens = cache.nbytes / cache.bytes_per_token
     assert 180 <= tokens <= 180 + 3 * 3 * 16
@@ -82,56 +100,46 @@ def test_long_prompts_behind_a_window_are_exact_and_take_its_space(capacity: dic
 
 def test_a_composite_models_text_decoder_is_switched_alone() -> None:
     """Gemma 3 with its vision tower: text goes through kvq's pages, an image's tokens see each other and are refused."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = COMMON | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 64}
+    text = COMMON | MIXED | {"head_dim": 64}
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"patch_size": 14}, mm_tokens_per_image=4, image_token_index=5)
     torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=vision | {"patch_size": 14}, mm_tokens_per_image=4, image_token_index=5)
-    )
-    ids = prompts(2, 20)["input_ids"].clamp(min=6)
+    model, ids = Gemma3ForConditionalGeneration(config).eval(), IDS[:, :20].clamp(min=6)
     options = {"max_new_tokens": 6, "do_sample": False}
-    expected = model.eval().generate(ids, **options)
-    tower = model.config.vision_config._attn_implementation
+    expected, tower = model.generate(ids, **options), config.vision_config._attn_implementation
     assert torch.equal(enable(model, "none").generate(ids, **options), expected)
-    assert model.config.text_config._attn_implementation == "kvq" and model.config.vision_config._attn_implementation == tower
+    assert config.text_config._attn_implementation == "kvq" and config.vision_config._attn_implementation == tower
     ids[:, 3:7] = 5
     image = {"pixel_values": torch.zeros(2, 3, 28, 28), "token_type_ids": (ids == 5).long()}
     with pytest.raises(ArgumentError, match="tokens that see later ones"):
         model.generate(ids, **image, **options)
 
 
-WRONG: list[Any] = [[], 1.5, "a", None, True, {}, object(), [5], [-3], 2**70, [2**70], [0.5], torch.tensor([True]), torch.tensor([0.5])]
-WRONG += [torch.tensor([[0]]), torch.tensor([0, 1], dtype=torch.uint8), np.array([0.5]), torch.eye(2).to_sparse()]
-"""What no argument may be, unless :func:`fits` says so."""
+WRONG: list[Any] = [[], "a", {}, object(), [5], [-3], [2**70], [0.5], np.array([0.5]), torch.eye(2).to_sparse(), torch.tensor([[0]])]
+WRONG += [torch.tensor([0, 1], dtype=torch.uint8)]
+"""What no argument may be."""
+NUMBERS: list[Any] = [1.5, True, torch.tensor([True]), torch.tensor([0.5])]
+"""What only scales may be."""
 BAD: dict[str, list[Any]] = {
-    "mode": [3, "", ("int4",), ("int4", 3), {0: None}, {"x": "int4"}, {True: "int4"}, {0: []}, b"int4"],
-    "max_cache_len": [0, -1, "8"],
-    "block_size": [0, 7, 8.0, "16"],
-    "smoothing": [3, "mean", torch.ones(2)],
-    "k_scale": ["x", 0, -1.0, float("nan"), {9: 1.0}, {0: None, 1: 1.0}, torch.ones(3)],
+    "mode": [None, *NUMBERS, 3, "", ("int4",), ("int4", 3), {0: None}, {"x": "int4"}, {True: "int4"}, {0: []}, b"int4"],
+    "max_cache_len": [*NUMBERS, 2**70, 0, -1, "8"],
+    "block_size": [None, *NUMBERS, 2**70, 0, 7, 8.0, "16"],
+    "smoothing": [*NUMBERS, 3, "mean", torch.ones(2)],
+    "k_scale": [0, -1.0, float("nan"), {9: 1.0}, {0: None, 1: 1.0}, torch.ones(3)],
     "v_scale": [0.0, {0: 1.0}],
-    "residual_length": [-1],
-    "sink_tokens": [-1],
+    "residual_length": [None, *NUMBERS, 2**70, -1],
+    "sink_tokens": [None, *NUMBERS, 2**70, -1],
 }
-"""Beyond :data:`WRONG`."""
-
-
-def fits(argument: str, value: Any) -> bool:
-    if value is None or argument not in ("k_scale", "v_scale"):
-        return value is None and argument in ("max_cache_len", "smoothing", "k_scale", "v_scale")
-    return (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.shape == (1,))) and bool(value > 0)
 
 
 @pytest.mark.parametrize("argument", BAD)
 def test_wrong_arguments_are_named_and_leave_the_model_as_it_was(argument: str) -> None:
     model = make_model("Llama")
     before = model.config._attn_implementation
-    for wrong in (value for value in WRONG + BAD[argument] if not fits(argument, value)):
+    for wrong in WRONG + BAD[argument]:
         for call in (KVQCache, enable):
             with pytest.raises(KVQError, match=argument):
-                call(model, **{"mode": "fp8_per_tensor"} | {argument: wrong})  # type: ignore[arg-type]
+                call(model, **{"mode": "fp8_per_tensor"} | {argument: wrong})
     assert model.config._attn_implementation == before and "generate" not in model.__dict__
 
 
@@ -140,72 +148,67 @@ MIXED_UP.layer_types = ["full_attention", "telepathy"]
 LLAMA, GEMMA, HYBRID = make_config("Llama"), make_config("Gemma2"), make_config("Lfm2")
 FP8 = {"mode": "fp8_per_tensor"}
 INT8_ROWS = {"residual_mode": "int8"}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ("llama", {}, "config: got str, need a transformers config"),
+    (MIXED_UP, {}, "llama with layers of type 'telepathy'"),
+    (make_config("Llama", head_dim=66), {"mode": "int4"}, r"mode \(layer 0\): got head size 66, need a multiple of 4"),
+    (LLAMA, {"mode": "int5"}, "mode 'int5'; installed: .*did you mean 'int"),
+    (LLAMA, {"mode": ("int8", "none")}, "mode: got mode none, need a mode that stores a scale"),
+    (LLAMA, {"mode": {0: "int4"}}, r"no mode for layers \[1\]"),
+    (LLAMA, {"mode": {"default": "int4", 2: "none"}}, "layer 2, need .* from -2 to 1"),
+    (LLAMA, {"mode": {"default": "int4", 1: "none", -1: "int8"}}, "two modes for layer 1"),
+    (HYBRID, {"mode": {"default": "int4", 0: "none"}}, r"layer 0, need a layer that keeps K and V: one of \[1\]"),
+    (LLAMA, {"block_size": 12}, "block_size: got 12, need a positive multiple of 8"),
+    (LLAMA, FP8 | {"k_scale": 0.0}, r"k_scale: got 0.0 for layer 0, need a positive, finite float32"),
+    (LLAMA, FP8 | {"v_scale": {0: 1.0, 1: torch.ones(2)}}, r"v_scale: got .* for layer 1, need a number"),
+    (LLAMA, FP8 | {"v_scale": {0: 1.0}}, r"v_scale: got none for layers \[1\], need one for each of \[0, 1\]: .*calibrate"),
+    (LLAMA, FP8 | {"k_scale": {0: 1.0, 1: 1.0, 2: 1.0}}, r"k_scale: got one for layers \[2\]"),
+    (LLAMA, {"k_scale": 1.0}, r"k_scale: got a scale, need None: no layer's mode takes one .*\(int4_per_token_head\)"),
+    (LLAMA, {"smoothing": ModelSmoothing({})}, r"smoothing: got none for layers \[0, 1\]"),
+    (LLAMA, INT8_ROWS, "residual_mode: got int8_per_token_head, need none: without"),
+    (LLAMA, {"residual_length": 8, "residual_mode": "fp8_per_tensor"}, "residual_mode: got fp8_per_tensor"),
+    (GEMMA, {"residual_length": 64, "sink_tokens": 4}, "sink_tokens: got 4 in a model with sliding windows"),
+    (biased("Qwen2"), INT8_ROWS | {"sink_tokens": 4}, "residual_mode: got int8_per_token_head, need none with sink_tokens"),
+    (AutoConfig.for_model("deepseek_v3"), {}, "multi-head latent attention"),
+    (AutoConfig.for_model("llama4_text"), {}, "chunked attention"),
+    (AutoConfig.for_model("t5"), {}, "an encoder-decoder model"),
+    (AutoConfig.for_model("gemma3n_text"), {}, "layers that read another layer's K and V"),
+    (AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True), {}, "bidirectional attention"),
+    (AutoConfig.for_model("falcon_h1"), {}, "LinearAttentionAndFullAttentionLayer"),
+    (AutoConfig.for_model("mamba2"), {}, "whose layers keep no K and V"),
+    (AutoConfig.for_model("diffllama"), {}, "differential attention"),
+    (AutoConfig.for_model("mllama_text_model"), {}, "cross-attention layers"),
+    (AutoConfig.for_model("hrm_text"), {}, "prefixes that see later tokens"),
+    (AutoConfig.for_model("bloom"), {}, "need one that goes through transformers' AttentionInterface"),
+]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("config", "arguments", "message"),
-    [
-        ("llama", {}, "config: got str, need a transformers config"),
-        (None, {}, "config: got NoneType, need a transformers config"),
-        (MIXED_UP, {}, "llama with layers of type 'telepathy'"),
-        (make_config("Llama", head_dim=66), {"mode": "int4"}, r"mode \(layer 0\): got head size 66, need a multiple of 4"),
-        (LLAMA, {"mode": "int5"}, "mode 'int5'; installed: .*did you mean 'int"),
-        (LLAMA, {"mode": ("int8", "none")}, "mode: got mode none, need a mode that stores a scale"),
-        (LLAMA, {"mode": {0: "int4"}}, r"no mode for layers \[1\]"),
-        (LLAMA, {"mode": {"default": "int4", 2: "none"}}, "layer 2, need .* from -2 to 1"),
-        (LLAMA, {"mode": {"default": "int4", 1: "none", -1: "int8"}}, "two modes for layer 1"),
-        (HYBRID, {"mode": {"default": "int4", 0: "none"}}, r"layer 0, need a layer that keeps K and V: one of \[1\]"),
-        (LLAMA, {"block_size": 12}, "block_size: got 12, need a positive multiple of 8"),
-        (LLAMA, FP8 | {"k_scale": 0.0}, r"k_scale: got 0.0 for layer 0, need a positive, finite float32"),
-        (LLAMA, FP8 | {"v_scale": {0: 1.0, 1: torch.ones(2)}}, r"v_scale: got .* for layer 1, need a number"),
-        (LLAMA, FP8 | {"v_scale": {0: 1.0}}, r"v_scale: got none for layers \[1\], need one for each of \[0, 1\]: .*calibrate"),
-        (LLAMA, FP8 | {"k_scale": {0: 1.0, 1: 1.0, 2: 1.0}}, r"k_scale: got one for layers \[2\]"),
-        (LLAMA, {"k_scale": 1.0}, r"k_scale: got a scale, need None: no layer's mode takes one .*\(int4_per_token_head\)"),
-        (LLAMA, {"smoothing": ModelSmoothing({})}, r"smoothing: got none for layers \[0, 1\]"),
-        (LLAMA, INT8_ROWS, "residual_mode: got int8_per_token_head, need none: without"),
-        (LLAMA, {"residual_length": 8, "residual_mode": "fp8_per_tensor"}, "residual_mode: got fp8_per_tensor"),
-        (GEMMA, {"residual_length": 64, "sink_tokens": 4}, "sink_tokens: got 4 in a model with sliding windows"),
-        (biased("Qwen2"), INT8_ROWS | {"sink_tokens": 4}, "residual_mode: got int8_per_token_head, need none with sink_tokens"),
-    ],
-)
-def test_arguments(config: Any, arguments: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("model", "arguments", "message"), REFUSED, ids=[row[-1] for row in REFUSED])
+def test_what_cannot_be_served_is_refused_with_the_reason(model: Any, arguments: dict[str, Any], message: str) -> None:
+    text = model if isinstance(model, str) else getattr(model, "config", model).get_text_config()
+    before = getattr(text, "_attn_implementation", None)
     with pytest.raises(UnknownModeError if arguments.get("mode") == "int5" else ArgumentError, match=message):
-        KVQCache(config, **arguments)
+        KVQCache(model, **arguments)
+    assert getattr(text, "_attn_implementation", None) == before
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("model_type", "changes", "reason"),
-    [
-        ("deepseek_v3", {}, "multi-head latent attention"),
-        ("llama4_text", {}, "chunked attention"),
-        ("t5", {}, "an encoder-decoder model"),
-        ("gemma3n_text", {}, "layers that read another layer's K and V"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
-        ("falcon_h1", {}, "LinearAttentionAndFullAttentionLayer"),
-        ("mamba2", {}, "whose layers keep no K and V"),
-        ("diffllama", {}, "differential attention"),
-        ("mllama_text_model", {}, "cross-attention layers"),
-        ("hrm_text", {}, "prefixes that see later tokens"),
-        ("bloom", {}, "need one that goes through transformers' AttentionInterface"),
-    ],
-)
-def test_models_that_cannot_be_served_are_refused_with_the_reason(model_type: str, changes: dict[str, Any], reason: str) -> None:
-    config = AutoConfig.for_model(model_type, **changes)
-    before = config.get_text_config()._attn_implementation
-    with pytest.raises(ArgumentError, match=reason):
-        KVQCache(config, "int8")
-    assert config.get_text_config()._attn_implementation == before
+@pytest.mark.parametrize("removed", [0, 1, 2])
+def test_a_model_that_has_lost_layers_is_refused(removed: int, capacity: dict[str, Any]) -> None:
+    model = make_model("Llama", num_hidden_layers=3)
+    del model.model.layers[removed]
+    for use in (lambda: KVQCache(model, "none", **capacity), lambda: enable(model, **capacity), lambda: calibrate(model, IDS)):
+        with pytest.raises(ArgumentError, match=rf"num_hidden_layers: got 3, but the model has no layers \[{removed}\]"):
+            use()
 
 
 CALLS: dict[str, tuple[str, list[Any]]] = {
-    "indices": ("batch_select_indices", [*WRONG, 1, torch.tensor(0)]),
-    "beam_idx": ("reorder_cache", [*WRONG, 1, torch.tensor(0)]),
-    "repeats": ("batch_repeat_interleave", [*WRONG, 0, -1]),
-    "tokens_to_remove": ("crop", [*WRONG, 1]),
-    "layer_idx": ("get_seq_length", [*WRONG, 7]),
-    "key_states": ("update", WRONG),
+    "indices": ("batch_select_indices", [1, torch.tensor(0)]),
+    "beam_idx": ("reorder_cache", [1, torch.tensor(0)]),
+    "repeats": ("batch_repeat_interleave", [2**70, 0, -1]),
+    "tokens_to_remove": ("crop", [2**70, 1]),
+    "layer_idx": ("get_seq_length", [2**70, 7]),
+    "key_states": ("update", []),
 }
 
 
@@ -214,7 +217,7 @@ def test_wrong_arguments_of_methods_change_nothing(capacity: dict[str, Any]) -> 
     model, cache = begun("Llama", "int4", capacity)
     twin, rows = copy.deepcopy(cache), torch.zeros(2, 2, 1, 64)
     for argument, (method, wrongs) in CALLS.items():
-        for wrong in wrongs:
+        for wrong in [None, *WRONG, *NUMBERS, *wrongs]:
             with pytest.raises(KVQError, match=f"{argument}: got"):
                 getattr(cache, method)(wrong, *((rows, 0) if method == "update" else ()))
     for argument, given in (("value_states", (rows, None, 0)), ("layer_idx", (rows, rows, 2))):
@@ -258,8 +261,6 @@ def test_what_a_filled_cache_cannot_do(family: str, capacity: dict[str, Any], as
 
 
 def test_overlaid_masks_are_refused() -> None:
-    from transformers.masking_utils import create_causal_mask
-
     config = make_config("Llama", attn_implementation="kvq")
     inputs = {"config": config, "inputs_embeds": torch.zeros(2, 5, 8), "attention_mask": None, cache_argument(create_causal_mask): None}
     assert create_causal_mask(**inputs) is None
@@ -267,22 +268,3 @@ def test_overlaid_masks_are_refused() -> None:
     for overlay in (everything, {"allow_is_causal_skip": False}, {"block_sequence_ids": torch.zeros(2, 5, dtype=torch.long)}):
         with pytest.raises(ArgumentError, match="not plainly causal"):
             create_causal_mask(**inputs, **overlay)
-
-
-CALIBRATED: list[tuple[dict[str, Any], str]] = [
-    ({"smoothing": "first_prefill"}, r"smoothing: got 'first_prefill', need 'mean' or 'balanced' or 'rotary'"),
-    ({"chunk": 0}, "chunk: got 0"),
-    ({"input_ids": IDS[0]}, "input_ids: got shape"),
-    ({"input_ids": IDS[:, :0]}, "input_ids: got shape"),
-    ({"input_ids": IDS.float()}, "input_ids: got shape"),
-    ({"attention_mask": torch.ones(1, 3)}, "attention_mask: got shape"),
-    ({"smoothing": ModelSmoothing({})}, "smoothing: got none for layers"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), CALIBRATED)
-def test_calibrate_names_what_does_not_fit(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^{message}"):
-        calibrate(make_model("Llama"), **({"input_ids": IDS} | options))
-    with pytest.raises(ArgumentError, match="model: got LlamaConfig, need a transformers model with generate"):
-        enable(LLAMA)  # type: ignore[type-var]

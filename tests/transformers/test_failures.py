@@ -2,6 +2,7 @@
 any cache, is what to expect of each forward; or an error of kvq's that says what to do."""
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cache_checks import interrupted
 from kvq_core import ArgumentError, KVQError
-from kvq_transformers import KVQCache
+from kvq_transformers import KVQCache, disable, enable
 from kvq_transformers.forward import CacheStateError
 from kvq_transformers.layers import KVQLayer
 from kvq_transformers.naming import GENERATE
@@ -24,12 +25,18 @@ from kvq_transformers.storage import LayerPages
 from transformers_families import begun, eager_twin, make_model, prompts
 
 pytestmark = pytest.mark.usefixtures("torch_path")
+IDS = prompts(2, 40)["input_ids"]
 CAPACITY = 80
 FAMILIES = ["Llama", "Gemma2"]
 STAGES = [*(f"{when} {what}" for what in ("forward", "write", "attend") for when in ("before", "after")), "after update"]
 ERRORS: list[Any] = [RuntimeError("injected"), torch.OutOfMemoryError("injected"), KeyboardInterrupt()]
-
-
+COPIES: list[Callable[[KVQCache], KVQCache]] = [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+MASKS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.ones_like,
+    lambda drawn: drawn.sort(1).values,  # padding on the left
+    lambda drawn: drawn.sort(1, descending=True).values,
+    lambda drawn: drawn,
+]
 STORIES: dict[str, dict[str, Any]] = {
     "growing": {"block_size": 8},
     "fixed": {"max_cache_len": CAPACITY},
@@ -55,10 +62,8 @@ def failing(model: Any, cache: KVQCache, layer: int, stage: str, error: BaseExce
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         mine = what == "forward" or any(args[0] is one for one in (cache.layers[layer], getattr(cache.layers[layer], "pages", None)))
-        if when == "before" and mine:
-            raise error
-        found = original(*args, **kwargs)
-        if when == "after" and mine:
+        found = None if mine and when == "before" else original(*args, **kwargs)
+        if mine:
             raise error
         return found
 
@@ -67,84 +72,74 @@ def failing(model: Any, cache: KVQCache, layer: int, stage: str, error: BaseExce
         yield
 
 
+def longer(tensor: torch.Tensor, value: int, count: int = 1) -> torch.Tensor:
+    """With ``count`` more columns of ``value``."""
+    return torch.nn.functional.pad(tensor, (0, count), value=value)
+
+
 class Story:
     """One cache and the text it should hold: ids and mask [rows, columns]."""
 
     def __init__(self, family: str, capacity: dict[str, Any], rows: int) -> None:
-        self.family, self.capacity = family, capacity
+        self.family, self.is_fixed = family, "max_cache_len" in capacity
         self.model, self.twin = models(family)
         self.cache = KVQCache(self.model, **{"mode": "none", **capacity})
         self.ids = torch.randint(3, 97, (rows, 24), generator=torch.Generator().manual_seed(rows))
         self.mask = (torch.arange(24) >= 6 * torch.arange(rows)[:, None]).long()  # behind a window, rows have dropped different blocks
-        with torch.no_grad():
-            self.model(self.ids, attention_mask=self.mask, **{GENERATE: self.cache})
+        self.read(self.ids, attention_mask=self.mask)
 
     @property
     def room(self) -> int:
         return CAPACITY - self.ids.shape[1]
+
+    @torch.no_grad()
+    def read(self, ids: torch.Tensor, cache: KVQCache | None = None, **options: Any) -> torch.Tensor:
+        return self.model(ids, **options, **{GENERATE: self.cache if cache is None else cache}).logits
 
     def new(self, data: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """The text with more columns, and a mask as a caller might pass it."""
         rows, count = len(self.ids), data.draw(st.integers(1, min(6, self.room)))
         seed = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
         ids = torch.cat([self.ids, torch.randint(3, 97, (rows, count), generator=seed)], 1)
-        new = torch.ones(rows, count, dtype=torch.long)
-        kind = data.draw(st.sampled_from(["none", "left", "right", "holes"]))
-        for row in range(rows):
-            pad = data.draw(st.integers(0, count - 1)) if kind in ("left", "right") else 0
-            new[row, slice(pad) if kind == "left" else slice(count - pad, None)] = 0
-            if kind == "holes":
-                new[row] = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)))
+        new = data.draw(st.sampled_from(MASKS))(torch.randint(2, (rows, count), generator=seed))
         new[0, -1] = 1  # a forward of padding alone writes nothing
         mask = torch.cat([self.mask, new], 1)
-        widths = ["exact", "full", "wider"] + ["none"] * bool(mask.all())
-        width = data.draw(st.sampled_from(widths))
-        if width == "none":
-            return ids, mask, {}
-        spare = {"exact": 0, "full": CAPACITY - mask.shape[1], "wider": 100}[width]
-        passed = torch.nn.functional.pad(mask, (0, spare), value=data.draw(st.integers(0, 1)))
-        return ids, mask, {"attention_mask": passed}
+        spare = data.draw(st.sampled_from([0, CAPACITY - mask.shape[1], 100, *[None] * bool(mask.all())]))
+        return ids, mask, {} if spare is None else {"attention_mask": longer(mask, data.draw(st.integers(0, 1)), spare)}
 
     def forward(self, data: Any) -> None:
         ids, mask, options = self.new(data)
-        part = ids[:, self.ids.shape[1] :]
-        switch = data.draw(st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]))
-        if self.is_parted(mask):
-            with switch(), pytest.raises(ArgumentError, match="attention_mask: got padding between tokens"):
-                self.model(part, **options, **{GENERATE: self.cache})
-            self.check()
-            return
-        with switch():
-            found = self.model(part, **options, **{GENERATE: self.cache}).logits
+        seen = self.ids.shape[1]
+        with data.draw(st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]))():
+            if self.is_parted(mask):
+                with pytest.raises(ArgumentError, match="attention_mask: got padding between tokens"):
+                    self.model(ids[:, seen:], **options, **{GENERATE: self.cache})
+                return
+            found = self.model(ids[:, seen:], **options, **{GENERATE: self.cache}).logits
         with torch.no_grad():
-            expected = self.twin(ids, attention_mask=mask).logits[:, self.ids.shape[1] :]
-        real = mask[:, self.ids.shape[1] :].bool()
+            expected = self.twin(ids, attention_mask=mask).logits[:, seen:]
+        real = mask[:, seen:].bool()
         torch.testing.assert_close(found[real], expected[real], rtol=1e-3, atol=1e-3)
         self.ids, self.mask = ids, mask
-        self.check()
 
     def fail(self, data: Any) -> None:
         layer, stage, error = data.draw(st.tuples(st.integers(0, 1), st.sampled_from(STAGES), st.sampled_from(ERRORS)))
         ids, mask, options = self.new(data)
-        if self.is_parted(mask):
-            return
-        part = ids[:, self.ids.shape[1] :]
-        with failing(self.model, self.cache, layer, stage, error), torch.no_grad(), pytest.raises(type(error)):
-            self.model(part, **options, **{GENERATE: self.cache})
-        if (layer, stage) == (1, "after forward"):  # all layers have stored
-            self.ids, self.mask = ids, mask
-        self.check()
+        if not self.is_parted(mask):
+            with failing(self.model, self.cache, layer, stage, error), pytest.raises(type(error)):
+                self.read(ids[:, self.ids.shape[1] :], **options)
+            if (layer, stage) == (1, "after forward"):  # all layers have stored
+                self.ids, self.mask = ids, mask
 
     def crop(self, data: Any) -> None:
         count, on_device = data.draw(st.sampled_from([*range(13), 1000])), data.draw(st.booleans())
         try:
             self.cache.crop(torch.tensor(-count) if on_device else -count)  # generate's assisted decoding counts on the device
         except CacheStateError:
-            assert self.family == "Gemma2" and "max_cache_len" not in self.capacity  # dropped behind the window
+            assert self.family == "Gemma2" and not self.is_fixed  # dropped behind the window
         else:
             kept = max(self.ids.shape[1] - count, 0)
             self.ids, self.mask = self.ids[:, :kept], self.mask[:, :kept]
-        self.check()
 
     def record_past(self, data: Any) -> None:
         self.cache.activate_past_recording()
@@ -152,65 +147,54 @@ class Story:
     def reset(self, data: Any) -> None:
         self.cache.reset()
         self.ids, self.mask = self.ids[:, :0], self.mask[:, :0]
-        self.check()
 
     def rearrange(self, data: Any) -> None:
-        ways = ["reorder"] if "max_cache_len" in self.capacity else ["reorder", "repeat", "select"]
-        count, way = len(self.ids), data.draw(st.sampled_from(ways))
+        count, way = len(self.ids), data.draw(st.sampled_from(["reorder"] if self.is_fixed else ["reorder", "repeat", "select"]))
         if self.cache.batch_size <= 0:
             return
-        size = data.draw(st.integers(1, count)) if way == "select" else count
-        rows = torch.randint(count, (size,), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))).tolist()
-        if way == "reorder":
-            self.cache.reorder_cache(torch.tensor(rows))
-        elif way == "select":
-            self.cache.batch_select_indices(torch.tensor(rows))
-        else:
+        if way == "repeat":
             repeats = data.draw(st.integers(1, 2 if count < 4 else 1))
             rows = [row for row in range(count) for _ in range(repeats)]
             self.cache.batch_repeat_interleave(repeats)
+        else:
+            size = data.draw(st.integers(1, count)) if way == "select" else count
+            rows = data.draw(st.lists(st.integers(0, count - 1), min_size=size, max_size=size))
+            (self.cache.reorder_cache if way == "reorder" else self.cache.batch_select_indices)(torch.tensor(rows))
         self.ids, self.mask = self.ids[rows], self.mask[rows]
         assert self.cache.batch_size == len(rows)
-        self.check()
 
     def copy(self, data: Any) -> None:
         """Go on in the copy, after spoiling the original."""
-        way = data.draw(st.sampled_from([copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
-        old, self.cache = self.cache, way(self.cache)
+        old, self.cache = self.cache, data.draw(st.sampled_from(COPIES))(self.cache)
         assert self.cache.layers[0].backend is old.layers[0].backend
-        seen = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        if self.room and self.ids.numel() and not self.is_parted(seen):
-            with torch.no_grad():
-                self.model(self.ids.new_full((len(self.ids), 1), 7), **{GENERATE: old})
+        if self.room and self.ids.numel() and not self.is_parted(longer(self.mask, 1)):
+            self.read(torch.full_like(self.ids[:, :1], 7), old)
             old.reset()
-            with torch.no_grad():
-                self.model(self.ids.new_full((len(self.ids), self.ids.shape[1] + 1), 9), **{GENERATE: old})
-        self.check()
+            self.read(torch.full_like(longer(self.ids, 0), 9), old)
 
     def is_parted(self, mask: torch.Tensor, begin: int | None = None) -> bool:
         """Whether a new token's sliding window, in columns, has fewer tokens than it has room for while there are tokens before it."""
         window = getattr(self.model.config, "sliding_window", None)
-        for row in mask.bool().tolist() if window else ():
-            for column in range(self.ids.shape[1] if begin is None else begin, len(row)):
-                first = max(column + 1 - window, 0)
-                if row[column] and sum(row[first : column + 1]) < min(window, sum(row[: column + 1])):
-                    return True
-        return False
+        if not window:
+            return False
+        seen = mask.cumsum(1)
+        within = seen - torch.nn.functional.pad(seen, (window, 0))[:, : seen.shape[1]]
+        parted = mask.bool() & (within < seen.clamp(max=window))
+        return bool(parted[:, self.ids.shape[1] if begin is None else begin :].any())
 
     @torch.no_grad()
     def check(self) -> None:
         """A copy, without the last columns where no window has dropped any, reads one more token as the whole text does."""
-        columns = self.ids.shape[1]
-        assert int(self.cache.get_seq_length()) == columns
+        kept = self.ids.shape[1]
+        assert int(self.cache.get_seq_length()) == kept
         assert not self.cache._forward.is_torn
-        twin, kept = copy.deepcopy(self.cache), columns
+        twin = copy.deepcopy(self.cache)
         if self.family == "Llama":
             twin.crop(-3)
-            kept = max(columns - 3, 0)
-        mask = torch.nn.functional.pad(self.mask[:, :kept], (0, 1), value=1)
+            kept = max(kept - 3, 0)
+        ids, mask = longer(self.ids[:, :kept], 5), longer(self.mask[:, :kept], 1)
         if kept < CAPACITY and not self.is_parted(mask, kept):
-            ids = torch.nn.functional.pad(self.ids[:, :kept], (0, 1), value=5)
-            found = self.model(ids[:, -1:], attention_mask=mask, **{GENERATE: twin}).logits[:, -1]
+            found = self.read(ids[:, -1:], twin, attention_mask=mask)[:, -1]
             torch.testing.assert_close(found, self.twin(ids, attention_mask=mask).logits[:, -1], rtol=1e-3, atol=1e-3)
 
 
@@ -227,9 +211,7 @@ def test_any_story_gives_what_the_whole_text_gives(family: str, capacity: dict[s
         kind = data.draw(st.sampled_from(KINDS))
         if story.room or kind not in ("forward", "fail"):
             getattr(story, kind)(data)
-
-
-IDS = prompts(2, 40)["input_ids"]
+            story.check()
 
 
 def test_compiled_code_gives_no_number_where_a_window_would_reach_too_far() -> None:
@@ -291,7 +273,7 @@ def test_interrupted_at_any_line(operation: str, capacity: dict[str, Any]) -> No
         except CacheStateError:
             one.reset()
             continue
-        texts = [torch.cat([ids, ids.new_full((2, 1), 5)], 1) for ids in (IDS[:, :20], after) if ids.shape[1] == length]
+        texts = [longer(ids, 5) for ids in (IDS[:, :20], after) if ids.shape[1] == length]
         assert any(torch.allclose(found, twin(text).logits[:, -1], rtol=1e-3, atol=1e-3) for text in texts)
 
 
@@ -330,3 +312,22 @@ def test_a_cache_that_is_never_read_says_so(family: str, capacity: dict[str, Any
     for ask in [*ASKED, lambda cache: model(IDS[:, 9:10], **{GENERATE: cache})]:
         with pytest.raises(KVQError, match=r'must run with attn_implementation="kvq".*own config object \(model.config\)'):
             ask(cache)
+
+
+@pytest.mark.parametrize("off", [disable, lambda model: model.set_attn_implementation("sdpa")], ids=["disable", "set"])
+@torch.no_grad()
+def test_a_filled_cache_behind_another_attention_gives_no_result(off: Callable[[PreTrainedModel], object]) -> None:
+    model, cache = begun("Llama")
+    off(model)
+    with pytest.raises(KVQError, match="never reached kvq's attention"):
+        model(IDS[:, 20:21], **{GENERATE: cache})
+
+
+def test_lost_layers_of_which_a_config_does_not_tell_are_told_of(capacity: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("Llama", num_hidden_layers=3)
+    del model.model.layers[2]
+    with caplog.at_level(logging.WARNING):
+        model.generate(IDS, max_new_tokens=3, **{GENERATE: KVQCache(model.config, "none", smoothing=None, **capacity)})
+    assert "stored 2 of 3 layers" in caplog.text
+    with pytest.raises(ArgumentError, match="cache: got one made for 3 layers, need one made from this model, of 2"):
+        enable(make_model("Llama"))(IDS, **{GENERATE: KVQCache(model.config, "none", **capacity)})

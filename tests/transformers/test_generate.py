@@ -3,14 +3,13 @@
 For a quantized mode that cache holds what the mode makes of each row, so that the tokens must be the same there, too.
 """
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvq_transformers import KVQCache, disable, enable
+from kvq_transformers import KVQCache, enable
 from kvq_transformers.naming import GENERATE
 from transformers_families import biased, compiled, eager_twin, fake_quantized_cache, make_model, prompts
 
@@ -18,17 +17,20 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 pytestmark = pytest.mark.usefixtures("torch_path")
 
 
-def both(family: str, mode: str, capacity: dict[str, Any]) -> tuple[PreTrainedModel, KVQCache, PreTrainedModel, DynamicCache]:
+def both(
+    family: str, mode: str, capacity: dict[str, Any], **changes: Any
+) -> tuple[PreTrainedModel, KVQCache, PreTrainedModel, DynamicCache]:
     """A model and a KVQCache; and its eager twin with the cache to expect the same of."""
-    model = make_model(family)
+    model = make_model(family, **changes)
     twin, cache = eager_twin(model), KVQCache(model.config, mode, **capacity)
     return model, cache, twin, fake_quantized_cache(twin.config, cache.modes)
 
 
-# Gemma 2: a sliding window of 11, much shorter than the texts, and a full layer.
+# Gemma 2: a sliding window of 11, much shorter than the texts, and a full layer. Drafts that are wrong are cropped over its edge, too.
 WAYS: list[tuple[str, str, dict[str, Any]]] = [
     ("Gemma2", "int4", {"prefill_chunk_size": 7}),
     ("Gemma2", "int4", {"num_beams": 4, "num_return_sequences": 3, "early_stopping": True}),
+    ("Gemma2", "int4", {"prompt_lookup_num_tokens": 3}),
     ("Llama", "int2", {"num_beams": 3}),
     ("GptOss", "none", {}),
     ("Lfm2", "none", {}),
@@ -37,22 +39,14 @@ WAYS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "mode", "options"), WAYS, ids=str)
-def test_padded_batches(family: str, mode: str, capacity: dict[str, Any], options: dict[str, Any]) -> None:
+def test_every_way_of_decoding(family: str, mode: str, capacity: dict[str, Any], options: dict[str, Any]) -> None:
     model, cache, twin, expected_cache = both(family, mode, capacity)
-    inputs = prompts(2, 23, (0, 9)) if mode == "none" else prompts(3, 23, (0, 9, 22))
-    torch.manual_seed(1)
-    expected = twin.generate(**inputs, **(GREEDY | options), **{GENERATE: expected_cache})
-    torch.manual_seed(1)
-    assert torch.equal(model.generate(**inputs, **(GREEDY | options), **{GENERATE: cache}), expected)
-
-
-def test_drafts_of_the_prompt(capacity: dict[str, Any]) -> None:
-    """Those that are wrong are cropped: over the window's edge, too."""
-    model, cache, twin, plain = both("Gemma2", "int4", capacity)
-    inputs = prompts(1, 23)
-    inputs["input_ids"] = inputs["input_ids"][:, :8].repeat(1, 3)[:, :23]
-    expected = twin.generate(**inputs, **GREEDY, **{GENERATE: plain})
-    assert torch.equal(model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=3, **{GENERATE: cache}), expected)
+    inputs, plain = prompts(2, 23, (0, 9)) if mode == "none" else prompts(3, 23, (0, 9, 22)), options
+    if "prompt_lookup_num_tokens" in options:  # of one row, which repeats itself
+        inputs, plain = prompts(1, 23), {}
+        inputs["input_ids"] = inputs["input_ids"][:, :8].repeat(1, 3)[:, :23]
+    expected = twin.generate(**inputs, **GREEDY | plain, **{GENERATE: expected_cache})
+    assert torch.equal(model.generate(**inputs, **GREEDY | options, **{GENERATE: cache}), expected)
 
 
 def test_an_enabled_model_may_draft_for_another() -> None:
@@ -78,36 +72,6 @@ def test_a_conversation_goes_on_in_its_cache(capacity: dict[str, Any]) -> None:
     assert int(cache.get_seq_length()) == found.shape[1] - 1
 
 
-def test_enable_makes_plain_generate_use_the_cache() -> None:
-    """A new one each time, in a copy of the model as well, with the settings of when it was enabled; until it is disabled."""
-    model = make_model("Llama")
-    inputs, before = prompts(2, 23, (0, 9)), model.config._attn_implementation
-    plain, twin = model.generate(**inputs, **GREEDY), eager_twin(model)
-
-    def generated() -> Any:
-        return model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-
-    assert enable(model, mode="int2") is model
-    for _ in range(2):
-        out = generated()
-        expected = twin.generate(**inputs, **GREEDY, **{GENERATE: fake_quantized_cache(twin.config, out[GENERATE].modes)})
-        assert isinstance(out[GENERATE], KVQCache) and torch.equal(out.sequences, expected)
-    assert not torch.equal(out.sequences, plain)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.lm_head.weight.neg_()
-    assert not torch.equal(other.generate(**inputs, **GREEDY), out.sequences)
-    modes: dict[Any, Any] = {"default": "int8", 0: "none"}
-    enable(model, modes, max_cache_len=64, smoothing="first_prefill", residual_length=8)
-    modes[0] = "int2"
-    cache = generated()[GENERATE]
-    assert cache.modes == {0: "none", 1: "int8_per_token_head"} and cache.get_max_length() == 64 and list(cache.smoothing) == [0, 1]
-    assert cache.layers[1].pages.exact_backend.mode == "none"
-    assert disable(model) is model
-    assert torch.equal(model.generate(**inputs, **GREEDY), plain)
-    assert model.config._attn_implementation == before and "generate" not in model.__dict__
-
-
 def test_a_decode_step_compiles_once_and_as_one_graph() -> None:
     """Under a softcap and in a window, with key biases and int8 rows in a residual window."""
     model, inputs = biased("softcap, windows"), prompts(2, 23, (0, 9))
@@ -123,9 +87,9 @@ def test_a_decode_step_compiles_once_and_as_one_graph() -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["lazily", "early"])
 def test_chunked_prefill_compiles(early: bool) -> None:
     """``generate`` compiles that, too. Pages made beforehand leave nothing to do inside the graph."""
-    model, cache, twin, expected_cache = both("Llama", "int8", {"max_cache_len": 64})
+    model, cache, twin, expected_cache = both("Llama", "int8", {"max_cache_len": 64}, num_hidden_layers=1 if early else 2)
     if early:
         cache.early_initialization(2, num_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
-    inputs, greedy = prompts(2, 24, (0, 9)), GREEDY | {"max_new_tokens": 2}
-    found = model.generate(**inputs, **greedy, **{GENERATE: cache}, compile_config=compiled(early), prefill_chunk_size=12)
-    assert torch.equal(found, twin.generate(**inputs, **greedy, **{GENERATE: expected_cache}))
+    options = prompts(2, 24, (0, 9)) | {"max_new_tokens": 2, "do_sample": False}
+    found = model.generate(**options, **{GENERATE: cache}, compile_config=compiled(early), prefill_chunk_size=12)
+    assert torch.equal(found, twin.generate(**options, **{GENERATE: expected_cache}))

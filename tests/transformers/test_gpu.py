@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig
 
 from kvq_core.testing import places
 from kvq_transformers import KVQCache, calibrate
 from kvq_transformers.naming import GENERATE
-from transformers_families import eager_twin, logits_in_steps, make_model, prompts, uneven, worst
+from transformers_families import logits_in_steps, make_model, prompts, uneven, whole_text, worst
 
 pytestmark = pytest.mark.gpu
-STEPS = [19, 9, 1, 1, 3]
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 
@@ -25,10 +24,6 @@ def on_gpu(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cuda() for name, tensor in inputs.items()}
 
 
-def half_model(family: str, **changes: Any) -> PreTrainedModel:
-    return make_model(family, torch.bfloat16, **changes).cuda()
-
-
 COMPILED = [(family, mode) for family in ("Llama", "Gemma2") for mode in ("none", "int8", "int4", "int2", "fp8_per_tensor")]
 COMPILED += [("Qwen2", "int8"), ("Qwen2", "int4"), ("Qwen3", "int4")]
 """gpt-oss's loop over experts does not compile (transformers 5.17, torch 2.11)."""
@@ -38,7 +33,7 @@ COMPILED += [("Qwen2", "int8"), ("Qwen2", "int4"), ("Qwen3", "int4")]
 def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) -> None:
     """``generate`` compiles by itself: inductor, CUDA graphs. Held to the same cache without compilation. One mode is calibrated, and
     two families have what is read from the weights: key biases, norms of keys."""
-    model = uneven(family).to("cuda", torch.bfloat16) if family == "Qwen3" else half_model(family)
+    model = (uneven(family) if family == "Qwen3" else make_model(family)).to("cuda", torch.bfloat16)
     inputs = on_gpu(prompts(2, 23, (0, 9)))
     given: dict[str, Any] = vars(calibrate(model, **inputs, smoothing="balanced")) if mode == "fp8_per_tensor" else {}
 
@@ -47,15 +42,14 @@ def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) ->
 
     plain = model.generate(**inputs, **GREEDY, **{GENERATE: make()}, disable_compile=True)
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    cache = make()
-    compiled = {"compile_config": CompileConfig(fullgraph=True)}
-    first = model.generate(**inputs, **GREEDY, **compiled, **{GENERATE: cache})
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 1
-    assert counters["inductor"]["cudagraph_skips"] == 0
+    counters.clear()
+    cache = make()
+    options = inputs | GREEDY | {"compile_config": CompileConfig(fullgraph=True), GENERATE: cache}
+    first = model.generate(**options)
+    assert counters["stats"]["unique_graphs"] == 1 and counters["inductor"]["cudagraph_skips"] == 0
     cache.reset()
-    again = model.generate(**inputs, **GREEDY, **compiled, **{GENERATE: cache})
+    again = model.generate(**options)
     assert torch.equal(first, again)
     # Inductor rounds elsewhere, so that near-ties may fall otherwise: most tokens agree, the first ones all.
     assert torch.equal(first[:, :25], plain[:, :25])
@@ -63,7 +57,7 @@ def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) ->
 
 def test_no_copy_of_the_cache_is_ever_made() -> None:
     """Peak memory of decoding over a long text, beyond what was there before the step: far below the cache, let alone an unpacked one."""
-    model = half_model("Llama", num_hidden_layers=1, max_position_embeddings=200_000)
+    model = make_model("Llama", torch.bfloat16, num_hidden_layers=1, max_position_embeddings=200_000).cuda()
     ids = torch.randint(3, 97, (1, 131_072), generator=torch.Generator().manual_seed(0)).cuda()
     cache = KVQCache(model.config, "int4", max_cache_len=131_072 + 64)
     with torch.no_grad():
@@ -80,11 +74,12 @@ def test_no_copy_of_the_cache_is_ever_made() -> None:
 
 @torch.no_grad()
 def test_codes_lose_less_by_the_norms_of_keys() -> None:
-    model, inputs = uneven("Qwen3").cuda(), on_gpu(prompts(2, sum(STEPS), (0, 5)))
-    gold = eager_twin(model)(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits
+    model, inputs = uneven("Qwen3").cuda(), on_gpu(prompts(2, 33, (0, 5)))
+    gold = whole_text(model, inputs)
 
     def loss(mode: str, **given: Any) -> float:
-        return worst(logits_in_steps(model, inputs, KVQCache(model, mode, **given), STEPS), gold, inputs["attention_mask"])
+        found = logits_in_steps(model, inputs, KVQCache(model, mode, **given), [19, 9, 1, 1, 3])
+        return worst(found, gold, inputs["attention_mask"])
 
     assert loss("none") < 1e-2 * float(gold.abs().max())
     assert loss("int8") < 0.6 * loss("int8", smoothing="key_bias")

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from kvq_transformers import KVQCache
 from kvq_transformers.fixed_window import FixedWindow
 from kvq_transformers.naming import GENERATE
-from transformers_families import eager_twin, logits_in_steps, make_model, prompts, through_mode
+from transformers_families import eager_twin, logits_in_steps, make_model, prompts, through_mode, whole_text, worst
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 STEPS = [19, 40, 1, 1, 3, 1]
@@ -51,16 +51,17 @@ def test_the_newest_and_the_first_rows_are_exact_and_all_others_packed(window: d
 @pytest.mark.parametrize("window", [{"residual_length": 8}, SINKS | {"residual_mode": "int8"}], ids=str)
 @torch.no_grad()
 def test_rows_that_moved_are_read_as_before(window: dict[str, Any], capacity: dict[str, Any]) -> None:
-    """Reordered, copied, selected and cropped rows give what a cache does that was given their text alone."""
+    """Reordered, selected and cropped rows, and copies made in inference mode, give what a cache does that was given their text alone."""
     order = [2, 0, 2] if capacity else [2, 0, 2, 1]
     model, ids = make_model("Llama"), prompts(3, 64)["input_ids"]
 
     def told(ids: torch.Tensor, rows: list[int]) -> torch.Tensor:
         cache = KVQCache(model.config, "int2", **window, **capacity)
-        for part in (ids[:, :30], *ids[:, 30:40].split(1, 1)):
-            model(part, **{GENERATE: cache})
-        cache.reorder_cache(torch.tensor(rows)) if capacity else cache.batch_select_indices(torch.tensor(rows))
-        cache = pickle.loads(pickle.dumps(copy.copy(cache)))
+        with torch.inference_mode():
+            for part in (ids[:, :30], *ids[:, 30:40].split(1, 1)):
+                model(part, **{GENERATE: cache})
+            cache.reorder_cache(torch.tensor(rows)) if capacity else cache.batch_select_indices(torch.tensor(rows))
+            cache = pickle.loads(pickle.dumps(copy.copy(cache)))
         model(ids[rows, 40:44], **{GENERATE: cache})
         cache.crop(-3)
         return model(ids[rows, 41:42], **{GENERATE: cache}).logits
@@ -68,6 +69,12 @@ def test_rows_that_moved_are_read_as_before(window: dict[str, Any], capacity: di
     # Batches of other sizes round differently, by some 1e-5; logits with another window are 1 to 5 apart.
     for row, found in zip(order, told(ids, order), strict=True):
         torch.testing.assert_close(found, told(ids[row : row + 1], [0])[0], rtol=0, atol=1e-4)
+
+
+def test_sinks_may_take_all_of_a_fixed_cache() -> None:
+    model, inputs = make_model("Llama"), prompts(2, 20, (0, 5))
+    cache = KVQCache(model, "int2", sink_tokens=4, max_cache_len=20, block_size=32)
+    assert worst(logits_in_steps(model, inputs, cache, [9, 8, 1, 2]), whole_text(model, inputs), inputs["attention_mask"]) < 1e-3
 
 
 @torch.no_grad()

@@ -6,7 +6,9 @@ The models are made so that attention matters: weights are large enough that sco
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -35,45 +37,27 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-MIXED = ["sliding_attention", "full_attention"]
+MIXED: dict[str, Any] = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts_per_tok": 1}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"head_dim": 64},
     "Qwen2": {},
     "Qwen3": {"head_dim": 128},
     "Mistral": {"sliding_window": 11, "head_dim": 96},
-    "Gemma2": {
-        "head_dim": 256,
-        "sliding_window": 11,
-        "layer_types": MIXED,
-        "attn_logit_softcapping": 5.0,
-        "query_pre_attn_scalar": 100,
-    },
-    "Gemma3": {"head_dim": 64, "sliding_window": 11, "layer_types": MIXED, "query_pre_attn_scalar": 50},
-    "GptOss": {
-        "head_dim": 64,
-        "sliding_window": 11,
-        "layer_types": MIXED,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
+    "Gemma2": MIXED | {"head_dim": 256, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 100},
+    "Gemma3": MIXED | {"head_dim": 64, "query_pre_attn_scalar": 50},
+    "GptOss": MIXED | EXPERTS | {"head_dim": 64, "num_local_experts": 2, "rope_parameters": PLAIN},
     "Phi3": {"head_dim": 80, "hidden_size": 320, "partial_rotary_factor": 1.0},
     "Granite": {"attention_multiplier": 0.31, "head_dim": 64},
     "Olmo2": {"hidden_size": 256},
-    "Cohere2": {"head_dim": 64, "sliding_window": 11, "layer_types": MIXED},
+    "Cohere2": MIXED | {"head_dim": 64},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "hidden_size": 128, "block_multiple_of": 32},
-    "Qwen3Next": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 64,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "Qwen3Next": LINEAR
+    | EXPERTS
+    | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 64, "num_experts": 2}
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
 }
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
@@ -103,10 +87,7 @@ LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fac
 BIASED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("Qwen2", {}),
     "interleaved, partial": ("Glm", {"attention_bias": True, "head_dim": 32, "partial_rotary_factor": 0.5}),
-    "fused projections, partial": (
-        "GPTNeoX",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
-    ),
+    "fused projections, partial": ("GPTNeoX", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}}),
     "llama3": ("Llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
     "linear": ("Llama", {"attention_bias": True, "rope_parameters": SCALED | {"rope_type": "linear"}}),
     "yarn, sinks, windows": ("GptOss", {"rope_parameters": SCALED | {"rope_type": "yarn"}}),
@@ -199,34 +180,21 @@ def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def exact_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model`` in float64, softmax included (transformers' eager attention takes it in float32)."""
+    """A copy of ``model`` in float64, softmax included."""
     twin = copy.deepcopy(model).double()
     twin.set_attn_implementation("exact")
     return twin
 
 
-def exact_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Dense attention under transformers' own mask; a row that sees nothing gives zeros."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is not None:
-        scores = scores.masked_fill(attention_mask < -1.0, -torch.inf)
-    sinks = scores.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux.to(scores.dtype).view(1, -1, 1, 1)
-    scores = torch.cat([scores, sinks.expand(*scores.shape[:1], scores.shape[1], scores.shape[2], 1)], -1)
-    weights = scores.softmax(-1).nan_to_num(0.0)[..., :-1]
-    return (weights @ value).transpose(1, 2).contiguous(), None
+def own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The eager attention of the family that ``module`` is of."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+
+def exact_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The same, without the softmax's cast to float32."""
+    with patch.object(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: scores.softmax(dim)):
+        return own_attention(module, *args, **kwargs)
 
 
 AttentionInterface.register("exact", exact_attention)
@@ -245,6 +213,12 @@ def logits_in_steps(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cac
         out = model(ids[:, part], attention_mask=mask[:, :seen], position_ids=positions[:, part], **{GENERATE: cache}, use_cache=True)
         found.append(out.logits)
     return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def whole_text(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of eager attention over the whole text, without any cache."""
+    return eager_twin(model)(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits
 
 
 def worst(found: torch.Tensor, gold: torch.Tensor, mask: torch.Tensor) -> float:

@@ -45,9 +45,7 @@ def manager_of(spec: Any, pool: Pool) -> Any:
 
 
 def expect(what: str, found: object, wanted: object) -> None:
-    if found != wanted:
-        raise SystemExit(f"{what}: {found}, need {wanted}")
-    print(f"{what}: {found}")
+    assert found == wanted, f"{what}: {found}, need {wanted}"
 
 
 def names(blocks: Any) -> list[Any]:

@@ -75,10 +75,11 @@ class Case:
         named = {"residual_length": self.residual_length, "sink_tokens": -(-self.sink_tokens // self.block_size) * self.block_size}
         return {name: tokens for name, tokens in named.items() if tokens}
 
-
-def carried(mode: str) -> dict[str, Any]:
-    """A mode that this vLLM has no name for, as kvq takes it: vLLM's name marks the layers, the configuration says the mode."""
-    return {"additional_config": {"kvq": {"mode": mode}}}
+    @property
+    def section(self) -> dict[str, Any]:
+        """What ``--additional-config`` says of kvq: modes that this vLLM has no name for are carried by one of its names."""
+        carried = {"mode": self.modes} if self.kv_cache_dtype == CARRIER and isinstance(self.modes, str) else {}
+        return carried | ({"residual_length": self.residual_length, "sink_tokens": self.sink_tokens} if self.exact else {})
 
 
 def drafts(count: int) -> dict[str, Any]:
@@ -97,9 +98,8 @@ CASES = {
     "int8": Case("int8", "int8_per_token_head", Tiny(query_heads=8, kv_heads=2, head_size=128), block_size=32),
     "fp8": Case("fp8", "fp8_per_token_head", Tiny(query_heads=8, kv_heads=1), block_size=64),
     "int4": Case("int4", INT4, Tiny(query_heads=8, kv_heads=1, head_size=256), block_size=64),
-    "int2": Case("int2", CARRIER, Tiny(head_size=96), block_size=128, options=carried("int2"), control="int4"),
-    "int3": Case("int3_per_token_head", CARRIER, options=carried("int3_per_token_head"), control="int4"),
-    "k8v4": Case("k8v4", CARRIER, options=carried("k8v4"), control="int4"),
+    "int2": Case("int2", CARRIER, Tiny(head_size=96), block_size=128, control="int4"),
+    "int3": Case("int3_per_token_head", CARRIER, control="int4"),
     "a skipped layer": Case({"default": "int8", 0: "none"}, CARRIER, options={"kv_cache_dtype_skip_layers": ["0"]}),
     "key biases": Case("int4", INT4, Tiny("qwen2"), block_size=32, control="int4"),
     "norms of queries and keys": Case("int4", INT4, Tiny("qwen3"), block_size=32, control="int4"),
@@ -112,7 +112,7 @@ CASES = {
     "residual window and sinks": Case("int4", INT4, block_size=128, options=WHOLE | FOR_SINKS, **SINKS),
     "residual window and sinks, in chunks": Case("int4", INT4, Tiny("qwen2"), 128, UNCACHED | FOR_SINKS, **SINKS),
     "residual window beside windows": Case(
-        "int8", CARRIER, Tiny("gemma3"), 64, UNCACHED | {"num_gpu_blocks_override": 90}, "int8", residual_length=16
+        "k8v4", CARRIER, Tiny("gemma3", 8, 2, 128), 128, UNCACHED | {"num_gpu_blocks_override": 90}, "k8v4", residual_length=16
     ),
     "residual window and sinks, 3 drafts": Case("int4", INT4, block_size=128, options=WHOLE | FOR_SINKS | drafts(3), **SINKS),
     "1 draft": Case("int4", INT4, options=drafts(1)),
@@ -121,6 +121,8 @@ CASES = {
     "kvq_int4": Case("int4", "kvq_int4", block_size=32),
     "kvq_int2": Case("int2", "kvq_int2", Tiny("qwen2"), control="int2", smoothed=True),
 }
+COVERED = ("int8", "key biases", "smoothed keys", "windows", "residual window and sinks")
+"""For kernels on a GPU: on a CPU other cases have all that these have, those that are asked for by name among them."""
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -178,7 +180,8 @@ def blocks_for(block_size: int) -> int:
 def engine_of(case: Case, model: Path, **options: Any) -> LLM:
     """The case's engine, with further options; on a GPU with room for some others beside it."""
     beside: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} if torch.cuda.is_available() else {}
-    merged: dict[str, Any] = COMMON | {"num_gpu_blocks_override": blocks_for(case.block_size)} | case.options | options
+    own = {"num_gpu_blocks_override": blocks_for(case.block_size), "additional_config": {"kvq": case.section}}
+    merged: dict[str, Any] = COMMON | own | case.options | options
     return LLM(
         model=str(model),
         max_model_len=max(case.lengths) + 26,
@@ -194,12 +197,6 @@ def engine_of(case: Case, model: Path, **options: Any) -> LLM:
     )
 
 
-def free() -> None:
-    """Give back what an engine had to which nothing refers any more."""
-    gc.collect()
-    cleanup_dist_env_and_memory()
-
-
 def check(name: str, case: Case, folder: Path) -> str:
     """One engine: chunked prefill beside decode, then the same prompts from the prefix cache, then more than fits at once.
 
@@ -210,47 +207,44 @@ def check(name: str, case: Case, folder: Path) -> str:
     smoothing: Smoothings = WEIGHTS
     if case.smoothed:
         file, smoothing = calibrated(model)
-        further["additional_config"] = {"kvq": {"smoothing": str(file)}}
-    if case.exact:
-        further["additional_config"] = {"kvq": {"residual_length": case.residual_length, "sink_tokens": case.sink_tokens}}
+        further["additional_config"] = {"kvq": case.section | {"smoothing": str(file)}}
     engine = engine_of(case, model, **further)
     steps = recorded_steps(engine) if case.exact else {}
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
     ranks = engine.llm_engine.vllm_config.parallel_config.world_size
-    if not all(isinstance(impl, KVQImpl) for impl in impls) or (not impls and ranks == 1):
-        raise SystemExit(f"{name}: a layer is not kvq's")
+    assert all(isinstance(impl, KVQImpl) for impl in impls) and (impls or ranks > 1), f"{name}: a layer is not kvq's"
     asked = prompts(case.lengths)
     outputs = generate(engine, asked)
     generate(engine, asked[2:3])  # other prompts may have taken its blocks
     again = generate(engine, asked[2:3])
     cached = again[0].num_cached_tokens
-    outputs += again + generate(engine, asked * 2)
+    # Few texts grow into another large block. With windows vLLM may admit fewer requests instead of preempting.
+    is_large = case.block_size > 64
+    outputs += again + ([] if is_large else generate(engine, asked * 2))
+    may_wait = is_large or case.model.kind in ("gemma2", "gemma3", "gpt_oss")
     preempted, drafted = counted(engine, "vllm:num_preemptions"), counted(engine, "vllm:spec_decode_num_accepted_tokens")
     texts = [text_of(output, steps) for output in outputs]
     (folder / TEXTS).write_text(json.dumps([asdict(text) for text in texts]))
     said = Reference(model, case.modes, case.control, smoothing, case.exact).compare(texts, name)
-    # With windows vLLM may admit fewer requests instead of preempting, and few texts grow into another large block.
-    may_wait = case.model.kind in ("gemma2", "gemma3", "gpt_oss") or case.block_size > 64
     uncached = case.options.get("enable_prefix_caching") is False
-    if not (cached or uncached) or not (preempted or may_wait) or ("speculative_config" in case.options and not drafted):
-        found = f"{cached} tokens from the prefix cache, {preempted} preemptions, {drafted} accepted drafts"
-        raise SystemExit(f"{name}: {said}; {found}, need some of each that applies")
+    did = f"{name}: {said}; {cached} tokens from the prefix cache, {preempted} preemptions, {drafted} drafts accepted"
+    fine = (cached or uncached) and (preempted or may_wait) and (drafted or "speculative_config" not in case.options)
+    assert fine, f"{did}: need some of each that applies"
     del engine, layers, impls
-    free()
-    seconds = time.perf_counter() - started
-    return f"{name}: {said}; {cached} tokens from the prefix cache, {preempted} preemptions, {drafted} drafts accepted; {seconds:.0f} s"
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return f"{did}; {time.perf_counter() - started:.0f} s"
 
 
 def main() -> None:
     # Drafts of n-grams import numba, after which vLLM's CPU platform cannot make another engine, and vLLM takes kvq's own names from 0.33
     # on: these are asked for by name.
-    every = [name for name, case in CASES.items() if "speculative_config" not in case.options and case.kv_cache_dtype != name]
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or every
-    if AttentionBackendEnum.CUSTOM.is_overridden():
-        raise SystemExit("CUSTOM is taken before any engine was made")
-    for name in names:
-        print(check(name, CASES[name], folder), flush=True)
+    apart = {name for name, case in CASES.items() if "speculative_config" in case.options or case.kv_cache_dtype == name}
+    every = [name for name in CASES if name not in apart | {*COVERED}]
+    assert not AttentionBackendEnum.CUSTOM.is_overridden(), "CUSTOM is taken before any engine was made"
+    for name in sys.argv[2:] or every:
+        print(check(name, CASES[name], Path(sys.argv[1])), flush=True)
 
 
 if __name__ == "__main__":

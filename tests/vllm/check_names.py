@@ -71,8 +71,7 @@ def check_graphs() -> None:
         cache, model = SimpleNamespace(cache_dtype=name), SimpleNamespace(dtype=torch.bfloat16)
         config = SimpleNamespace(cache_config=cache, model_config=model, additional_config={})
         found = KVQMetadataBuilder.get_cudagraph_support(config, None)
-        if found != support:
-            raise SystemExit(f"{name}: CUDA graphs {found}, need {support}")
+        assert found == support, f"{name}: CUDA graphs {found}, need {support}"
 
 
 def check_carried_modes(backend: Any) -> None:
@@ -80,14 +79,11 @@ def check_carried_modes(backend: Any) -> None:
     carrier = "int4_per_token_head"
     for mode, refusal in (("int2", ""), ("int4", ""), ("int8", "need a mode with at most 72 bytes a token and head")):
         settings._LAST[:] = [settings.Settings(carrier, get_backend(mode).mode)]
-        said = ""
         try:
-            shape = backend.get_kv_cache_shape(9, 16, 2, 64, carrier)
+            shape, said = backend.get_kv_cache_shape(9, 16, 2, 64, carrier), ""
         except ArgumentError as problem:
-            shape, said = (), str(problem)
-            print(f"refused: {problem}")
-        if refusal not in said or bool(refusal) != bool(said) or (not refusal and shape != (9, 2, 16, 72)):
-            raise SystemExit(f"{mode} in pages of {carrier}: {shape}, {said!r}")
+            shape, said = (9, 2, 16, 72), f"refused: {problem}"
+        assert refusal in said and bool(refusal) == bool(said) and shape == (9, 2, 16, 72), f"{mode} in {carrier}: {shape}, {said!r}"
     settings._LAST.clear()
 
 
@@ -95,32 +91,24 @@ def main() -> None:
     load_general_plugins()
     names = {"kvq_" + entry.mode.removesuffix("_per_token_head") for entry in list_backends()}
     missing = {*names, *sys.argv[1:]} - set(KV_CACHE_DTYPES)
-    if missing:
-        raise SystemExit(f"vLLM lacks {sorted(missing)}; it has {KV_CACHE_DTYPES}")
-    if AttentionBackendEnum.CUSTOM.get_path() != PATH:
-        raise SystemExit(f"CUSTOM is {AttentionBackendEnum.CUSTOM.get_path()}")
+    assert not missing, f"vLLM lacks {sorted(missing)}; it has {KV_CACHE_DTYPES}"
+    assert AttentionBackendEnum.CUSTOM.get_path() == PATH
     backend = AttentionBackendEnum.CUSTOM.get_class()
     for name in sorted(names):
-        handler = get_kv_cache_dtype_handler(name)
-        taken = (
-            isinstance(handler, KVCacheDTypeHandler) and is_known_kv_cache_dtype(name) and CacheConfig(cache_dtype=name).cache_dtype == name
-        )
-        if not taken or STR_DTYPE_TO_TORCH_DTYPE[name] != torch.uint8 or get_kv_quant_mode(name) != KVQuantMode.CUSTOM:
-            raise SystemExit(f"{name}: vLLM does not take it for a dtype of kvq's")
+        assert isinstance(get_kv_cache_dtype_handler(name), KVCacheDTypeHandler) and is_known_kv_cache_dtype(name), name
+        assert CacheConfig(cache_dtype=name).cache_dtype == name
+        assert STR_DTYPE_TO_TORCH_DTYPE[name] == torch.uint8 and get_kv_quant_mode(name) == KVQuantMode.CUSTOM, name
         reasons = backend.validate_configuration(**ASKED, kv_cache_dtype=name)
-        if reasons:
-            raise SystemExit(f"{name}: {reasons}")
+        assert not reasons, f"{name}: {reasons}"
     print(f"{len(names)} names: {', '.join(sorted(names))}")
     check_graphs()
     check_carried_modes(backend)
     known = inspect.signature(backend.__mro__[1].validate_configuration).parameters
     for case in UNSERVED:
-        if not known.keys() >= case.keys():
-            continue
-        reasons = backend.validate_configuration(**{**ASKED, "kv_cache_dtype": "kvq_int4", **case})
-        if not reasons or not all("--kv-cache-dtype" in reason and ": " in reason and "; " in reason for reason in reasons):
-            raise SystemExit(f"{case}: {reasons}, need a refusal with why, and what would work")
-        print(f"refused: {reasons[0]}")
+        if known.keys() >= case.keys():
+            reasons = backend.validate_configuration(**ASKED | {"kv_cache_dtype": "kvq_int4"} | case)
+            explained = reasons and all("--kv-cache-dtype" in reason and ": " in reason and "; " in reason for reason in reasons)
+            assert explained, f"{case}: {reasons}, need a refusal with why, and what would work"
 
 
 if __name__ == "__main__":

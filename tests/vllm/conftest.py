@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import kvq_vllm
+from kvq_core.testing import places
 
 PARTS = ("weights", "demands", "builder", "impl", "backend", "sink_window", "residual")
 """Modules of kvq-vllm that import vLLM, or one that does."""
+space = types.SimpleNamespace
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class AttentionBackend:
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
         sizes = cls.get_supported_kernel_block_sizes()  # type: ignore[attr-defined]
-        return block_size is None or any(block_size % getattr(size, "base", size) == 0 for size in sizes)
+        return block_size is None or any(block_size % size.base == 0 for size in sizes)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -71,40 +73,50 @@ class RotaryEmbedding(torch.nn.Module):
         return torch.cat((angles.cos(), angles.sin()), 1)
 
 
-@pytest.fixture
-def kvq_in_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """kvq-vllm's modules by name, over stand-ins; ``config``: what vLLM's current config is, in a list of one."""
-    config: list[Any] = [None]
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.enter("eager", monkeypatch)
 
-    def add(name: str, **members: Any) -> None:
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            full = ".".join(parts[:end])
-            if full not in added:
-                added[full] = types.ModuleType(full)
-                monkeypatch.setitem(sys.modules, full, added[full])
-        vars(added[name]).update(members)
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
+    """``stand_in(name, **members)``: in place of the module ``vllm.name``."""
+
+    def add(name: str, **members: Any) -> types.ModuleType:
+        full = f"vllm.{name}"
+        for end, letter in enumerate(f"{full}."):
+            if letter == ".":
+                monkeypatch.setitem(sys.modules, full[:end], added.setdefault(full[:end], types.ModuleType(full[:end])))
+        vars(added[full]).update(members)
+        return added[full]
 
     added: dict[str, types.ModuleType] = {}
-    add("vllm", envs=types.SimpleNamespace(VLLM_BATCH_INVARIANT=False))
-    add("vllm.config", get_current_vllm_config_or_none=lambda: config[0])
-    add("vllm.distributed", get_tensor_model_parallel_rank=lambda: 0, get_tensor_model_parallel_world_size=lambda: 1)
-    add("vllm.forward_context", get_forward_context=None)
-    support = types.SimpleNamespace(UNIFORM_BATCH="uniform", NEVER="never")
+    return add
+
+
+@pytest.fixture
+def kvq_in_vllm(stand_in: Callable[..., types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """kvq-vllm's modules by name, over stand-ins; ``config``: what vLLM's current config is, in a list of one."""
+    config: list[Any] = [None]
+    stand_in("config", get_current_vllm_config_or_none=lambda: config[0])
+    stand_in("distributed", get_tensor_model_parallel_rank=lambda: 0, get_tensor_model_parallel_world_size=lambda: 1)
+    stand_in("forward_context", get_forward_context=None)
+    sys.modules["vllm"].envs = space(VLLM_BATCH_INVARIANT=False)  # type: ignore[attr-defined]
+    support = space(UNIFORM_BATCH="uniform", NEVER="never")
     generic = {name: type(name, (Generic,), {}) for name in ("AttentionImpl", "AttentionMetadataBuilder")}
-    add("vllm.v1.attention.backend", AttentionBackend=AttentionBackend, MultipleOf=MultipleOf, AttentionCGSupport=support, **generic)
-    add("vllm.model_executor.layers.attention_layer_base", AttentionLayerBase=object)
-    add("vllm.model_executor.layers.linear", QKVParallelLinear=QKVParallelLinear)
-    add("vllm.model_executor.layers.rotary_embedding.base", RotaryEmbedding=RotaryEmbedding)
-    add("vllm.model_executor.models.utils", extract_layer_index=lambda name: int(next(part for part in name.split(".") if part.isdigit())))
-    add("vllm.v1.core.kv_cache_utils", resolve_block_hashes=None)
-    add("vllm.v1.core.single_type_kv_cache_manager", SlidingWindowManager=object)
-    add("vllm.v1.kv_cache_interface", SlidingWindowSpec=object)
-    registry = types.SimpleNamespace(check_kv_cache_spec_registry=lambda specs: None, register=lambda spec, manager: None)
-    add("vllm.v1.kv_cache_spec_registry", KVCacheSpecRegistry=registry)
+    stand_in("v1.attention.backend", AttentionBackend=AttentionBackend, MultipleOf=MultipleOf, AttentionCGSupport=support, **generic)
+    stand_in("model_executor.layers.attention_layer_base", AttentionLayerBase=object)
+    stand_in("model_executor.layers.linear", QKVParallelLinear=QKVParallelLinear)
+    stand_in("model_executor.layers.rotary_embedding.base", RotaryEmbedding=RotaryEmbedding)
+    stand_in("model_executor.models.utils", extract_layer_index=lambda name: int(next(filter(str.isdigit, name.split(".")))))
+    stand_in("v1.core.kv_cache_utils", resolve_block_hashes=None)
+    stand_in("v1.core.single_type_kv_cache_manager", SlidingWindowManager=object)
+    stand_in("v1.kv_cache_interface", SlidingWindowSpec=object)
+    registry = space(check_kv_cache_spec_registry=lambda specs: None, register=lambda spec, manager: None)
+    stand_in("v1.kv_cache_spec_registry", KVCacheSpecRegistry=registry)
     for name in PARTS:
         monkeypatch.delitem(sys.modules, f"kvq_vllm.{name}", raising=False)
-    yield types.SimpleNamespace(config=config, **{name: importlib.import_module(f"kvq_vllm.{name}") for name in PARTS})
+    yield space(config=config, **{name: importlib.import_module(f"kvq_vllm.{name}") for name in PARTS})
     for name in PARTS:
         del sys.modules[f"kvq_vllm.{name}"]
         delattr(kvq_vllm, name)

@@ -93,13 +93,13 @@ class Reference:
         self._modes, self._control, self._smoothing, self._in_kernels = modes, control, smoothing, torch.cuda.is_available()
         self._exact = exact
 
+    @torch.no_grad()
     def compare(self, texts: list[Text], name: str) -> str:
         """What the comparison found, in words; ends the program if a text is not the reference's."""
         found = self._read(texts, self._modes, self._smoothing, self._exact)
-        distinct = list({_key(text): text for text in texts}.values())
         engine = torch.tensor([logprob for text in texts for logprob in text.logprobs])
         error = (engine - found.logprobs).abs()
-        budget, median_budget = (MARGIN * change for change in self._spread(distinct))
+        budget, median_budget = (MARGIN * change for change in self._spread(texts, found))
         sinks = "sink_tokens" in self._exact
         window = {"residual_length": self._exact["residual_length"]} if sinks else NOTHING_EXACT
         other = self._read(texts, self._control, self._smoothing if sinks else None, window)
@@ -109,18 +109,14 @@ class Reference:
             f"{len(texts)} texts, {len(error)} tokens, log-probabilities within {float(error.max()):.1e} of a budget of {budget:.1e} "
             f"({self._control}: {distance:.1e}), half of them within {float(error.median()):.1e} of {median_budget:.1e}"
         )
-        if float(error.max()) > budget or float(found.regret.max()) > 2 * budget:
-            worst = int(error.argmax())
-            raise SystemExit(f"{name}: {said}; token {worst} is the worst; another is likelier by {float(found.regret.max()):.1e}")
-        if float(error.median()) > median_budget:
-            raise SystemExit(f"{name}: {said}: more than moved codes explain")
-        if distance <= budget:
-            raise SystemExit(f"{name}: {said}: this cannot tell the two apart")
+        worst = f"token {int(error.argmax())} is the worst; another is likelier by {float(found.regret.max()):.1e}"
+        assert float(error.max()) <= budget and float(found.regret.max()) <= 2 * budget, f"{name}: {said}; {worst}"
+        assert float(error.median()) <= median_budget, f"{name}: {said}: more than moved codes explain"
+        assert distance > budget, f"{name}: {said}: this cannot tell the two apart"
         return said + (f", {ties} ties of up to {float(found.regret.max()):.1e} broken differently" if ties else "")
 
-    def _spread(self, texts: list[Text]) -> tuple[float, float]:
+    def _spread(self, texts: list[Text], found: Likelihood) -> tuple[float, float]:
         """The largest change of a log-probability, and the largest median one, when weights are off by rounding errors."""
-        found = self._read(texts, self._modes, self._smoothing, self._exact)
         named = list(self._model.named_parameters())
         # Keys' biases are factors of products, too: those with queries.
         biases = [parameter for name, parameter in named if name.endswith("k_proj.bias")]
@@ -129,19 +125,17 @@ class Reference:
         after = {id(parameter) for name, parameter in named if name.endswith("o_proj.weight")}
         largest, median, exact_products = 0.0, 0.0, NOISE * rounding()
         noises = [READ if self._in_kernels and id(weight) in after else exact_products for weight in weights]
-        with torch.no_grad():
-            for trial in range(TRIALS):
-                generator = torch.Generator().manual_seed(trial)
-                for weight, exact, noise in zip(weights, kept, noises, strict=True):
-                    weight.copy_(exact * (1 + noise * (2 * torch.rand(exact.shape, generator=generator) - 1)))
-                moved = self._read(texts, self._modes, self._smoothing, self._exact)
-                change = (moved.logprobs - found.logprobs).abs()
-                largest, median = max(largest, float(change.max())), max(median, float(change.median()))
-            for weight, exact in zip(weights, kept, strict=True):
-                weight.copy_(exact)
+        for trial in range(TRIALS):
+            generator = torch.Generator().manual_seed(trial)
+            for weight, exact, noise in zip(weights, kept, noises, strict=True):
+                weight.copy_(exact * (1 + noise * (2 * torch.rand(exact.shape, generator=generator) - 1)))
+            moved = self._read(texts, self._modes, self._smoothing, self._exact)
+            change = (moved.logprobs - found.logprobs).abs()
+            largest, median = max(largest, float(change.max())), max(median, float(change.median()))
+        for weight, exact in zip(weights, kept, strict=True):
+            weight.copy_(exact)
         return largest, median
 
-    @torch.no_grad()
     def _read(self, texts: list[Text], modes: Any, smoothing: Smoothings, exact: Mapping[str, int] = NOTHING_EXACT) -> Likelihood:
         known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         for text in texts:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,80 +12,79 @@ import torch
 
 from kvq_core import get_backend
 from kvq_core.errors import ArgumentError
-from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.testing import places
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.smoothing.qk_norm import rows_of_heads
 from kvq_vllm import smoothing
+from kvq_vllm.sharing import share
+from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
 
 pytestmark = pytest.mark.quick
 space = types.SimpleNamespace
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.enter("eager", monkeypatch)
+FIRST, SECOND, DRAFT = "model.layers.0.attn", "model.layers.1.attn", "draft_model.layers.0.attn"
 
 
 def config(dtype: str, **section: Any) -> Any:
     """A vLLM config without layers; ``section``: what ``--additional-config`` says of kvq."""
     return space(
         cache_config=space(cache_dtype=dtype),
-        model_config=space(dtype=torch.bfloat16, get_head_size=lambda: 128),
+        model_config=space(dtype=torch.bfloat16, get_head_size=lambda: 128, max_model_len=128),
         additional_config={"kvq": section},
-        compilation_config=space(static_forward_context={}),
+        compilation_config=space(static_forward_context={}, max_cudagraph_capture_size=0),
         device_config=space(device=torch.device("cpu")),
+        scheduler_config=space(max_num_batched_tokens=64),
+        parallel_config=space(),
     )
 
 
-def layer_of(kvq_in_vllm: Any, found: Any, name: str, kv_cache_dtype: str | None = None, target: str | None = None) -> Any:
-    """A layer of 4 query and 2 kv heads of 32, made as vLLM makes it under ``found``; ``target``: whose pages it reads."""
+def layer_of(
+    kvq_in_vllm: Any, found: Any, name: str, dtype: str | None = None, target: str | None = None, heads: int = 2, head_size: int = 32
+) -> Any:
+    """A layer of 4 query heads and ``heads`` of K and V, made as vLLM makes it under ``found``; ``target``: whose pages it reads."""
     kvq_in_vllm.config[:] = [found]
     layer = torch.nn.Module()
     layer.layer_name, layer.kv_sharing_target_layer_name = name, target
-    layer.impl = kvq_in_vllm.impl.KVQImpl(4, 32, 1.0, 2, kv_cache_dtype=kv_cache_dtype or found.cache_config.cache_dtype)
+    layer.impl = kvq_in_vllm.impl.KVQImpl(4, head_size, 1.0, heads, kv_cache_dtype=dtype or found.cache_config.cache_dtype)
     found.compilation_config.static_forward_context[name] = layer
     return layer
 
 
-# -- block sizes ----------------------------------------------------------------------------------------------------------
+def builder_of(kvq_in_vllm: Any, found: Any) -> Any:
+    """Of all layers, as vLLM makes it once it knows which layers share pages."""
+    names = [name for name, layer in found.compilation_config.static_forward_context.items() if hasattr(layer, "impl")]
+    return kvq_in_vllm.builder.KVQMetadataBuilder(type("FullAttentionSpec", (), {})(), names, found, torch.device("cpu"))
 
 
-def chosen(backends: list[Any], default: int) -> int:
-    """The block size that vLLM takes where the user asks for none: until 0.31 that of the first backend, later one that fits all."""
-    if len(backends) == 1:
-        return int(backends[0].get_preferred_block_size(default))
-    if all(backend.supports_block_size(default) for backend in backends):
-        return default
-    sizes = [[size.base for size in backend.get_supported_kernel_block_sizes()] for backend in backends]
-    candidates = sorted({math.lcm(*each) for each in itertools.product(*sizes)})
-    return next(size for size in candidates if all(backend.supports_block_size(size) for backend in backends))
+# -- what is asked before there are pages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("int8_per_token_head", 32), ("int4_per_token_head", 64), ("kvq_int2", 128)])
-def test_every_vllm_finds_blocks_that_a_window_fits(kvq_in_vllm: Any, dtype: str, size: int) -> None:
+def test_a_window_asks_for_blocks_that_fit_it(kvq_in_vllm: Any, dtype: str, size: int) -> None:
+    """``check_blocks.py`` shows which ones vLLM takes then."""
     packed, exact = kvq_in_vllm.backend.KVQBackend, kvq_in_vllm.residual.ResidualBackend
-    kvq_in_vllm.config[:] = [config(dtype, residual_length=64)]
-    assert chosen([packed], 16) == chosen([packed, exact], 16) == chosen([exact, packed], 16) == size
-    assert chosen([packed, exact], 128) == 128
-    # A size that the user asks for, and the exact rows' own blocks.
-    assert packed.supports_block_size(size + 16) and exact.supports_block_size(size + 16)
-    assert {size.base for size in exact.get_supported_kernel_block_sizes(None)} >= {16}
-    kvq_in_vllm.config[:] = [config(dtype)]
-    assert chosen([packed], 16) == 16
-
-
-# -- draft models ---------------------------------------------------------------------------------------------------------
+    for section, least in (({"residual_length": 64}, size), ({}, 16)):
+        kvq_in_vllm.config[:] = [config(dtype, **section)]
+        assert [one.get_preferred_block_size(default) for one in (packed, exact) for default in (16, 128)] == [least, 128] * 2
+        assert [one.base for one in exact.get_supported_kernel_block_sizes(None)] == [16, least]
+        assert [exact.supports_block_size(asked) for asked in (None, least - 16, least, size + 8, size + 16)] == [
+            True,
+            False,
+            True,
+            False,
+            True,
+        ]
+        assert packed.supports_block_size(16) and not packed.supports_block_size(24)
 
 
 @pytest.mark.parametrize(("served", "draft"), [("kvq_int4", "auto"), ("kvq_int2", "kvq_int8"), ("auto", "kvq_int4")])
 def test_a_draft_model_with_a_dtype_of_its_own_is_refused(kvq_in_vllm: Any, served: str, draft: str) -> None:
     target, other = config(served), config(draft)
-    layer_of(kvq_in_vllm, target, "model.layers.0.attn")
-    layer_of(kvq_in_vllm, target, "model.layers.1.attn", "auto")  # a skipped one
+    layer_of(kvq_in_vllm, target, FIRST)
+    layer_of(kvq_in_vllm, target, SECOND, "auto")  # a skipped one
     other.compilation_config = target.compilation_config
     with pytest.raises(ArgumentError, match=f"--speculative-config kv_cache_dtype: got {draft}, need {served}, as the served model"):
-        layer_of(kvq_in_vllm, other, "draft_model.layers.0.attn")
+        layer_of(kvq_in_vllm, other, DRAFT)
     other.cache_config.cache_dtype = served
-    layer_of(kvq_in_vllm, other, "draft_model.layers.0.attn")
+    layer_of(kvq_in_vllm, other, DRAFT)
 
 
 def test_bytes_of_a_draft_s_layers_are_not_priced_by_the_served_model_s_name(kvq_in_vllm: Any) -> None:
@@ -96,17 +94,7 @@ def test_bytes_of_a_draft_s_layers_are_not_priced_by_the_served_model_s_name(kvq
         kvq_in_vllm.backend.KVQBackend.customize_spec(space(state_content_bytes=None, kv_quant_mode=12, head_size=32))
 
 
-# -- shared pages ---------------------------------------------------------------------------------------------------------
-
-FIRST, SECOND = "model.layers.0.attn", "model.layers.1.attn"
-
-
-def builder_of(kvq_in_vllm: Any, found: Any) -> Any:
-    """Of all layers, as vLLM makes it once it knows which layers share pages."""
-    found.scheduler_config, found.model_config.max_model_len = space(max_num_batched_tokens=64), 128
-    found.compilation_config.max_cudagraph_capture_size, found.parallel_config = 0, space()
-    names = [name for name, layer in found.compilation_config.static_forward_context.items() if hasattr(layer, "impl")]
-    return kvq_in_vllm.builder.KVQMetadataBuilder(type("FullAttentionSpec", (), {})(), names, found, torch.device("cpu"))
+# -- shared pages and exact rows --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "second"), [("auto", "kvq_int4"), ("kvq_int4", "auto"), (None, "kvq_int4"), ("kvq_int4", None)])
@@ -117,9 +105,8 @@ def test_layers_that_share_pages_have_one_mode(kvq_in_vllm: Any, first: str | No
         layer = layer_of(kvq_in_vllm, found, name, dtype or "auto", target)
         if dtype is None:
             del layer.impl
-    with pytest.raises(
-        ArgumentError, match=f"layer {SECOND}: got .*, need .* as {FIRST}, whose pages it reads: --attention-backend CUSTOM"
-    ):
+    message = f"layer {SECOND}: got .*, need .* as {FIRST}, whose pages it reads: --attention-backend CUSTOM"
+    with pytest.raises(ArgumentError, match=message):
         builder_of(kvq_in_vllm, found)
 
 
@@ -127,7 +114,7 @@ def test_a_draft_that_reads_the_served_model_s_pages_reads_keys_as_they_were_sto
     kvq_in_vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM says which pages those are when the draft is loaded."""
-    own = {FIRST: KeySmoothing(torch.ones(2, 32)), "draft.layers.0.attn": KeySmoothing(torch.zeros(2, 32))}
+    own = {FIRST: KeySmoothing(torch.ones(2, 32)), DRAFT: KeySmoothing(torch.zeros(2, 32))}
     monkeypatch.setattr(smoothing, "_of_weights", lambda layer: own[layer.layer_name])
     found = config("kvq_int4")
     served, draft = (layer_of(kvq_in_vllm, found, name) for name in own)
@@ -136,7 +123,7 @@ def test_a_draft_that_reads_the_served_model_s_pages_reads_keys_as_they_were_sto
     assert draft.impl.smoothing is not served.impl.smoothing
     draft.kv_sharing_target_layer_name = FIRST
     builder_of(kvq_in_vllm, found)
-    assert draft.impl.smoothing is served.impl.smoothing and bool(served.impl.smoothing.mean.all())
+    assert draft.impl.smoothing is served.impl.smoothing and bool((served.impl.smoothing.mean == 1).all())
     own[FIRST] = KeySmoothing(torch.full((2, 32), 3.0))
     draft.impl.process_weights_after_loading(torch.bfloat16)
     assert draft.impl.smoothing is served.impl.smoothing and bool((served.impl.smoothing.mean == 3).all())
@@ -154,7 +141,100 @@ def test_exact_rows_do_not_vanish(kvq_in_vllm: Any, option: str) -> None:
     builder_of(kvq_in_vllm, found)
 
 
-# -- what weights say -----------------------------------------------------------------------------------------------------
+# -- a file of smoothed keys ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path) -> Path:
+    """Smoothing of layers 0 and 1, each of 4 heads of 16."""
+    file, generator = tmp_path / "keys.safetensors", torch.Generator().manual_seed(0)
+    keys = {layer: torch.randn(64, 4, 16, generator=generator) + layer for layer in (0, 1)}
+    ModelSmoothing({layer: KeySmoothing.estimate(rows, rows) for layer, rows in keys.items()}).save(file)
+    return file
+
+
+def model_of(kvq_in_vllm: Any, file: object, heads: int = 4, head_size: int = 16, names: tuple[str, ...] = (FIRST, SECOND)) -> Any:
+    """A vLLM config with attention layers, the last of which reads the first one's pages."""
+    found = config("kvq_int4", smoothing=str(file))
+    for name, target in (*((name, None) for name in names), ("model.layers.2.attn", FIRST)):
+        layer_of(kvq_in_vllm, found, name, None, target, heads, head_size)
+    found.compilation_config.static_forward_context["model.layers.3.mlp"] = torch.nn.Module()
+    return found
+
+
+@pytest.mark.parametrize(("heads", "world_size", "rank", "first"), [(4, 1, 0, 0), (2, 2, 1, 2), (1, 8, 5, 2)])
+def test_layers_get_the_smoothing_of_their_heads(
+    kvq_in_vllm: Any, calibrated: Path, heads: int, world_size: int, rank: int, first: int
+) -> None:
+    found, saved = model_of(kvq_in_vllm, calibrated, heads), ModelSmoothing.load(calibrated)
+    layers = found.compilation_config.static_forward_context
+    with pytest.raises(ArgumentError, match="layers without it, need a vLLM that calls process_weights_after_loading"):
+        check_smoothed(found, [FIRST])
+    smooth_layers(found, world_size, rank)
+    share(found)
+    check_smoothed(found, [FIRST])
+    for name, number in ((FIRST, 0), (SECOND, 1)):
+        given, layer = layers[name].impl.smoothing, layers[name]
+        assert torch.equal(given.mean, saved[number].mean[first : first + heads])
+        assert torch.equal(given.balance, saved[number].balance[first : first + heads])
+        # Buffers: what vLLM keeps when it sleeps. No part of the model's state, which comes from a checkpoint.
+        assert {id(buffer) for buffer in layer.buffers()} >= {id(given.mean), id(given.inverse)} and not layer.state_dict()
+    assert layers["model.layers.2.attn"].impl.smoothing is layers[FIRST].impl.smoothing
+
+
+def test_a_file_is_the_served_model_s_alone(kvq_in_vllm: Any, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that come later are a draft's, whether they have numbers of the served model's layers or others."""
+    found, own = model_of(kvq_in_vllm, calibrated), KeySmoothing(torch.ones(4, 16))
+    smooth_layers(found, 1, 0)
+    monkeypatch.setattr(smoothing, "_of_weights", lambda layer: own)
+    drafts = [layer_of(kvq_in_vllm, found, name, None, None, 4, 16) for name in (DRAFT, "model.layers.7.attn")]
+    smooth_layers(found, 1, 0)
+    check_smoothed(found, [layer.layer_name for layer in drafts])
+    assert all(torch.equal(layer.impl.smoothing.mean, own.mean) for layer in drafts)
+    assert not torch.equal(found.compilation_config.static_forward_context[FIRST].impl.smoothing.mean, own.mean)
+
+
+def test_keys_stay_as_they_are_where_that_is_asked_for(kvq_in_vllm: Any) -> None:
+    found = model_of(kvq_in_vllm, "none")
+    smooth_layers(found, 1, 0)
+    check_smoothed(found, [FIRST])
+    assert found.compilation_config.static_forward_context[FIRST].impl.smoothing is None
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"heads": 2}, f"layer {FIRST}: got one for 4 heads of 16, need one for 2 kv heads of 16"),
+        ({"head_size": 32}, f"layer {FIRST}: got one for 4 heads of 16, need one for 4 kv heads of 32: a file of ModelSmoothing"),
+        ({"names": (FIRST, "model.layers.7.attn")}, r"layer model.layers.7.attn: got layers \[0, 1\], need one with layer 7"),
+    ],
+)
+def test_a_file_of_another_model_is_refused(kvq_in_vllm: Any, calibrated: Path, further: dict[str, Any], message: str) -> None:
+    found = model_of(kvq_in_vllm, calibrated, **further)
+    with pytest.raises(ArgumentError, match=r"--additional-config kvq\.smoothing.*keys\.safetensors'.* " + message):
+        smooth_layers(found, 1, 0)
+    calibrated.write_bytes(b"nothing")
+    with pytest.raises(ArgumentError, match=r"got '.*keys.safetensors' \(.*\), need a file of ModelSmoothing.save"):
+        load(str(calibrated))
+
+
+# -- what weights say -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_norms_are_those_of_a_rank() -> None:
+    """A norm's weight may be for each head or one for all, and that of all ranks or of this one."""
+    every = torch.arange(24.0).view(6, 4)
+    for rows, num_heads, total, place, wanted in (
+        (every, 3, 6, 1, every[3:]),
+        (every, 6, 6, 0, every),
+        (every[:2], 1, 2, 1, every[1:2]),
+        (every[:1], 3, 6, 1, every[:1].expand(3, 4)),
+        (every[:3], 3, 6, 1, every[:3]),
+        (every[:2], 3, 6, 1, None),
+        (None, 3, 6, 1, None),
+    ):
+        found = rows_of_heads(rows, num_heads, total, place)
+        assert found is wanted or (found is not None and wanted is not None and torch.equal(found, wanted))
 
 
 class Method:
@@ -171,12 +251,6 @@ class Method:
         return rows.sum(-1, keepdim=True) + (added if self.fault is None else self.fault)
 
 
-def marlin_order(size: int) -> torch.Tensor:
-    """vLLM's ``marlin_permute_bias`` of 0, 1, ..."""
-    column = torch.tensor([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
-    return torch.arange(size).view(-1, 32)[:, column].flatten()
-
-
 def attention(kvq_in_vllm: Any, bias: torch.Tensor | None, order: torch.Tensor, fault: Any = None) -> Any:
     """An attention layer of 4 query and 2 kv heads of 32 in its module, whose projection keeps ``bias`` [q|k|v] in ``order``."""
     linear, rotary = (sys.modules[f"vllm.model_executor.layers.{name}"] for name in ("linear", "rotary_embedding.base"))
@@ -184,16 +258,18 @@ def attention(kvq_in_vllm: Any, bias: torch.Tensor | None, order: torch.Tensor, 
     kept = None if bias is None else bias[order]
     owner.qkv_proj = linear.QKVParallelLinear(4, 2, 32, kept, Method(order, fault))  # type: ignore[attr-defined]
     owner.rotary_emb = rotary.RotaryEmbedding(32)  # type: ignore[attr-defined]
-    layer.layer_name, layer.owner = "model.layers.0.attn", [owner]
+    layer.layer_name, layer.owner = FIRST, [owner]
     layer.impl = space(kvq=get_backend("int4"))
     kvq_in_vllm.weights._remember(owner, "attn", layer)
     return layer
 
 
 BIAS = torch.arange(256.0)
+# vLLM's marlin_permute_bias of 0, 1, ...
+MARLIN = torch.arange(256).view(-1, 32)[:, [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]].flatten()
 
 
-@pytest.mark.parametrize("order", [torch.arange(256), marlin_order(256)], ids=["plain", "marlin"])
+@pytest.mark.parametrize("order", [torch.arange(256), MARLIN], ids=["plain", "marlin"])
 def test_a_bias_is_read_in_the_channels_that_it_is_added_to(kvq_in_vllm: Any, order: torch.Tensor) -> None:
     found = kvq_in_vllm.weights.weights_smoothing(attention(kvq_in_vllm, BIAS, order))
     assert torch.equal(found.rotary.at(torch.tensor([0]))[0].float(), BIAS[128:192].view(2, 32))
@@ -201,21 +277,20 @@ def test_a_bias_is_read_in_the_channels_that_it_is_added_to(kvq_in_vllm: Any, or
 
 @pytest.mark.parametrize("fault", [RuntimeError("no"), torch.nan, torch.zeros(100)])
 def test_a_bias_whose_order_is_not_known_stays(kvq_in_vllm: Any, fault: Any, caplog: pytest.LogCaptureFixture) -> None:
-    layer = attention(kvq_in_vllm, BIAS, marlin_order(256), fault)
-    assert kvq_in_vllm.weights.weights_smoothing(layer) is None
-    assert "key biases of model.layers.0.attn stay in its keys: their order" in caplog.text
-    caplog.clear()
-    assert kvq_in_vllm.weights.weights_smoothing(attention(kvq_in_vllm, None, torch.arange(256))) is None and not caplog.text
+    weights_smoothing = kvq_in_vllm.weights.weights_smoothing
+    assert weights_smoothing(attention(kvq_in_vllm, None, MARLIN)) is None and not caplog.text
+    assert weights_smoothing(attention(kvq_in_vllm, BIAS, MARLIN, fault)) is None
+    assert f"key biases of {FIRST} stay in its keys: their order" in caplog.text
 
 
 def test_a_smoothing_follows_new_weights_in_its_tensors(kvq_in_vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    layer, found = attention(kvq_in_vllm, BIAS, marlin_order(256)), config("kvq_int4")
+    layer, found = attention(kvq_in_vllm, BIAS, MARLIN), config("kvq_int4")
     (owner,) = layer.owner
     impl = layer.impl = layer_of(kvq_in_vllm, found, FIRST).impl
     found.compilation_config.static_forward_context[FIRST] = layer
     impl.process_weights_after_loading(torch.bfloat16)
     operands = impl.smoothing.operands
-    owner.qkv_proj.bias.data = (255 - BIAS)[marlin_order(256)]
+    owner.qkv_proj.bias.data = (255 - BIAS)[MARLIN]
     kvq_in_vllm.config[:] = [None]  # vLLM 0.26 reloads without one
     impl.process_weights_after_loading(torch.bfloat16)
     assert all(one is other for one, other in zip(impl.smoothing.operands, operands, strict=True))

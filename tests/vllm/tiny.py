@@ -32,13 +32,20 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.08,
     "tie_word_embeddings": False,
 }
-GEMMA: dict[str, Any] = {
-    "tie_word_embeddings": True,
-    "sliding_window": 32,
-    "query_pre_attn_scalar": 64,
-    "hidden_activation": "gelu_pytorch_tanh",
+WINDOWS: dict[str, Any] = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA = WINDOWS | {"tie_word_embeddings": True, "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh"}
+# All experts take part in each token: where a router leaves some out, a rounding error can change which. With larger weights a code that
+# moves by one changes log-probabilities by a tenth and more.
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 128, "initializer_range": 0.04}
+KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "gemma2": (Gemma2Config, GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
+    "gemma3": (Gemma3TextConfig, GEMMA),
+    "gpt_oss": (GptOssConfig, WINDOWS | EXPERTS | {"rope_parameters": None}),
 }
-KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+"""Keys of a Qwen 2 have biases, those of a Qwen 3 and a Gemma 3 pass norms; Gemma 2 has soft caps, gpt-oss sinks."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +62,12 @@ class Tiny:
         return f"{self.kind}-{self.query_heads}-{self.kv_heads}-{self.head_size}"
 
     def configuration(self) -> PreTrainedConfig:
-        """Of a Llama; of a Bloom, with ALiBi; of a Gemma 2, with windows and soft caps; of a Gemma 3, with windows; of a gpt-oss, with
-        windows and sinks; of a Qwen 2, whose keys have biases; of a Qwen 3, whose queries and keys pass norms, as a Gemma 3's do."""
-        shape = COMMON | {"num_attention_heads": self.query_heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_size}
-        if self.kind == "gemma2":
-            return Gemma2Config(**shape | GEMMA, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=30.0)
-        if self.kind == "gemma3":
-            return Gemma3TextConfig(**shape | GEMMA, layer_types=KINDS)
-        if self.kind == "gpt_oss":
-            # All experts take part in each token: where a router leaves some out, a rounding error can change which. With larger
-            # weights a code that moves by one changes log-probabilities by a tenth and more.
-            experts = {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 128, "initializer_range": 0.04}
-            return GptOssConfig(**shape | experts, layer_types=KINDS, sliding_window=32, rope_parameters=None)
-        if self.kind == "bloom":
+        if self.kind == "bloom":  # with ALiBi
             common = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}  # they are tied
             return BloomConfig(**common | {"hidden_size": self.query_heads * self.head_size, "n_layer": 3, "n_head": self.query_heads})
-        return {"qwen2": Qwen2Config, "qwen3": Qwen3Config}.get(self.kind, LlamaConfig)(**shape)
+        shape = COMMON | {"num_attention_heads": self.query_heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_size}
+        made, options = KINDS[self.kind]
+        return made(**shape | options)
 
     def make(self, folder: Path) -> Path:
         """The folder of the model with its tokenizer under ``folder``, made if it is not there."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from kvq_core import PagedKVCache
-from kvq_core.cache.step import Step
 from kvq_core.call import torch_path
 from kvq_core.call.spec import Plane
 from kvq_core.testing import oracle
@@ -55,11 +54,8 @@ def stored(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
     found = []
     for layer in range(g.num_layers):
         caches = cache.layer(layer)
-        key, value = (
-            Plane(caches.key_cache, caches.k_scale_cache, g.head_size),
-            Plane(caches.value_cache, caches.v_scale_cache, g.head_size_v),
-        )
-        for half, plane in ((cache.backend.key_half, key), (cache.backend.value_half, value)):
+        planes = Plane(caches.key_cache, caches.k_scale_cache, g.head_size), Plane(caches.value_cache, caches.v_scale_cache, g.head_size_v)
+        for half, plane in zip((cache.backend.key_half, cache.backend.value_half), planes, strict=True):
             found.append(torch_path.gather(half, plane, blocks)[: cache.length(seq)])
     return found
 
@@ -72,38 +68,27 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int =
     return oracle.attend(q, k.double(), v.double(), present, position, arguments).out.transpose(0, 1)
 
 
-def assert_same(one: PagedKVCache, other: PagedKVCache) -> None:
-    """Both hold the same sequences with the same tokens, in whichever blocks."""
-    assert one.sequences == other.sequences
-    for seq in one.sequences:
-        assert all(torch.equal(x, y) for x, y in zip(stored(one, seq), stored(other, seq), strict=True))
-
-
-def run(cache: PagedKVCache, new_tokens: dict[int, int], seed: int = 0) -> tuple[Step, list[list[torch.Tensor]], list[torch.Tensor]]:
-    """A step of random rows through every layer: the step, [q, key, value] of each layer, and what attention gives."""
+def forward(cache: PagedKVCache, new_tokens: dict[int, int], seed: int = 0) -> list[torch.Tensor]:
+    """What attention gives, in each layer, in a step of random rows."""
     g, generator = cache.geometry, torch.Generator().manual_seed(seed)
-    step, drawn, outs = cache.append(new_tokens), [], []
+    step, outs = cache.append(new_tokens), []
     for layer in range(g.num_layers):
         shapes = ((2 * g.num_kv_heads, g.head_size), (g.num_kv_heads, g.head_size), (g.num_kv_heads, g.head_size_v))
-        drawn.append([torch.randn(step.num_tokens, *shape, generator=generator).to(cache.device, g.dtype) for shape in shapes])
-        q, key, value = drawn[-1]
+        q, key, value = (torch.randn(step.num_tokens, *shape, generator=generator).to(cache.device, g.dtype) for shape in shapes)
         cache.write(layer, key, value, step)
         outs.append(cache.attend(layer, q, step))
-    return step, drawn, outs
-
-
-def forward(cache: PagedKVCache, new_tokens: dict[int, int], seed: int = 0) -> list[torch.Tensor]:
-    """What attention gives in a step of random rows."""
-    return run(cache, new_tokens, seed)[2]
+    return outs
 
 
 def assert_goes_on_alike(one: PagedKVCache, other: PagedKVCache) -> None:
-    """The same steps with both, each appending to blocks that are shared, give the same."""
-    assert_same(one, other)
-    for seed in range(2):
-        new_tokens = {seq: 1 + 7 * seed for seq in one.sequences}
-        assert all(torch.equal(x, y) for x, y in zip(forward(one, new_tokens, seed), forward(other, new_tokens, seed), strict=True))
-    assert_same(one, other)
+    """Both hold the same tokens, in whichever blocks, and the same steps, each appending to blocks that are shared, give the same."""
+    for seed in range(3):
+        assert one.sequences == other.sequences
+        for seq in one.sequences:
+            assert all(torch.equal(x, y) for x, y in zip(stored(one, seq), stored(other, seq), strict=True))
+        if seed < 2:
+            new_tokens = {seq: 1 + 7 * seed for seq in one.sequences}
+            assert all(torch.equal(x, y) for x, y in zip(forward(one, new_tokens, seed), forward(other, new_tokens, seed), strict=True))
     assert_consistent(one)
     assert_consistent(other)
 

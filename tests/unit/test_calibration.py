@@ -1,11 +1,14 @@
 """Key smoothing as an object: estimated in one pass, saved, and the same for all keys of a cache."""
 
+import copy
 import dataclasses
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from kvq_core import ArgumentError, PagedKVCache, SnapshotError
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, ModelSmoothing
@@ -24,11 +27,10 @@ def keys_and_queries(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def model_smoothing(layers: int = 2, balanced: bool = True) -> ModelSmoothing:
-    found = {}
-    for layer in range(layers):
-        keys, queries = keys_and_queries(50, layer)
-        found[layer] = KeySmoothing.estimate(keys, queries if balanced else None)
-    return ModelSmoothing(found)
+    given = [keys_and_queries(50, layer) for layer in range(layers)]
+    return ModelSmoothing(
+        {layer: KeySmoothing.estimate(keys, queries if balanced else None) for layer, (keys, queries) in enumerate(given)}
+    )
 
 
 def test_the_mean_and_the_balance_are_what_they_say() -> None:
@@ -70,9 +72,9 @@ def test_rows_that_are_not_finite_do_not_count_for_their_head(value: float) -> N
         ("smoothing (layer 0)", lambda: cache(smoothing=ModelSmoothing({i: KeySmoothing(torch.zeros(2, 32)) for i in range(2)}))),
     ],
 )
-def test_what_does_not_fit_is_named(argument: str, make: object) -> None:
+def test_what_does_not_fit_is_named(argument: str, make: Callable[[], object]) -> None:
     with pytest.raises(ArgumentError) as caught:
-        make()  # type: ignore[operator]
+        make()
     assert caught.value.argument == argument, str(caught.value)
 
 
@@ -94,21 +96,14 @@ def test_smoothings_keep_no_tensor_of_the_caller_s(inference: bool) -> None:
 
 
 def test_a_file_brings_back_the_same_and_its_fingerprint_tells_what(tmp_path: Path) -> None:
-    one = model_smoothing(2)
+    """test_snapshot.py: no other file is taken for one."""
+    one, path = model_smoothing(2), tmp_path / "s.safetensors"
     nudged = {layer: dataclasses.replace(s, mean=s.mean + (layer == 1) * 1e-3) for layer, s in one.items()}
     every = [one, ModelSmoothing(nudged), ModelSmoothing({0: one[1], 1: one[0]}), model_smoothing(2, balanced=False), model_smoothing(1)]
     assert len({s.fingerprint for s in every}) == 5
     for smoothing in every:
-        smoothing.save(tmp_path / "s.safetensors")
-        assert ModelSmoothing.load(tmp_path / "s.safetensors").fingerprint == smoothing.fingerprint
-
-
-def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "s.safetensors"
-    save_file({"x": torch.zeros(3)}, path)
-    with pytest.raises(SnapshotError, match="no key smoothing"):
-        ModelSmoothing.load(path)
-    model_smoothing().save(path)
+        smoothing.save(path)
+        assert ModelSmoothing.load(path).fingerprint == smoothing.fingerprint
     data = bytearray(path.read_bytes())
     data[-5] ^= 0x40
     path.write_bytes(data)
@@ -116,60 +111,50 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
         ModelSmoothing.load(path)
 
 
-def cache(mode: str = "int4", **options: object) -> PagedKVCache:
-    return PagedKVCache(mode, num_blocks=8, num_kv_heads=HEADS, head_size=SIZE, num_layers=2, dtype=torch.float32, **options)  # type: ignore[arg-type]
+def cache(mode: str = "int4", **options: Any) -> PagedKVCache:
+    return PagedKVCache(mode, num_blocks=8, num_kv_heads=HEADS, head_size=SIZE, num_layers=2, dtype=torch.float32, **options)
 
 
-def fed(into: PagedKVCache, *counts: int, **options: object) -> list[torch.Tensor]:
-    """Attention of a sequence that grows by ``counts``, in layer 1."""
+def fed(into: PagedKVCache, *counts: int, **options: Any) -> list[torch.Tensor]:
+    """Attention of a new sequence that grows by ``counts``, in layer 1."""
     seq, outs = into.allocate_sequence(), []
     for i, count in enumerate(counts):
         step = into.append({seq: count})
         for layer in range(2):
             keys, queries = keys_and_queries(count, 10 * layer + i)
             into.write(layer, keys, keys.flip(-1), step)
-        outs.append(into.attend(1, queries, step, **options))  # type: ignore[arg-type]
+        outs.append(into.attend(1, queries, step, **options))
     return outs
 
 
 def test_the_first_keys_decide_for_good() -> None:
-    found = cache("none", smoothing=FIRST_PREFILL)
+    """And attention is the same: mode none loses nothing that would be in the way."""
+    found, options = cache("none", smoothing=FIRST_PREFILL), {"softcap": 5.0, "sinks": torch.linspace(-2, 9, HEADS * GROUP)}
     assert found.smoothing is None
-    outs = fed(found, 30, 7, softcap=5.0, sinks=torch.linspace(-2, 9, HEADS * GROUP))
+    outs = fed(found, 30, 7, **options)
     assert found.smoothing is not None and list(found.smoothing) == [0, 1]
     for layer in range(2):
         torch.testing.assert_close(found.smoothing[layer].mean, keys_and_queries(30, 10 * layer)[0].mean(0))
-    # The same attention: mode none loses nothing that would be in the way.
-    wanted = fed(cache("none"), 30, 7, softcap=5.0, sinks=torch.linspace(-2, 9, HEADS * GROUP))
-    torch.testing.assert_close(outs, wanted, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(outs, fed(cache("none"), 30, 7, **options), rtol=2e-4, atol=2e-4)
 
 
-def test_a_nan_among_the_first_keys_spoils_no_other_row() -> None:
+def test_a_nan_among_the_first_keys_spoils_no_other_row_and_a_refused_write_decides_nothing() -> None:
     found = cache(smoothing=FIRST_PREFILL)
-    first, second = found.allocate_sequence(), found.allocate_sequence()
-    for seq, spoilt in ((first, True), (second, False)):
+    for seq in (found.allocate_sequence(), found.allocate_sequence()):
         step = found.append({seq: 9})
         keys, queries = keys_and_queries(9, seq)
-        keys[8, 0, 3] = torch.nan if spoilt else 0.0
+        with pytest.raises(ArgumentError, match=r"^value: "):
+            found.write(0, keys + 100, keys.bfloat16(), step)
+        assert (found.smoothing is None) == (seq == 0)
+        keys[8, 0, 3] = torch.nan if seq == 0 else 0.0
         found.write(0, keys, keys.nan_to_num(), step)
+        assert found.smoothing is not None
+        torch.testing.assert_close(found.smoothing[0].mean[1], keys_and_queries(9, 0)[0].mean(0)[1])
         rows = found.attend(0, queries, step).isnan().any(-1).nonzero().tolist()
-        assert rows == ([[8, head] for head in range(GROUP)] if spoilt else [])
-
-
-def test_a_refused_write_decides_nothing() -> None:
-    found = cache(smoothing=FIRST_PREFILL)
-    step = found.append({found.allocate_sequence(): 5})
-    keys, _ = keys_and_queries(5)
-    with pytest.raises(ArgumentError, match=r"^value: "):
-        found.write(0, keys + 100, keys.bfloat16(), step)
-    assert found.smoothing is None
-    found.write(0, keys, keys, step)
-    assert found.smoothing is not None
-    torch.testing.assert_close(found.smoothing[0].mean, keys.mean(0))
+        assert rows == [[8, head] for head in range(GROUP) if seq == 0]
 
 
 def test_a_saved_cache_has_its_smoothing_and_no_other(tmp_path: Path) -> None:
-    """``test_copies.py``: what it gives goes on alike."""
     path, smoothing = tmp_path / "cache.safetensors", model_smoothing()
     cache(smoothing=smoothing).save(path)
     back = PagedKVCache.load(path, smoothing=smoothing)
@@ -182,19 +167,17 @@ def test_a_saved_cache_has_its_smoothing_and_no_other(tmp_path: Path) -> None:
         PagedKVCache.load(path, smoothing=smoothing)
 
 
-@pytest.mark.parametrize("residual_length", [0, 8])
+@pytest.mark.parametrize("window", [{}, {"residual_length": 8, "max_sequences": 2}])
 @pytest.mark.parametrize("written", [0, 1, 2])
-def test_layers_of_a_saved_cache_still_wait_for_their_first_keys(written: int, residual_length: int, tmp_path: Path) -> None:
-    options = {"residual_length": residual_length, "max_sequences": 2} if residual_length else {}
-    path, saved = tmp_path / "cache.safetensors", cache(smoothing=FIRST_PREFILL, **options)
-    step = saved.append({saved.allocate_sequence(): 5})
+def test_layers_of_a_saved_or_copied_cache_still_wait_for_their_first_keys(written: int, window: dict[str, Any], tmp_path: Path) -> None:
+    path, saved = tmp_path / "cache.safetensors", cache(smoothing=FIRST_PREFILL, **window)
+    step, (keys, _) = saved.append({saved.allocate_sequence(): 5}), keys_and_queries(5)
     for layer in range(written):
-        keys, _ = keys_and_queries(5, layer)
-        saved.write(layer, keys, keys, step)
+        saved.write(layer, keys + layer, keys, step)
     saved.save(path)
-    loaded = PagedKVCache.load(path, smoothing=saved.smoothing)
-    assert list(loaded.smoothing or {}) == list(range(written))
-    fed(loaded, 9)
-    fed(saved, 9)
-    assert loaded.smoothing is not None and saved.smoothing is not None
-    assert loaded.smoothing.fingerprint == saved.smoothing.fingerprint and len(loaded.smoothing) == 2
+    twins = [PagedKVCache.load(path, smoothing=saved.smoothing), copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))]
+    assert all(list(twin.smoothing or {}) == list(range(written)) for twin in twins)
+    wanted = fed(saved, 9)
+    for twin in twins:
+        assert torch.equal(fed(twin, 9)[0], wanted[0]) and twin.smoothing is not None and saved.smoothing is not None
+        assert twin.smoothing.fingerprint == saved.smoothing.fingerprint and len(twin.smoothing) == 2

@@ -1,6 +1,7 @@
 """``kvq calc`` on every type of causal model that transformers knows: the layers that transformers caches, or a reason."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,9 @@ RECORDED: dict[str, Any] = json.loads(FILE.read_text())
 SAME = RECORDED.pop("transformers") == transformers.__version__
 UNBUILDABLE = {"gemma4_assistant"}
 """Types whose default configuration transformers itself refuses."""
-REASONS = (
-    "multi-head latent attention (MLA)",
-    "an encoder-decoder",
-    "chunked attention",
-    "looped layers",
-    "without attention layers",
-    "recurrent state",
-    "hidden states",
-    "several stacks",
-    "cross_attention_layers",
-    "need layers that kvq can keep a cache for",
-    "need a divisor of hidden_size",
+REASONS = re.compile(
+    r"multi-head latent attention \(MLA\)|an encoder-decoder|chunked attention|looped layers|without attention layers|recurrent state|"
+    "hidden states|several stacks|cross_attention_layers|need layers that kvq can keep a cache for|need a divisor of hidden_size"
 )
 
 
@@ -49,14 +41,12 @@ def counted(described: dict[str, Any]) -> Counter[tuple[int, int, int, int | Non
 def test_every_type_is_answered_as_transformers_caches_it_or_refused_with_the_reason(tmp_path: Path) -> None:
     answered, refused = [], []
     path = tmp_path / "config.json"
-    for model_type in TYPES:
-        if model_type in UNBUILDABLE:
-            continue
+    for model_type in sorted(TYPES.keys() - UNBUILDABLE):
         described = config_of(model_type)
         try:
             kinds = counted(described)
         except ArgumentError as reason:
-            assert any(known in str(reason) for known in REASONS), f"{model_type}: {reason}"
+            assert REASONS.search(str(reason)), f"{model_type}: {reason}"
             refused.append(model_type)
         else:
             answered.append(model_type)

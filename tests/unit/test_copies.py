@@ -1,4 +1,4 @@
-"""Copies and pickles of a cache are right, and share nothing with the original."""
+"""Copies and pickles of a cache, its steps and its mode. That they go on alike, and apart: test_any_order.py."""
 
 import copy
 import io
@@ -8,56 +8,36 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
-from cache_checks import assert_goes_on_alike, assert_same, forward, go_on_elsewhere, shared_cache
-from kvq_core import ArgumentError, PagedKVCache, get_backend
+from cache_checks import assert_goes_on_alike, forward, go_on_elsewhere, shared_cache
+from kvq_core import ArgumentError, get_backend
 from kvq_core.none import NoneBackend
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def torch_saved(cache):
-    file = io.BytesIO()
-    torch.save(cache, file)
+    torch.save(cache, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-COPIES = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "torch.save": torch_saved,
-    **{f"pickle {protocol}": lambda cache, protocol=protocol: pickle.loads(pickle.dumps(cache, protocol)) for protocol in (0, 5)},
-}
-
-
-DRAWN = [("int4", "head_major", kind) for kind in COPIES]
-DRAWN += [("none", "token_major", "deepcopy"), ("int2", "interleaved", "deepcopy"), ("fp8_per_tensor", "head_major", "deepcopy")]
-
-
-@pytest.mark.parametrize(("mode", "layout", "kind"), DRAWN)
-def test_copies_are_right_and_independent(mode, layout, kind, tmp_path):
-    smoothing = "first_prefill" if mode == "int4" else None
-    cache, reference = (shared_cache(mode, layout, smoothing=smoothing) for _ in range(2))
-    with torch.inference_mode(mode == "int4"):
-        twin = COPIES[kind](cache)
-    assert twin.backend is cache.backend and twin.geometry == cache.geometry
-    assert (twin.smoothing is None) == (smoothing is None)
-    forward(twin, {1: 3, 2: 30})  # a copied block, and new ones
-    assert_same(cache, reference)
-    twin.save(tmp_path / "kv")
-    assert_goes_on_alike(PagedKVCache.load(tmp_path / "kv"), twin)
-    assert_goes_on_alike(cache, reference)
+@pytest.mark.parametrize("copied", [copy.copy, torch_saved])
+def test_a_copy_without_its_steps_goes_on_alike_and_apart(copied):
+    cache, reference = shared_cache(smoothing="first_prefill"), shared_cache(smoothing="first_prefill")
+    forward(copied(cache), {1: 3, 2: 30})
+    for one in (cache, copied(cache)):
+        assert_goes_on_alike(one, copied(reference))
 
 
 def test_steps_belong_to_the_cache_they_were_copied_with():
     cache = shared_cache()
     step, q = cache.append({0: 1}), torch.zeros(1, 2, 32, dtype=torch.bfloat16)
-    for alone in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+    copies = copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))
+    for reader, wrong in ((copy.copy(cache), step), *((cache, copied(step)) for copied in copies)):
         with pytest.raises(ArgumentError, match="step: got one of another cache"):
-            cache.attend(0, q, alone)
-    with pytest.raises(ArgumentError, match="step: got one of another cache"):
-        copy.copy(cache).attend(0, q, step)
-    for twin, same in (copy.deepcopy((cache, step)), pickle.loads(pickle.dumps((cache, step)))):
+            reader.attend(0, q, wrong)
+    for copied in copies:
+        twin, same = copied((cache, step))
         assert torch.equal(twin.attend(0, q, same), cache.attend(0, q, copy.copy(step)))
 
 

@@ -41,30 +41,18 @@ def small_cache() -> PagedKVCache:
     return shared_cache("int8", num_kv_heads=1, head_size=16, head_size_v=None, num_layers=1, dtype=torch.float32)
 
 
-def shared_table() -> SequenceTable:
-    """The sequences of ``small_cache``."""
-    table = SequenceTable(BlockPool(12), 8)
-    for count in (12, 3):
-        seq = table.add()
-        table.commit(table.plan({seq: count}))
-        if seq == 0:
-            table.fork(seq)
-    return table
+ROWS = torch.ones(1, 1, 16)
 
 
-def append_and_write(cache: PagedKVCache, new_tokens: dict[int, int]) -> None:
-    step = cache.append(new_tokens)
-    cache.write(0, torch.ones(step.num_tokens, 1, 16), torch.ones(step.num_tokens, 1, 16), step)
-
-
-OPERATIONS = {"append": lambda cache: cache.append({1: 6, 2: 9, 0: 1}), "write": lambda cache: append_and_write(cache, {2: 1})}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_interrupted_at_any_line(name):
-    """Those that do more than bookkeeping; of saves: ``test_killed_saves.py``."""
+@pytest.mark.parametrize(
+    ("act", "every"),
+    [(lambda cache: cache.append({1: 6, 2: 9, 0: 1}), 1), (lambda cache: cache.write(0, ROWS, ROWS, cache.append({2: 1})), 3)],
+    ids=["append", "write"],
+)
+def test_interrupted_at_any_line(act, every):
+    """Those that do more than bookkeeping; of saves: ``test_snapshot.py``."""
     before = small_cache()
-    for point, cache in points(lambda: copy.deepcopy(before), OPERATIONS[name], 5, 3 if name == "write" else 1):
+    for point, cache in points(lambda: copy.deepcopy(before), act, 5, every):
         assert_consistent(cache)
         if point % 12 == 0:
             for seq in before.sequences:
@@ -74,34 +62,35 @@ def test_interrupted_at_any_line(name):
 
 def test_the_first_write_of_a_mode_interrupted_at_any_line():
     """It defines the mode's ops, which are the process's."""
-    rows, numbers = torch.ones(2, 1, 16), itertools.count()
+    numbers = itertools.count()
 
     def make() -> tuple[PagedKVCache, Any]:
         backend = type("Fresh", (NoneBackend,), {"mode": f"fresh_{next(numbers)}"})()
         cache = PagedKVCache(backend, num_blocks=1, num_kv_heads=1, head_size=16, dtype=torch.float32)
-        return cache, cache.append({cache.allocate_sequence(): 2})
+        return cache, cache.append({cache.allocate_sequence(): 1})
 
-    for _, (cache, step) in points(make, lambda made: made[0].write(0, rows, rows, made[1]), 20, every=5):
-        cache.write(0, rows, rows, step)
-        assert torch.equal(cache.attend(0, rows, step), rows)
-
-
-TABLE_OPERATIONS = {
-    "append": lambda table: table.commit(table.plan({1: 6, 2: 9, 0: 1})),
-    "allocate": SequenceTable.add,
-    "fork": lambda table: table.fork(1),
-    "free": lambda table: table.free(0),
-    "truncate": lambda table: table.truncate(1, 5),
-}
+    for _, (cache, step) in points(make, lambda made: made[0].write(0, ROWS, ROWS, made[1]), 20, every=5):
+        cache.write(0, ROWS, ROWS, step)
+        assert torch.equal(cache.attend(0, ROWS, step), ROWS)
 
 
-@pytest.mark.parametrize("name", TABLE_OPERATIONS)
-def test_interrupted_at_any_instruction_of_the_bookkeeping(name):
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda table: table.commit(table.plan({1: 6, 2: 9, 0: 1})),
+        SequenceTable.add,
+        lambda table: table.fork(1),
+        lambda table: table.free(0),
+        lambda table: table.truncate(1, 5),
+    ],
+    ids=["append", "allocate", "fork", "free", "truncate"],
+)
+def test_interrupted_at_any_instruction_of_the_bookkeeping(act):
     """Between two instructions of one line, too: what comes out is the table before, or the one after."""
-    before, after = shared_table().saved(), shared_table()
-    TABLE_OPERATIONS[name](after)
-    for _, table in points(shared_table, TABLE_OPERATIONS[name], 20, opcodes=True):
-        assert table.saved() in (before, after.saved())
+    before = small_cache()._table
+    act(after := copy.deepcopy(before))
+    for _, table in points(lambda: copy.deepcopy(before), act, 20, opcodes=True):
+        assert table.saved() in (before.saved(), after.saved())
         assert len(table.pool.peek(table.pool.num_free)) == table.pool.counts().count(0)
         table.free(1)
         table.commit(table.plan({2: 9}))

@@ -6,13 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvq_core import list_backends, unregister_backend
+from kvq_core.registry import IN_PROCESS
+
 
 @pytest.fixture(autouse=True, scope="module")
 def plain_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TRITON_INTERPRET", "KVQ_DEBUG", "KVQ_BACKENDS"):
             patch.delenv(name, raising=False)
+        patch.setenv("HF_HUB_OFFLINE", "1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def registered_no_longer() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    before = {entry.mode for entry in list_backends() if entry.distribution == IN_PROCESS}
+    yield
+    for mode in {entry.mode for entry in list_backends() if entry.distribution == IN_PROCESS} - before:
+        unregister_backend(mode)
 
 
 @pytest.fixture(scope="session")

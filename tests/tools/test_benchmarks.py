@@ -1,6 +1,8 @@
-"""``kvq bench`` but for the timing: what is counted, printed and compared, and what its gate catches. On the CPU, in plain torch."""
+"""``kvq bench`` and ``kvq tune`` but for the timing: what is counted, printed, compared, written, and what the gate catches. On the CPU, in
+plain torch."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,11 @@ import run
 import shapes
 import tune
 from kvq_core import QuantKVBackend, get_backend, list_backends, plan
-from kvq_core.plan import choose, lookup
+from kvq_core.call import ops
+from kvq_core.launch import offline
+from kvq_core.plan import Choice, Decode, Prefill, Range, Table, choose, lookup
+from kvq_core.plan.candidates import candidates
+from kvq_core.plan.selection import select
 from rows import COPY, Row
 from shapes import Read, Write
 from timing import Timing
@@ -29,21 +35,67 @@ CPU = torch.device("cpu")
 HEADS: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "head_size": 64}
 SMALL = Read("small", (5, 37, 64), **HEADS)
 TINY = Write("tiny", 40, kv_heads=2, head_size=64)
+ONE, TWO, FOUR, WIDE = (plan.Write(rows=rows, warps=1, store_mma=0) for rows in (8, 16, 32, 64))
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same draws every time; and no collection of garbage, which takes longer than all else."""
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same draws every time, nobody's tables; and no collection of garbage, which takes longer than all else."""
     torch.manual_seed(0)
-    for module in (gate, rows):
+    monkeypatch.delenv(lookup.SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
+    for module in (gate, rows, tune):
         monkeypatch.setattr(module, "release", lambda device: None)
+
+
+class FakeTimer:
+    """Calls once, on the CPU."""
+
+    device = CPU
+    temporary, read_bandwidth, floor = (lambda self, *_, x=x: x for x in (3 << 20, 4.2e12, 2.0))
+
+    def measure(self, call: Any, working_set: int, *, allow_eager: bool = False) -> Timing:
+        call()
+        return Timing(10.0, 5.0, 7, "graph")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, as far as torch says; runs on the CPU, whose clock stands still."""
+    for name, value in (("is_available", True), ("current_device", 0), ("get_device_name", "NVIDIA H200")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for module in (run, tune):
+        monkeypatch.setattr(module, "Timer", lambda device: FakeTimer())
+    monkeypatch.setattr(tune.Device, "current", lambda: tune.ASSUMED)
+    monkeypatch.setattr(precompile, "compile_all", lambda jobs, processes: ((job, "") for job in jobs))
+    monkeypatch.setattr(flash_attention, "extension", lambda: None)
+    monkeypatch.setattr(gate, "PROBLEMS", gate.PROBLEMS[::3])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("program", "argv", "said"),
+    [
+        (run, "--settings A,Z", "no such settings: Z"),
+        (run, "--modes int7", "int7"),
+        (run, "--compare old.json", "old.json"),
+        (tune, "--kinds decode,speed", "--kinds: got decode,speed, need some of decode, prefill, groups, write, combine"),
+        (tune, "--modes int9", "int9"),
+        (tune, "--modes none --out sm_80.json", "a table for sm_80, need one for sm_90"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_what_cannot_run_is_refused(program: Any, argv: str, said: str, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.json").write_text('{"format": 1, "rows": [{}]}')
+    Table("sm_80", {}).write(tmp_path / "sm_80.json")
+    assert program.main(argv.split()) == program.CANNOT_RUN == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.quick
 def test_counted_bytes_are_allocated_bytes_and_work_lies_within_causality_and_windows() -> None:
-    setting, windowed, shorter = (
-        Read("", lengths, **HEADS | more) for lengths, more in (((64, 32), {}), ((50, 3), {"window": 7}), ((7, 3), {}))
-    )
+    setting, windowed, shorter = Read("", (64, 32), **HEADS), Read("", (50, 3), window=7, **HEADS), Read("", (7, 3), **HEADS)
     for backend in (get_backend(entry.mode) for entry in list_backends()):
         arguments = problems.read(backend, setting, CPU)
         names = ["k_cache", "v_cache", *(["k_scale_cache", "v_scale_cache"] if backend.needs_scale_caches else [])]
@@ -83,24 +135,18 @@ def fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("no kernel image\nand more")
 
 
-def lose_a_key(attend: Any, **arguments: Any) -> None:
+def without_a_key(arguments: dict[str, Any]) -> dict[str, Any]:
     """The longest sequence ends one key early, which moves it least of all faults here."""
-    lengths = arguments["seqused_k"].clone()
-    lengths[lengths.argmax()] -= 1
-    attend(**arguments | {"seqused_k": lengths})
-
-
-def leave_one_out(attend: Any, **arguments: Any) -> None:
-    attend(**arguments)
-    arguments["out"][-1, 0] = torch.nan
+    lengths = arguments["seqused_k"]
+    return arguments | {"seqused_k": lengths - (lengths == lengths.max()).int()}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("mode", "door", "fault", "said"),
     [
-        ("int4", "unified_attention", leave_one_out, "read: relative error"),
-        ("int4", "unified_attention", lose_a_key, "read: relative error"),
+        ("int4", "unified_attention", lambda attend, **kw: (attend(**kw), kw["out"][-1, 0].fill_(torch.nan)), "read: relative error"),
+        ("int4", "unified_attention", lambda attend, **kw: attend(**without_a_key(kw)), "read: relative error"),
         ("fp8_per_tensor", "reshape_and_cache", lambda store, k, v, *more, **kw: store(k, v.roll(1, 0), *more, **kw), "write: "),
         ("none", "unified_attention", fail, "RuntimeError: no kernel image"),
     ],
@@ -110,11 +156,26 @@ def test_the_gate_catches_a_broken_kernel(mode: str, door: str, fault: Any, said
     assert not verdict.green and verdict.fault.startswith(said) and "\n" not in verdict.fault
 
 
-def test_a_check_is_run_with_its_choices() -> None:
-    seen, wide = [], plan.Write(rows=64, warps=1, store_mma=0)
-    backend = broken("int4", "unified_attention", lambda attend, **given: (seen.append(choose("sm_90", plan.Write, {})), attend(**given)))
-    (verdict,) = gate.check_all([gate.Check(backend, replace(gate.PROBLEMS[0], **HEADS), (wide,))], CPU)
-    assert verdict.green and "planned with write: rows 64, warps 1" in verdict.problem and seen == [wide]
+def test_the_gate_judges_a_choice_with_it_in_force() -> None:
+    """A candidate on the heads of its class, and the choices of a check."""
+    (one,) = tune.classes(get_backend("int4"), "prefill", tune.ASSUMED, quick=True)
+    _, good, spills, wrong, *_ = one.choices
+    asked: type[Choice] = Prefill
+    in_force: list[Choice] = []
+
+    def attend(intact: Any, **arguments: Any) -> None:
+        in_force.append(choose("sm_90", asked, {}))
+        intact(**arguments)
+        arguments["out"][-1] *= in_force[-1] != wrong
+
+    backend = broken("int4", "unified_attention", attend)
+    one = replace(one, backend=backend, settings=(Read("small", (40,), query_len=40, **HEADS),))
+    bench = tune.Bench(FakeTimer(), tune.ASSUMED, {(backend.mode, spills): "spills"}, tune.tqdm(disable=True))
+    assert [bench.fault(one, choice) for choice in (good, spills)] == ["", "spills"] and "relative error" in bench.fault(one, wrong)
+    asked = plan.Write
+    (verdict,) = gate.check_all([gate.Check(backend, replace(gate.PROBLEMS[0], **HEADS), (WIDE,))], CPU)
+    assert verdict.green and "planned with write: rows 64, warps 1" in verdict.problem
+    assert list(dict.fromkeys(in_force)) == [good, wrong, WIDE]
 
 
 @pytest.mark.quick
@@ -132,53 +193,12 @@ def test_what_changed_since_an_earlier_run_is_judged(tmp_path: Path) -> None:
     assert "against commit abc" in text and "torch: 2 then, 2.1 now" in text and "triton" not in text
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [(["--settings", "A,Z"], "no such settings: Z"), (["--modes", "int7"], "int7"), (["--compare", "old.json"], "old.json")],
-)
-def test_what_cannot_run_is_refused(argv: list[str], said: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.json").write_text('{"format": 1, "rows": [{}]}')
-    assert run.main(argv) == run.CANNOT_RUN == 2 and said in capsys.readouterr().err
-
-
-class FakeTimer:
-    """Calls once, on the CPU."""
-
-    device = CPU
-    temporary, read_bandwidth, floor = (lambda self, *_, x=x: x for x in (3 << 20, 4.2e12, 2.0))
-
-    def measure(self, call: Any, working_set: int, *, allow_eager: bool = False) -> Timing:
-        call()
-        return Timing(10.0, 5.0, 7, "graph")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run on the CPU whose clock stands still."""
-    for name, value in (("is_available", True), ("current_device", 0), ("get_device_name", "NVIDIA H200")):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch, "device", lambda *args: CPU)
-    monkeypatch.setattr(run, "Timer", lambda device: FakeTimer())
-    monkeypatch.setattr(flash_attention, "extension", lambda: None)
-    monkeypatch.setattr(gate, "PROBLEMS", gate.PROBLEMS[::3])
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_red_gate_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setattr(modes, "backends_of", lambda *names: [broken("none", "unified_attention", fail)])
-    monkeypatch.setattr(run, "measure", fail)
-    monkeypatch.setattr(shapes, "QUICK", (("decode", (SMALL,)),))
-    assert run.main(["--quick", "--out", str(tmp_path / "out")]) == run.GATE_RED
-    printed = capsys.readouterr()
-    assert "RED  none" in printed.out and "no speed is reported" in printed.err and not (tmp_path / "out").exists()
-
-
 @pytest.mark.usefixtures("gpu")
 def test_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Every operation in two modes; then again, compared with the first, until a fault loses the device: what there is by then is kept."""
+    """Every operation in two modes; then again, compared with the first, until a fault loses the device: what there is by then is kept; and
+    no speed under a red gate."""
     plan = (("decode", (SMALL,)), ("prefill", (Read("p", (40,), query_len=33, **HEADS),)), ("write", (TINY,)))
+    monkeypatch.setattr(torch, "device", lambda *args: CPU)
     monkeypatch.setattr(shapes, "DEFAULT", plan)
     assert run.main(["--modes", "int4", "--out", str(tmp_path)]) == run.OK
     printed = capsys.readouterr().out
@@ -196,3 +216,98 @@ def test_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "no kernel runs on this device any more" in printed.err
     kept = report.load(tmp_path / "again" / "benchmarks.json")["rows"]
     assert [(row["op"], bool(row["error"])) for row in kept] == [("decode", False), ("write", True)]
+    monkeypatch.setattr(modes, "backends_of", lambda *names: [broken("none", "unified_attention", fail)])
+    monkeypatch.setattr(run, "measure", fail)
+    monkeypatch.setattr(shapes, "QUICK", (("decode", (SMALL,)),))
+    assert run.main(["--quick", "--out", str(tmp_path / "red")]) == run.GATE_RED
+    printed = capsys.readouterr()
+    assert "RED  none" in printed.out and "no speed is reported" in printed.err and not (tmp_path / "red").exists()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("times", "kept"),
+    [
+        ({ONE: (100, 100), TWO: (97, 97)}, TWO),
+        ({ONE: (100, 100), TWO: (98.5, 98.5)}, ONE),  # noise
+        ({ONE: (100, 100), TWO: (80, 103)}, ONE),  # slower in one setting
+        ({ONE: (100, 100), TWO: (80, 101)}, TWO),  # by no more than noise
+        ({ONE: (100, 10), TWO: (90, 10), FOUR: (100, 8)}, FOUR),  # ratios count, not microseconds
+        ({ONE: (100, 100), TWO: ("out of shared memory", 1)}, ONE),
+        ({ONE: (100, 100), TWO: (50, "fault"), FOUR: (90, 90)}, FOUR),
+        ({ONE: ("illegal address", 1), TWO: (1, 1)}, ONE),  # nothing to compare with
+        # The second time, beside the present choice, medians decide.
+        ({ONE: (100, 100), TWO: ([90, 90, 300, 90], 90)}, TWO),
+        ({ONE: (100, 100), TWO: ([90, 90, 99, 99], 99)}, ONE),
+        ({ONE: (100, 100), TWO: ([80, 99, 99, 99], 99), FOUR: (90, 90)}, FOUR),
+    ],
+)
+def test_what_is_kept(times: dict[Choice, tuple[Any, Any]], kept: Choice) -> None:
+    """By its times in two settings: a number, or a list that is worked through. What gives wrong results is never timed."""
+
+    def timed(setting: str, choices: Sequence[Choice]) -> list[float | str]:
+        found = [times[choice]["AB".index(setting)] for choice in choices]
+        return [time.pop(0) if isinstance(time, list) else time for time in found]
+
+    outcome = select([*times, WIDE], ["A", "B"], lambda choice: "read: wrong" if choice == WIDE else "", timed)
+    assert (outcome.kept.choice, outcome.changed, outcome.present.choice) == (kept, kept != ONE, ONE)
+    assert outcome.trials[-1].fault == "read: wrong"
+
+
+def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
+    """On the GPU that the table is for, and on no other."""
+    read = Decode(keys=64, warps=1, stages=7, programs_per_sm=12, registers=168, min_keys=128, loops=1)
+    entries: dict[str, Choice] = {"decode": read, "write": plan.Write(rows=128, warps=16, store_mma=0)}
+    path = lookup.own_folder() / "sm_90.json"
+    path.parent.mkdir(parents=True)
+    Table("sm_90", {kind: (tune.Entry({}, choice),) for kind, choice in entries.items()}).write(path)
+    for arch, changed in (("sm_90", True), ("sm_80", False)):
+        # An empty table has everything planned anew.
+        with ops.planning_with(Table(arch, {})), offline.planning_for(replace(tune.ASSUMED, arch=arch)) as planned:
+            precompile.call(get_backend("int4"), tune.shapes.HEADLINE[0])
+            precompile.call(get_backend("int4"), tune.shapes.WRITE[0])
+        attend, *_, write = (options for _, _, options in planned.launches)
+        assert (attend["num_stages"] == 7, write["num_warps"] == 16, write["C"].rows == 128) == (changed,) * 3
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_tuned_is_used_from_then_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With every measurement beside it; what cannot be measured is told and not written."""
+    facts = {"variant": "", "ways": 4, "width": 128, "rows": 512, "store_mma": True}
+    before = choose("sm_90", plan.Write, facts)
+    winner, path = replace(before, rows=8, warps=1), lookup.own_folder() / "sm_90.json"
+    argv = ["--quick", "--modes", "int4", "--kinds", "write"]
+
+    def with_gpu(time: Callable[[Choice], float], fault: Callable[[Choice], str]) -> None:
+        monkeypatch.setattr(tune.Bench, "fault", lambda self, one, choice: fault(choice))
+        monkeypatch.setattr(tune.Bench, "measure", lambda self, backend, setting, choices: list(map(time, choices)))
+
+    with_gpu(lambda choice: 100.0, lambda choice: "write: wrong")
+    assert tune.main(argv) == tune.UNMEASURED and not path.exists()
+    assert "not measured: int4_per_token_head, write (w64)" in capsys.readouterr().out
+    with_gpu(lambda choice: 90.0 if choice == winner else 100.0, lambda choice: "read: wrong" if choice.warps == 4 else "")
+    assert tune.main(argv) == tune.OK
+    said = capsys.readouterr().out
+    assert f"written: {path}" in said and "changed: int4_per_token_head, write (w64)" in said and "0.900 of the present" in said
+    assert "out: read: wrong" in said
+    lookup.forget()
+    assert choose("sm_90", plan.Write, facts) == winner != before == choose("sm_90", plan.Write, facts | {"ways": 8})
+    (w64, w8192) = Table.read(path).entries["write"]
+    assert [one.setting for one in (*w64.measured, *w8192.measured)] == ["w64", "w8192"] and w8192.choice == winner
+    ends = [(entry.where["width"], entry.where["rows"]) for entry in (w64, w8192)]
+    assert ends == [(Range(65, 128), Range(65, 1024)), (Range(65, 128), Range(49152, None))], "what the settings stand for"
+    right = [choice for choice in candidates(before, quick=True) if choice.warps != 4]
+    assert len(w64.measured[0].alternatives) == len(right) - 1
+    # Once more, with the table in use: now the winner is the present choice.
+    assert tune.main(argv) == tune.OK
+    assert "no candidate wins by more than 2%: the present choices are kept" in capsys.readouterr().out
+    assert Table.read(path).entries["write"][0].choice == winner
+
+
+@pytest.mark.quick
+def test_without_a_gpu_candidates_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main(["--quick"]) == tune.CANNOT_RUN and "--dry-run" in capsys.readouterr().err
+    monkeypatch.setattr("kvq_core.launch.dispatch.triton_is_known", lambda: True)
+    given = "--dry-run --quick --modes int4 none --kinds write"
+    assert tune.main(given.split()) == tune.OK and "30 candidates in 4 classes" in capsys.readouterr().out

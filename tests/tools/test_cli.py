@@ -1,12 +1,15 @@
-"""The command line as a whole, and its short commands: list, calc, doctor, bench. What they compute has tests of its own, and what they
-print is compared with docs/command-line.md by test_docs.py."""
+"""The command line as a whole, and its short commands: list, calc, doctor, bench, tune. What they compute has tests of its own, and what
+they print is compared with docs/command-line.md by test_docs.py."""
 
 import csv
 import io
 import json
 import os
+import random
+import re
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +19,11 @@ from typing import Any
 import click
 import pytest
 import torch
-from click.testing import CliRunner
 
-from command_line import kvq, refused, row
-from kvq_core import PagedKVCache, list_backends
+import run as benchmarks
+import tune
+from command_line import CONFIGS, LLAMA, MODES, kvq, refused, row
+from kvq_core import PagedKVCache, capacity
 from kvq_core.cli import suite
 from kvq_core.cli.app import app
 from kvq_core.cli.list import FIRST_PARTY_BITS
@@ -27,9 +31,6 @@ from kvq_core.launch.families import Machine
 from kvq_core.registry import FIRST_PARTY
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "tests" / "data" / "configs"
-LLAMA = str(CONFIGS / "llama-3.1-8b.json")
-MODES = sorted({entry.mode for entry in list_backends()})
 
 pytestmark = pytest.mark.quick
 
@@ -82,12 +83,61 @@ main()
     assert (done.returncode, done.stderr) == (2, "kvq: the command line needs tabulate: pip install click tabulate tqdm\n")
 
 
-@pytest.mark.parametrize("name", sorted(app.commands))
-def test_every_command_has_help_with_examples(name: str) -> None:
-    ran = kvq(name, "--help")
-    assert ran.status == 0 and f"kvq {name}" in ran.out.partition("Examples:")[2] and f"\n  {name} " in kvq("--help").out
-    for parameter in app.commands[name].params:
-        assert not isinstance(parameter, click.Option) or parameter.hidden or parameter.help, parameter.name
+def test_every_command_and_option_has_help_with_examples() -> None:
+    for name, command in app.commands.items():
+        ran = kvq(name, "--help")
+        assert ran.status == 0 and f"kvq {name}" in ran.out.partition("Examples:")[2] and f"\n  {name} " in kvq("--help").out
+        assert all(option.hidden or option.help for option in command.params if isinstance(option, click.Option))
+
+
+def test_the_wheel_carries_the_command_with_benchmarks_and_plans(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT / "packages" / "kvq-core", check=True, capture_output=True, timeout=120)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as content:
+        content.extractall(tmp_path)
+    for carried, source in (("bench", ROOT / "benchmarks"), ("plan", ROOT / "packages" / "kvq-core" / "src" / "kvq_core" / "plan")):
+        there = {file.name for file in (tmp_path / "kvq_core" / carried).iterdir()}
+        assert there >= {file.name for file in source.glob("*.*") if file.suffix in (".py", ".json")}
+    assert "kvq = kvq_core.cli:main" in next(tmp_path.glob("*.dist-info/entry_points.txt")).read_text()
+    done = python(str(tmp_path / "kvq_core" / "bench" / "run.py"), "--help")
+    assert done.returncode == 0 and "--settings" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["speed"], "No such command 'speed'"),
+        (["list", "--fast"], "--fast"),
+        (["list", "--csv", "--json"], "--json and --csv exclude each other"),
+        (["calc", CONFIGS / "deepseek-v3.json"], "multi-head latent attention"),
+        (["calc", LLAMA, "--block-size", "12"], "block_size: got 12, need a multiple of 8"),
+        (["calc", LLAMA, "--context", "0"], "Invalid value for '--context'"),
+        (["calc", LLAMA, "--gpu-gib", "nan"], "is not a number"),
+        (["calc", LLAMA, "--mode", "int9"], "did you mean 'int8'?"),
+        (["calc", LLAMA, "--mode", "kvq-int2:int4"], "takes mode 'int4_per_token_head' from kvq-int2, which does not provide it"),
+        (["calc", LLAMA, "--sink-tokens", "4", "--residual-mode", "int9"], "Error: kvq calc: no installed package provides mode 'int9'"),
+        (["calc", LLAMA, "--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
+        *((["calc", LLAMA, "--gpus", gpus], f"gpus: got {gpus} for layers of ") for gpus in ("3", "12", "64")),
+        (["calc", {"num_hidden_layers": 10**9, "attn_layer_period": 2}], "num_hidden_layers: got 1000000000, need at most 4,096"),
+        (["calc", {"num_attention_heads": 30}], "num_key_value_heads: got 8, need a divisor of num_attention_heads, 30"),
+        (["calc", {"n_layer": 12}], "num_hidden_layers: got num_hidden_layers 32 and n_layer 12, need one value"),
+        (["calc", {"head_dim": "128"}], "head_dim: got '128'"),
+        (["calc", {"attn_layer_indices": [3, 32]}], "attn_layer_indices: got [3, 32], need indices of layers, 0 to 31"),
+        (["calc", {"num_kv_shared_layers": 33}], "num_kv_shared_layers: got 33, need at most the 32 layers"),
+        (["calc", {"num_hidden_layers": None}], "need the config.json of a decoder"),
+        *((["calc", content], "config: got ") for content in (b"", b"null", b"NaN", b'{"a": "\\ud8', bytes(range(256)), b"[" * 100_000)),
+        (["calc", b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}"], "config: got "),
+        *((["calc", place], "Error: kvq calc: ") for place in ("/", "/dev/null", "/dev/zero", "a" * 5000, "\udcff.json", "\0.json", "")),
+        (["bench", "--quick"], "torch sees none here ("),
+        (["bench", "--modes", "int9"], "int9"),
+        (["bench", "--compare", "/no/such.json"], "'/no/such.json' does not exist"),
+        (["tune", "--quick"], "kvq tune --dry-run"),
+        (["tune", "--modes", "int9"], "int9"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[Any], said: str) -> None:
+    assert said in refused(*arguments)
 
 
 def test_list_says_the_same_in_every_form_as_the_packages_do() -> None:
@@ -111,61 +161,12 @@ def test_modes_that_are_broken_or_claimed_twice_are_told(install: Callable[..., 
 
 def test_a_mode_that_cannot_be_had_by_its_name_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQ_BACKENDS", "int4=nope")
-    for command in (["list"], ["list", "--check"], ["doctor"]):
+    for command, others in ((["list"], "installed"), (["list", "--check"], "ok"), (["doctor"], "ok")):
         ran = kvq(*command)
-        assert ran.status == 1 and "unavailable" in row(ran.out, "int4_per_token_head")
+        assert ran.status == 1 and "unavailable" in row(ran.out, "int4_per_token_head") and others in row(ran.out, "int8_per_token_head")
         assert "takes mode 'int4_per_token_head' from nope, which does not provide it; kvq-int4" in ran.out
-        assert ("ok" if len(command) > 1 or command == ["doctor"] else "installed") in row(ran.out, "int8_per_token_head")
     assert kvq("list", "--check", "--mode", "kvq-int4:int4").status == 0
     assert "from nope, which does not provide it" in refused("list", "--mode", "int4")
-
-
-def test_calc_as_json_and_csv_agree_with_and_without_a_gpu(tmp_path: Path) -> None:
-    given = ("calc", str(CONFIGS / "qwen3-8b.json"), "--context", "32768", "--concurrency", "8", "--mode", "int4,none", "--mode", "int2")
-    content = kvq(*given, "--gpu-gib", "80", "--json", "--plot", str(tmp_path / "fits.png")).json
-    assert [line["mode"] for line in content["modes"]] == ["none", "int4_per_token_head", "int2_per_token_head"]
-    assert content["weights_from"].startswith("counted") and content["modes"][1]["total_bytes"] == 8 * 32768 * 39168
-    rows = list(csv.DictReader(io.StringIO(kvq(*given, "--gpu-gib", "80", "--csv").out)))
-    assert [{k: str(v) for k, v in line.items()} for line in content["modes"]] == rows
-    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")
-    content = kvq(*given, "--json").json
-    assert content["cache_bytes"] is None and "sequences" not in content["modes"][0]
-    for gpus, heads in (("2", 4), ("8", 1), ("32", 1)):
-        content = kvq("calc", LLAMA, "--gpus", gpus, "--mode", "none", "--json", "--gpu-gib", "80").json
-        assert content["layers"][0]["num_kv_heads"] == heads and content["modes"][0]["bytes_per_token"] == 32 * heads * 2 * 128 * 2
-        assert content["weight_bytes"] == -(-2 * 8_029_995_008 // int(gpus))
-
-
-def test_calc_tells_what_does_not_fit_in_letters_that_the_terminal_has(tmp_path: Path) -> None:
-    (path := tmp_path / "modèle.json").write_text(json.dumps({**json.loads(Path(LLAMA).read_text()), "head_dim": 512}))
-    done = CliRunner(charset="ascii").invoke(app, ["calc", str(path), "--gpu-gib", "16", "--context", "200000"])
-    assert done.exit_code == 0 and "mod\\xe8le.json" in done.stdout and not done.stderr and row(done.stdout, "int8_per_token_head")
-    assert "int4_per_token_head does not fit: config: got head size 512, need a multiple of 4 up to 256" in done.stdout
-    assert "note: nothing fits" in done.stdout and "attends over 131,072 tokens" in done.stdout
-    assert "got head size 512" in refused("calc", str(path), "--gpu-gib", "200", "--mode", "int4")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["speed"], "No such command 'speed'"),
-        (["list", "--fast"], "--fast"),
-        (["list", "--csv", "--json"], "--json and --csv exclude each other"),
-        (["calc", str(CONFIGS / "deepseek-v3.json")], "multi-head latent attention"),
-        (["calc", LLAMA, "--block-size", "12"], "block_size: got 12, need a multiple of 8"),
-        (["calc", LLAMA, "--context", "0"], "Invalid value for '--context'"),
-        (["calc", LLAMA, "--mode", "int9"], "did you mean 'int8'?"),
-        (["calc", LLAMA, "--mode", "kvq-int2:int4"], "takes mode 'int4_per_token_head' from kvq-int2, which does not provide it"),
-        (["calc", LLAMA, "--sink-tokens", "4", "--residual-mode", "int9"], "Error: kvq calc: no installed package provides mode 'int9'"),
-        (["calc", LLAMA, "--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
-        *((["calc", LLAMA, "--gpus", gpus], f"gpus: got {gpus} for layers of ") for gpus in ("3", "12", "64")),
-        (["bench", "--quick"], "torch sees none here ("),
-        (["bench", "--modes", "int9"], "int9"),
-        (["bench", "--compare", "/no/such.json"], "'/no/such.json' does not exist"),
-    ],
-)
-def test_bad_input_is_refused(arguments: list[str], said: str) -> None:
-    assert said in refused(*arguments)
 
 
 def test_doctor_tells_machine_switches_and_the_path_of_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,32 +194,76 @@ def test_doctor_tells_which_kernels_are_off(machine: tuple[Any, ...], off: int, 
     assert len(told) == off and any(reason in line for line in told) == bool(off)
 
 
-def test_bench_hands_on_options_and_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import run as benchmarks
+def test_calc_as_json_and_csv_agree_with_and_without_a_gpu(tmp_path: Path) -> None:
+    given = ("calc", CONFIGS / "qwen3-8b.json", "--context", "32768", "--concurrency", "8", "--mode", "int4,none", "--mode", "int2")
+    content = kvq(*given, "--gpu-gib", "80", "--json", "--plot", tmp_path / "fits.png").json
+    assert [line["mode"] for line in content["modes"]] == ["none", "int4_per_token_head", "int2_per_token_head"]
+    assert content["weights_from"].startswith("counted") and content["modes"][1]["total_bytes"] == 8 * 32768 * 39168
+    rows = list(csv.DictReader(io.StringIO(kvq(*given, "--gpu-gib", "80", "--csv").out)))
+    assert [{k: str(v) for k, v in line.items()} for line in content["modes"]] == rows
+    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")
+    content = kvq(*given, "--json").json
+    assert content["cache_bytes"] is None and "sequences" not in content["modes"][0]
+    for gpus, heads in ((2, 4), (8, 1), (32, 1)):
+        content = kvq("calc", LLAMA, "--gpus", gpus, "--mode", "none", "--json", "--gpu-gib", "80").json
+        assert content["layers"][0]["num_kv_heads"] == heads and content["modes"][0]["bytes_per_token"] == 32 * heads * 2 * 128 * 2
+        assert content["weight_bytes"] == -(-2 * 8_029_995_008 // gpus)
 
+
+def test_calc_tells_what_does_not_fit_in_letters_that_the_terminal_has(tmp_path: Path) -> None:
+    (path := tmp_path / "modèle.json").write_text(json.dumps({**json.loads(LLAMA.read_text()), "head_dim": 512}))
+    ran = kvq("calc", path, "--gpu-gib", "16", "--context", "200000", charset="ascii")
+    assert ran.status == 0 and "mod\\xe8le.json" in ran.out and not ran.err and row(ran.out, "int8_per_token_head")
+    assert "int4_per_token_head does not fit: config: got head size 512, need a multiple of 4 up to 256" in ran.out
+    assert "note: nothing fits" in ran.out and "attends over 131,072 tokens" in ran.out
+    assert "got head size 512" in refused("calc", path, "--gpu-gib", "200", "--mode", "int4")
+
+
+FIELDS = sorted({name for file in Path(capacity.__file__).parent.glob("*.py") for name in re.findall(r'"([a-z_]+)"', file.read_text())})
+"""What the calculator looks for, and more."""
+JUNK = [0, -1, 1, 2, 3, 1.5, float("nan"), float("inf"), True, False, None, "", "x", "128", [], [1], ["full_attention"], {}, {"a": 1}]
+JUNK += [10**9, 10**30, 2**63, [True] * 3, ["mamba"] * 32, "M*", "LG", [[[]]], {"0": {"head_dim": 3}}, {"9" * 50: {}}, "\ud800"]
+GIVEN = ["0", "1", "8", "24", "0.5", "-1", "nan", "inf", "1e-300", "1e308", "1048576", str(10**9), str(2**40), "9" * 5000]
+GIVEN += ["", "x", ",", "a:b:c", "\udcff", "int4", "none,int2", "int9", "float32"]
+
+
+def test_calc_answers_or_refuses_any_config_and_options() -> None:
+    """With an exit status of 0, 1 or 2, no traceback, in bounded time."""
+    rng, answered = random.Random(0), 0
+    bases = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
+    options = [option.opts[0] for option in app.commands["calc"].params if getattr(option, "is_flag", None) is False]
+    options.remove("--plot")
+    for _ in range(300):
+        config = json.loads(json.dumps(rng.choice(bases)))
+        for _ in range(rng.randrange(4)):
+            nested = config.get("text_config")
+            target = nested if isinstance(nested, dict) and rng.random() < 0.5 else config
+            target[rng.choice(FIELDS)] = rng.choice(JUNK)
+        text = json.dumps(config).encode()
+        text = text[: rng.randrange(len(text))] if rng.random() < 0.05 else text
+        given = [part for name in options if rng.random() < 0.07 for part in (name, rng.choice(GIVEN))] + [
+            "--gpu-gib",
+            "80",
+        ] * rng.randrange(2)
+        begin, ran = time.perf_counter(), kvq("calc", text, *given, "--json")
+        assert time.perf_counter() - begin < 10 and ran.status in (0, 1, 2) and (ran.status != 2 or "Error: " in ran.err), (text, given)
+        answered += ran.status == 0
+        assert ran.status or all(mode["bytes_per_token"] > 0 for mode in ran.json["modes"])
+    assert answered >= 20
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "given"),
+    [
+        ("bench", benchmarks, f"--modes int4,int8 --settings decode --out new --compare {LLAMA} --no-peers --quick"),
+        ("tune", tune, "--dry-run --quick --modes int4,none --kinds write --out new --processes 3"),
+    ],
+)
+def test_bench_and_tune_hand_on_options_and_status(command: str, script: Any, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: command == "bench")
     monkeypatch.setattr(suite.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=3))
-    (old := tmp_path / "old.json").write_text("{}")
-    given = ("--modes", "int4,int8", "--settings", "decode", "--out", "new", "--compare", str(old), "--no-peers", "--quick")
-    assert kvq("bench", *given).status == 3
-    ((interpreter, script, *handed_on),) = commands
-    assert (interpreter, Path(script)) == (sys.executable, ROOT / "benchmarks" / "run.py")
-    options = {"settings": "decode", "out": Path("new"), "compare": old, "no_peers": True, "quick": True}
-    assert vars(benchmarks.arguments(handed_on)) == options | {"modes": ["int4", "int8"]}
-
-
-def test_the_wheel_carries_the_command_with_benchmarks_and_plans(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT / "packages" / "kvq-core", check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as content:
-        content.extractall(tmp_path)
-    benchmarks, plans = ROOT / "benchmarks", ROOT / "packages" / "kvq-core" / "src" / "kvq_core" / "plan"
-    for carried, source in (("bench", benchmarks), ("plan", plans)):
-        there = {file.name for file in (tmp_path / "kvq_core" / carried).iterdir()}
-        assert there >= {file.name for file in source.glob("*.*") if file.suffix in (".py", ".json")}
-    assert "kvq = kvq_core.cli:main" in next(tmp_path.glob("*.dist-info/entry_points.txt")).read_text()
-    done = python(str(tmp_path / "kvq_core" / "bench" / "run.py"), "--help")
-    assert done.returncode == 0 and "--settings" in done.stdout, done.stderr
+    assert kvq(command, *given.split()).status == 3
+    ((interpreter, path, *handed_on),) = commands
+    assert (interpreter, Path(path)) == (sys.executable, Path(script.__file__))
+    assert script.arguments(handed_on) == script.arguments(given.replace(",", " ").split())

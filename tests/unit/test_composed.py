@@ -1,4 +1,4 @@
-"""K in one mode and V in another. The conformance suite holds two such modes to it (test_backends.py), test_snapshot.py saves one, and
+"""K in one mode and V in another. The conformance suite holds two such modes to it (test_backends.py), test_any_order.py saves one, and
 test_registry.py has what does not compose."""
 
 import copy

@@ -67,7 +67,8 @@ def checked(backend: object) -> QuantKVBackend:
         if not holds(value):
             raise TypeError(f"{backend!r} has no {name} attribute {need}: it is {value!r}")
     if instance.head_size_multiple % instance.packing_factor:
-        raise TypeError(f"{backend!r}: its head_size_multiple {instance.head_size_multiple} holds no whole number of packing_factors")
+        of_packing = f"a multiple of its packing_factor {instance.packing_factor}"
+        raise TypeError(f"{backend!r}: its head_size_multiple is {instance.head_size_multiple}, need {of_packing}")
     return instance
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cache_checks import MODES
-from kvq_core import get_backend
+from kvq_core import get_backend, register_backend
+from kvq_core.none import NoneBackend
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 
@@ -48,6 +49,26 @@ def test_growing_contexts_compile_once_more_at_most(mode: str, device: torch.dev
             wanted = read(*arguments)
             assert torch.equal(compiled(*arguments), wanted)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_the_first_read_of_a_mode_may_be_compiled(fresh_registry: None, torch_path: None) -> None:
+    class NewMode(NoneBackend):
+        mode = "new_mode"
+
+    register_backend(NewMode)
+    backend = get_backend("new_mode")
+    made = scene.build(Case(query_lens=(1, 1), seq_lens=(40, 44)), get_backend("none"), torch.device("cpu")).fill()
+    given = {name: apart(x) for name, x in made.read_arguments().items()}
+
+    def read(q: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        backend.unified_attention(out=out, **given | {"q": q * 1.0})
+        return out * 2
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(read, fullgraph=True, backend="aot_eager")(given["q"])
+        assert torch.equal(compiled, read(given["q"]))
 
 
 @pytest.mark.gpu

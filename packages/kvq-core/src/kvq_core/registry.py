@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvq_core import variables
-from kvq_core.contract import checked
+from kvq_core.contract import blamed, checked
 from kvq_core.errors import ArgumentError, BrokenBackendError, DuplicateModeError, KVQError, UnknownModeError, described, told
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def get_backend(mode: str) -> QuantKVBackend:
     """
     pair = halves_of(mode)
     if pair is not None:
-        return compose(*map(get_backend, pair))
+        return _with_ops(compose(*map(get_backend, pair)))
     distribution, full = _parse(mode)
     variables.check()
     question = (mode, os.environ.get(OVERRIDE, ""))
@@ -144,7 +144,16 @@ def get_backend(mode: str) -> QuantKVBackend:
         loaded = _load(entry)
         with _REGISTRY.lock:
             backend = _REGISTRY.backends.setdefault(entry, loaded)
-    return answers.setdefault(question, backend)
+    return answers.setdefault(question, _with_ops(backend))
+
+
+def _with_ops(backend: QuantKVBackend) -> QuantKVBackend:
+    """``backend``, its ops defined: ``torch.compile`` cannot do so, which may trace the first call of a door."""
+    from kvq_core.call.ops import define
+
+    with blamed(backend.mode):
+        define(backend)
+    return backend
 
 
 def register_backend(backend: B, *, replace: bool = False) -> B:

@@ -83,7 +83,7 @@ def test_weights_are_read_once_and_anew_when_they_change() -> None:
     model.model.rotary_emb.register_forward_hook(lambda module, inputs, out: asked.append(int(inputs[1].max())))
     attentions[1].train()
     before = [(module.training, len(module._forward_hooks)) for module in model.modules()]
-    known, biases = weights_smoothing(model), key_biases(model)
+    known, biases, shape = weights_smoothing(model), key_biases(model), attentions[0].k_proj.bias.shape
     assert max(asked) == 50
     asked.clear()
     assert weights_smoothing(model) is known and key_biases(model) is biases and not asked
@@ -91,12 +91,16 @@ def test_weights_are_read_once_and_anew_when_they_change() -> None:
         (0, lambda: attentions[0].k_proj.bias.add_(1.0)),
         (1, lambda: setattr(attentions[1].k_proj, "bias", torch.nn.Parameter(attentions[1].k_proj.bias.neg()))),
         (1, lambda: attentions[1].k_norm.weight[3:4].fill_(5.0)),
+        # Twice: the second may lie where the first one lay, which nobody has seen.
+        *[(0, lambda: [setattr(attentions[0].k_proj, "bias", torch.nn.Parameter(torch.randn(shape))) for _ in range(2)])] * 10,
     ]
     for layer, change in changes:
         with torch.no_grad():
             change()
-        old, known = fingerprints(known), weights_smoothing(model)
-        assert [index for index, now in fingerprints(known).items() if now != old[index]] == [layer]
+        old, known = [fingerprints(known), fingerprints(biases)], weights_smoothing(model)
+        biases = key_biases(model)
+        for earlier, now in zip(old, (known, biases), strict=True):
+            assert [index for index, one in fingerprints(now).items() if one != earlier[index]] == [layer]
     assert before == [(module.training, len(module._forward_hooks)) for module in model.modules()]
 
 

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvq_core.errors import ArgumentError, is_out_of_memory
 from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.qk_norm import norms_of
 from kvq_transformers.naming import cache_argument
 from kvq_transformers.support import decoder_config
 
@@ -41,7 +42,9 @@ class Embedding:
     rates: torch.Tensor
 
 
-Memory = weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], dict[int, KeySmoothing]]]
+State = tuple[tuple[Callable[[], torch.Tensor | None], int, torch.device], ...]
+"""Tensors, which may be gone, and for each what changes with its values and its place."""
+Memory = weakref.WeakKeyDictionary[PreTrainedModel, tuple[State, dict[int, KeySmoothing]]]
 """What was found for each model, and the state of the weights that it was found for."""
 _KNOWN: Final[Memory] = weakref.WeakKeyDictionary()
 
@@ -50,11 +53,16 @@ def remembered(
     memory: Memory, model: PreTrainedModel, weights: Iterable[torch.Tensor], find: Callable[[], dict[int, KeySmoothing]]
 ) -> dict[int, KeySmoothing]:
     """What ``find`` finds for ``model``, anew only if one of ``weights`` has changed since."""
-    state = tuple((id(each), 0 if each.is_inference() else each._version, each.device) for each in weights)
+    state: State = tuple((weakref.ref(each), 0 if each.is_inference() else each._version, each.device) for each in weights)
     known = memory.get(model)
-    if known is None or known[0] != state:
+    if known is None or not _are_equal(known[0], state):
         known = memory[model] = state, find()
     return known[1]
+
+
+def _are_equal(before: State, now: State) -> bool:
+    # Not by their ids, which tensors made later may have.
+    return len(before) == len(now) and all(a() is b() and old == new for (a, *old), (b, *new) in zip(before, now, strict=True))
 
 
 def key_biases(model: PreTrainedModel) -> dict[int, KeySmoothing]:
@@ -63,7 +71,11 @@ def key_biases(model: PreTrainedModel) -> dict[int, KeySmoothing]:
     Empty for a model without key biases. What cannot be told is left out, with a warning: keys are then stored as they are.
     """
     found = [projection for projection in key_projections(model) if isinstance(projection.bias, torch.Tensor)]
-    return remembered(_KNOWN, model, (one.bias for one in found), lambda: _probed(model, found) if found else {})
+    if not found:
+        return {}
+    # A norm of the keys stands between a bias and the cache.
+    norms = [norms[1] for norms in map(norms_of, model.modules()) if norms]
+    return remembered(_KNOWN, model, [*(one.bias for one in found), *(norm.weight for norm in norms)], lambda: _probed(model, found))
 
 
 def embeddings(model: PreTrainedModel) -> dict[int, Embedding]:

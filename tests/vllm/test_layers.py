@@ -57,11 +57,20 @@ def builder_of(kvq_in_vllm: Any, found: Any) -> Any:
 # -- what is asked before there are pages -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("int8_per_token_head", 32), ("int4_per_token_head", 64), ("kvq_int2", 128)])
-def test_a_window_asks_for_blocks_that_fit_it(kvq_in_vllm: Any, dtype: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "own", "size"),
+    [
+        ("int8_per_token_head", {}, 32),
+        ("int8_per_token_head", {"mode": "k8v4"}, 64),
+        ("int8_per_token_head", {"mode": "int2"}, 128),
+        ("int4_per_token_head", {}, 64),
+        ("kvq_int2", {}, 128),
+    ],
+)
+def test_a_window_asks_for_blocks_that_fit_it(kvq_in_vllm: Any, dtype: str, own: dict[str, Any], size: int) -> None:
     """``check_blocks.py`` shows which ones vLLM takes then."""
     packed, exact = kvq_in_vllm.backend.KVQBackend, kvq_in_vllm.residual.ResidualBackend
-    for section, least in (({"residual_length": 64}, size), ({}, 16)):
+    for section, least in (({"residual_length": 64} | own, size), (own, 16)):
         kvq_in_vllm.config[:] = [config(dtype, **section)]
         assert [one.get_preferred_block_size(default) for one in (packed, exact) for default in (16, 128)] == [least, 128] * 2
         assert [one.base for one in exact.get_supported_kernel_block_sizes(None)] == [16, least]

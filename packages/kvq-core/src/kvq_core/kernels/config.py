@@ -21,7 +21,7 @@ class Shape(Constant):
     block_size: int
     group: int  # query heads per KV head
     same_strides: bool  # of the two planes
-    row_bytes: int  # what every row of codes starts at a multiple of: a power of two up to 16
+    row_alignment: int  # what every row of codes starts at a multiple of: a power of two up to 16
     wide_planes: bool  # offsets in a plane need 64 bits
     wide_pages: bool  # those inside a page do, too
     wide_rows: bool  # those of a row's heads
@@ -179,12 +179,12 @@ class ReadConfig(Constant):
         loads need that sector. Copies of 16 bytes bypass the L1, and would have the L2 send it twice: decode is a fifth slower so (H100).
         """
         has_side_bytes = self.format.key.side_bytes or self.format.value.side_bytes
-        return min(self.shape.row_bytes, 8) if has_side_bytes and self.tile.decode else self.shape.row_bytes
+        return min(self.shape.row_alignment, 8) if has_side_bytes and self.tile.decode else self.shape.row_alignment
 
     @property
     def side_alignment(self) -> int:
         """What the bytes beside a row's lanes start at a multiple of: they follow the lanes."""
-        return math.gcd(self.shape.row_bytes, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
+        return math.gcd(self.shape.row_alignment, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
 
     @property
     def channels(self) -> int:

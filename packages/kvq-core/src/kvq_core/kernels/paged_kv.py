@@ -235,8 +235,8 @@ def load_lanes(
     WIDTH: tl.constexpr = COUNT if COUNT > 0 else HEADS.width
     LANES: tl.constexpr = C.tile.fold * HEADS.lanes
     lane = FIRST + tl.arange(0, WIDTH)
-    ROW_BYTES: tl.constexpr = C.shape.row_bytes
-    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_BYTES)
+    ROW_ALIGNMENT: tl.constexpr = C.shape.row_alignment
+    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_ALIGNMENT)
     inside = lane < LANES
     place = lane
     if C.tile.fold > 1 and C.format.key.side_bytes:

@@ -261,7 +261,7 @@ def _shape(attention: Attention, fold: int) -> Shape:
         block_size=keys.block_size,
         group=attention.queries_per_kv,
         same_strides=strides_of(attention.keys) == strides_of(attention.values),
-        row_bytes=min(row_alignment(keys, fold), row_alignment(values, fold)),
+        row_alignment=min(row_alignment(keys, fold), row_alignment(values, fold)),
         wide_planes=keys.num_blocks * stride >= 2**31,
         wide_pages=keys.block_size * stride >= 2**31,
         wide_rows=max((x.shape[1] - 1) * x.stride(1) for x in (attention.q, attention.out)) >= 2**31,

@@ -23,9 +23,9 @@ def machine_of(device: torch.device) -> families.Machine:
 def sm90_reads(kernels: Kernels, attention: Attention) -> Sm90Kernels:
     """The read kernels for sm_90 that can take this call: of a mode's, of which it has some or none, and for staged tiles."""
     keys, values = attention.keys, attention.values
-    row_bytes = min(row_alignment(keys), row_alignment(values))
+    alignment = min(row_alignment(keys), row_alignment(values))
     block_reach = keys.block_size * max(strides_of(keys) + strides_of(values))
-    call = families.Sm90Call(attention, not kernels.format.packed, row_bytes, block_reach)
+    call = families.Sm90Call(attention, not kernels.format.packed, alignment, block_reach)
     machine = machine_of(attention.q.device)
     prefill, multirow, staging = (
         family.takes(machine, call) for family in (families.SM90_PREFILL, families.SM90_DECODE_MULTIROW, families.STAGED_PREFILL)

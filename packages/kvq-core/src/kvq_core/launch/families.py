@@ -49,11 +49,11 @@ class Family:
 
 @dataclass(frozen=True)
 class Sm90Call:
-    """A read as warp groups see it: ``row_bytes``: what rows of codes start at a multiple of, ``block_reach``: elements of a block."""
+    """A read as warp groups see it: ``row_alignment``: what rows of codes start at a multiple of, ``block_reach``: elements of a block."""
 
     attention: Attention
     unquantized: bool
-    row_bytes: int
+    row_alignment: int
     block_reach: int
 
 
@@ -104,7 +104,7 @@ _ROTARY_MEAN: Final = Rule("a rotary mean, if any, of 16 pairs, of packed keys",
 _SM90_CALL: Final = (
     *_SCORED,
     Rule("bf16 or fp16 rows in mode none", _has_16_bit_rows),
-    Rule("rows of codes that start at multiples of 16 bytes", lambda call: call.row_bytes == 16),
+    Rule("rows of codes that start at multiples of 16 bytes", lambda call: call.row_alignment == 16),
     Rule("blocks of less than 2^31 elements", lambda call: call.block_reach < 2**31),
     _ROTARY_MEAN,
 )

@@ -76,5 +76,5 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
 
 def staged_config(config: ReadConfig) -> ReadConfig:
     """Of a kernel that reads staged rows: the same, whatever the pages were."""
-    shape = replace(config.shape, block_size=GROUPS_TILE, same_strides=True, row_bytes=16, wide_planes=False, wide_pages=False)
+    shape = replace(config.shape, block_size=GROUPS_TILE, same_strides=True, row_alignment=16, wide_planes=False, wide_pages=False)
     return replace(config, format=_FORMAT, shape=shape)

@@ -44,7 +44,7 @@ def exists(block, span):
 
 
 @gluon.jit
-def lane_row_places(block, slot, plane, C: gl.constexpr):
+def row_starts(block, slot, plane, C: gl.constexpr):
     """Where rows of codes start, in units of 16 bytes, so that the compiler sees that they start at multiples of them."""
     if C.shape.wide_planes:
         block = block.to(gl.int64)

@@ -57,7 +57,7 @@ def attend_in_groups(
     STAGED: gl.constexpr = COPIED and SCALED
     gl.static_assert(C.shape.head_size == C.shape.head_size_v and (COPIED or C.shape.head_size == 128), "heads of 128, if not copied")
     gl.static_assert(C.tile.rows == GROUPS * HALF and KEYS == 128, "tiles of 128 x 128")
-    gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
+    gl.static_assert(C.shape.row_alignment == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
     gl.static_assert(C.tile.split == "", "no split")

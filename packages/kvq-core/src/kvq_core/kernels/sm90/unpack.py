@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kvq_core.kernels.sm90.copying import copy_staged, copy_tiles
-from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, lane_row_places
+from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, row_starts
 from kvq_core.kernels.sm90.layouts import HALF, OPERAND_PAIRS, VECTOR
 from kvq_core.kernels.sm90.rotary import fill_rotary
 
@@ -88,7 +88,7 @@ def load_words(plane, block, slot, seen, FINITE: gl.constexpr, WORDS: gl.constex
     weight of 0 takes out all but NaN."""
     base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-    at = base + (lane_row_places(block, slot, plane, C) * 4)[:, None] + word[None, :]
+    at = base + (row_starts(block, slot, plane, C) * 4)[:, None] + word[None, :]
     if FINITE:
         words = gl.load(at)
     else:
@@ -105,7 +105,7 @@ def load_side_bytes(plane, block, slot, WORDS: gl.constexpr, LAYOUT: gl.constexp
     HALF: gl.constexpr = WORDS // 2
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     base = plane.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
-    both = gl.load(base + (lane_row_places(block, slot, plane, C) * 4)[:, None] + (WORDS + word % HALF)[None, :])
+    both = gl.load(base + (row_starts(block, slot, plane, C) * 4)[:, None] + (WORDS + word % HALF)[None, :])
     return (both >> (word // HALF * 8).to(gl.uint32)[None, :]) & 0x00FF00FF
 
 

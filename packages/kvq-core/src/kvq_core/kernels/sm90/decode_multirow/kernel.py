@@ -60,7 +60,7 @@ def attend_multirow(
     gl.static_assert(C.shape.head_size == 128 and C.shape.head_size_v == 128 and C.format.key.packed, "packed heads of 128")
     gl.static_assert(ROWS >= 16, "16 rows")
     OFFSET_ROWS: gl.constexpr = HALF // LANES
-    gl.static_assert(C.shape.row_bytes == 16, "rows of codes start at multiples of 16 bytes")
+    gl.static_assert(C.shape.row_alignment == 16, "rows of codes start at multiples of 16 bytes")
     gl.static_assert(scoring.window_left is None and scoring.softcap is None and scoring.alibi_slopes is None, "no window, softcap, ALiBi")
     gl.static_assert(scoring.qq_bias is None and scoring.ranges is None, "no bias, no prefix ranges")
     gl.static_assert(STAGES >= 3, "at least three stages")

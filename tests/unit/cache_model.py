@@ -26,8 +26,6 @@ from kvq_core.testing.places import Place
 HEADS, SIZE, GROUP, LAYERS = 2, 32, 2, 2
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 5e-2}
 """Kernels round queries, weights and keys to float16 at best. A key read exact that should be packed moves results by .05 and more."""
-
-
 COPIES = (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x, 0)), lambda x: pickle.loads(pickle.dumps(x, 5)))
 
 

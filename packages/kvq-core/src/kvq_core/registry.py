@@ -148,7 +148,7 @@ def get_backend(mode: str) -> QuantKVBackend:
 
 
 def _with_ops(backend: QuantKVBackend) -> QuantKVBackend:
-    """``backend``, its ops defined: ``torch.compile`` cannot do so, which may trace the first call of a door."""
+    """``backend``, with its ops defined: a traced call cannot define them, and a door's first call may be within ``torch.compile``."""
     from kvq_core.call.ops import define
 
     with blamed(backend.mode):

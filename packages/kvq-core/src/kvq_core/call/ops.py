@@ -314,6 +314,7 @@ def _op_name(mode: str, verb: str) -> str:
 def define(backend: QuantKVBackend) -> None:
     """Have the ops of its mode call ``backend``."""
     if _OPS.current(backend.mode) is not backend:
+        variables.check()
         _OPS.bind(backend)
 
 
@@ -321,9 +322,7 @@ def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
     if target.current() is not None:
         # Tensors may lie where ops do not go.
         return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, planner.is_batch_invariant())
-    if _OPS.current(backend.mode) is not backend:
-        variables.check()
-        define(backend)
+    define(backend)
     op: Callable[..., None] = getattr(torch.ops.kvq, _op_name(backend.mode, verb)).default
     return op
 

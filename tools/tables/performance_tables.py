@@ -3,7 +3,7 @@
 Writes the generated parts of ``performance.md`` (the headline table) and ``performance-figures.md`` (the rest) from
 ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the file that a whole
 ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. Beside it stands
-``_data/benchmarks-h200.json``, an earlier run on an H200 beside FlashInfer, which is put there by hand.
+``_data/benchmarks-h200.json``, such a run on an H200, which is put there by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tabulate import tabulate
 import report
 import shapes
 from generated import Marks, marks, replaced
-from rows import COPY, FLASHATTENTION, FLASHINFER
+from rows import COPY, FLASHATTENTION
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 DATA: Final = DOCS / "_data" / "benchmarks.json"
@@ -76,7 +76,14 @@ OTHERS: Final = {
 }
 SHOWN: Final = ("A", "A-g16", "A-d64", "A-d96", "A-d192", "A-d256", "A-token-major", "A-cells", "B-window-1024")
 """Those of OTHERS that have a line. The rest take setting A's time, which is a goal."""
-PEERS: Final = {FLASHATTENTION: "FlashAttention 3", FLASHINFER: "FlashInfer", COPY: "torch's copy"}
+LENGTHS: Final = {
+    "b64-8100": "64 x 8100",
+    "b32-3000": "32 x 3000",
+    "b8-5000": "8 x 5000",
+    "b32-4016-q4": "32 x 4016, 4 query rows a sequence",
+}
+"""Of the run on an H200 alone."""
+PEERS: Final = {FLASHATTENTION: "FlashAttention 3", COPY: "torch's copy"}
 PREFILL: Final = {"q8192": "8192", "q2048-32768": "2048 over 32768"}
 OTHER_PREFILL: Final = {"q8192-d64": "8192, heads of 64", "q8192-d96": "8192, heads of 96"}
 """Without a goal of their own."""
@@ -99,11 +106,6 @@ class Run:
 
     def has(self, setting: str, mode: str) -> bool:
         return (setting, mode) in self._rows
-
-    @property
-    def peer(self) -> str:
-        """Whose attention the run has beside kvq's."""
-        return FLASHATTENTION if self.has("A", FLASHATTENTION) else FLASHINFER
 
     def of(self, setting: str, mode: str, figure: str = "us") -> float:
         """``figure``: ``us``, ``hbm`` (a share) or ``tflops``. ``ValueError`` if the run does not have it."""
@@ -218,28 +220,27 @@ def versions(run: Run) -> str:
     """The GPU of a run, and what it ran with."""
     machine = run.machine
     torch, triton = (".".join(machine[name].split(".")[:2]) for name in ("torch", "triton"))
-    flashinfer = f", FlashInfer {machine['flashinfer']}" if machine["flashinfer"] else ""
-    return f"{machine['gpu']} (torch {torch}, Triton {triton}{flashinfer}"
+    return f"{machine['gpu']} (torch {torch}, Triton {triton}"
 
 
 def abc(run: Run) -> str:
     """Decode in settings A, B and C, of the modes that the run has."""
     body = []
     known = {mode: f"`{mode}`" for mode in MODES if run.has("A", mode)}
-    for mode, name in {run.peer: f"{PEERS[run.peer]} bf16", **known}.items():
+    for mode, name in {FLASHATTENTION: f"{PEERS[FLASHATTENTION]} bf16", **known}.items():
         share = f"{100 * run.of('A', mode, 'hbm'):.0f} %"
-        times_as_fast = [format(run.of(setting, run.peer) / run.of(setting, mode), ".2f") for setting in "ABC"]
+        times_as_fast = [format(run.of(setting, FLASHATTENTION) / run.of(setting, mode), ".2f") for setting in "ABC"]
         a, b, c = (format(run.of(setting, mode), ".1f") for setting in "ABC")
         body.append([name, a, share, times_as_fast[0], b, times_as_fast[1], c, times_as_fast[2]])
     head = [
         "cache",
         "batch 64, context 8192: µs",
         f"of {run.machine['hbm'] / 1e12:.1f} TB/s",
-        f"x {PEERS[run.peer]} bf16",
+        f"x {PEERS[FLASHATTENTION]} bf16",
         "batch 1, context 131072: µs",
-        f"x {PEERS[run.peer]}",
+        f"x {PEERS[FLASHATTENTION]}",
         "batch 128, 4096, 64/8 heads: µs",
-        f"x {PEERS[run.peer]}",
+        f"x {PEERS[FLASHATTENTION]}",
     ]
     return _table(head, body)
 
@@ -249,14 +250,23 @@ def headline(run: Run) -> str:
     return f"""\
 Decode on one {versions(run)}; 32/8 heads of 128 and blocks of 16 unless said), split-KV combine and
 launches included, median of CUDA-graph replays with a cold cache, from one run of
-`python benchmarks/run.py --settings decode,prefill,write,more` at commit `{run.machine["commit"]}`. {PEERS[run.peer]} is vLLM 0.26's build:
+`python benchmarks/run.py --settings decode,prefill,write,more` at commit `{run.machine["commit"]}`. FlashAttention 3 is vLLM 0.26's build:
 
 {abc(run)}"""
 
 
 def elsewhere(run: Run) -> str:
-    """The same table of another GPU, whose page says the conditions."""
-    return f"One {versions(run)}), commit `{run.machine['commit']}`, otherwise as on the H100:\n\n{abc(run)}"
+    """The same table of another GPU, whose page says the conditions, and what is timed there alone."""
+    return f"""\
+One {versions(run)}), commit `{run.machine["commit"]}`, otherwise as on the H100:
+
+{abc(run)}
+Lengths that no tile divides, as most are; µs:
+
+{figures(run, LENGTHS, "decode", FLASHATTENTION)}
+Prefill, TFLOP/s:
+
+{figures(run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, figure="tflops", form=".0f")}"""
 
 
 def pages(run: Run, h200: Run) -> dict[Path, dict[Marks, str]]:
@@ -266,10 +276,10 @@ def pages(run: Run, h200: Run) -> dict[Path, dict[Marks, str]]:
             _marks("headline"): headline(run),
         },
         FIGURES: {
-            _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL}, "decode", run.peer),
-            _marks("prefill"): figures(run, PREFILL | OTHER_PREFILL, "prefill", run.peer, figure="tflops", form=".0f"),
+            _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL}, "decode", FLASHATTENTION),
+            _marks("prefill"): figures(run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, figure="tflops", form=".0f"),
             _marks("writes"): figures(run, WRITES, "write", COPY),
-            _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", run.peer),
+            _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", FLASHATTENTION),
             _marks("goals"): goals(run),
             _marks("h200"): elsewhere(h200),
         },

@@ -1,7 +1,8 @@
 """Kernels whose warps sleep at random around their synchronization, so that a race shows in results. For NVIDIA GPUs.
 
 A missing barrier goes unnoticed as long as every warp happens to arrive in time, as in most tests. Within :func:`delaying`, warps chosen by
-a seed sleep before and after barriers, arrivals, copies and products, and arrive in orders that no undisturbed run has.
+a seed sleep before and after barriers, arrivals, copies, products and waits for another kernel, and arrive in orders that no undisturbed run
+has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvq_core.launch.offline import replaced
 
 _SITE: Final = re.compile(
     r"\b(?:(?:bar|barrier)(?:\.cta|\.warp)?\.sync|mbarrier\.(?:arrive|init)|cp\.async\.(?:mbarrier|commit_group|wait_group)|fence\.proxy"
-    r"|wgmma\.(?:fence|commit_group|wait_group)|(?:st|ld)matrix|(?:st|ld)\.shared)\b"
+    r"|wgmma\.(?:fence|commit_group|wait_group)|griddepcontrol|(?:st|ld)matrix|(?:st|ld)\.shared)\b"
 )
 _WAITED: Final = re.compile(r"^\s*@!?%?\w+ bra(?:\.uni)? waitLoop;")
 """Ends a wait at an mbarrier."""

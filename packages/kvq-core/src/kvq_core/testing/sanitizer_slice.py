@@ -1,8 +1,8 @@
 """A slice of small problems for a memory checker to watch: ``python -m kvq_core.testing.sanitizer_slice MODE``.
 
 Every kernel of a mode in every layout: writes, decode by one program and by several with their merge, an engine's segments, several rows a
-sequence, prefill. There is no poison and no guard here: each stretch of a cache, each row tensor, output, scratch and workspace is an
-allocation of its own that ends where its last element does, and has never been written.
+sequence, prefill, and a residual window's two reads with one combine. There is no poison and no guard here: each stretch of a cache, each
+row tensor, output, scratch and workspace is an allocation of its own that ends where its last element does, and has never been written.
 
 But for one: 8-bit and smaller codes are zeros to begin with. Kernels may load whole tiles of them, unused slots included, because whatever
 the bits are the number is finite and its probability is 0; a checker of initialization would call that an error. Scales, and rows of a
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvq_core.cache.paged import PagedKVCache
 from kvq_core.launch.workspace import provided
 from kvq_core.testing import layouts, scene
 from kvq_core.testing.cases import LAYOUTS, Case
@@ -37,6 +38,7 @@ from kvq_core.testing.launches import noted_launches
 from kvq_core.testing.places import Place
 
 if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
     from kvq_core.testing.scene import Scene
 
 REPORT = "the slice: "
@@ -55,6 +57,7 @@ PROBLEMS: tuple[tuple[Case, dict[str, Any]], ...] = (
     # So many rows of 128 channels that warp groups take them, where there are any.
     (Case(query_lens=(70, 20), seq_lens=(300, 150), head_size=128, queries_per_kv=4, dtype=torch.bfloat16, padding=0), {}),
 )
+WINDOW: dict[str, Any] = {"residual_length": 16, "sink_tokens": 2}
 LONGER: tuple[tuple[Case, dict[str, Any]], ...] = (
     (Case(query_lens=(300, 200), seq_lens=(1900, 1000), head_size=128, queries_per_kv=4, dtype=torch.bfloat16), {}),
 )
@@ -118,6 +121,21 @@ def _stored(field: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor], dtype: t
     return field.view(dtype)[tuple(index.to(field.device) for index in at)].cpu()
 
 
+def through_windows(backend: QuantKVBackend, device: torch.device) -> Iterator[torch.Tensor]:
+    """Outputs, on the CPU, of two sequences in a cache with a residual window: prompts, a decode step, a step of several rows."""
+    draw = torch.Generator().manual_seed(0)
+    for head_size in (64, 128):
+        cache = PagedKVCache(
+            backend, num_blocks=40, num_kv_heads=2, head_size=head_size, device=device, dtype=torch.bfloat16, max_sequences=2, **WINDOW
+        )
+        long, short = cache.allocate_sequence(), cache.allocate_sequence()
+        for counts in ({long: 300, short: 20}, {long: 1, short: 1}, {long: 4, short: 2}):
+            step, rows = cache.append(counts), sum(counts.values())
+            q, k, v = (torch.randn(rows, heads, head_size, generator=draw).bfloat16().to(device) for heads in (8, 2, 2))
+            cache.write(0, k, v, step)
+            yield cache.attend(0, q, step).cpu()
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvq_core.testing.sanitizer_slice")
@@ -138,6 +156,8 @@ def main(argv: list[str] | None = None) -> int:
             results.update(rows.view(torch.uint8).numpy().tobytes())
             # A tool slows some things down a thousandfold: if the time is over, the last of these lines says where it went.
             print(f"problem {number} of {len(cases)} after {time.monotonic() - begin:.0f} s", flush=True)
+        for rows in through_windows(subject.make_backend(), torch.device(chosen.device)):
+            results.update(rows.view(torch.uint8).numpy().tobytes())
     print(REPORT + json.dumps({"launches": Counter(launches), "results": results.hexdigest()}), flush=True)
     return 0
 

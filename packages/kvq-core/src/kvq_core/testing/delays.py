@@ -1,8 +1,8 @@
 """Kernels whose warps sleep at random around their synchronization, so that a race shows in results. For NVIDIA GPUs.
 
 A missing barrier goes unnoticed as long as every warp happens to arrive in time, as in most tests. Within :func:`delaying`, warps chosen by
-a seed sleep before and after barriers, arrivals, copies, products and waits for another kernel, and arrive in orders that no undisturbed run
-has.
+a seed sleep before and after barriers, arrivals, copies, products and waits for another kernel. They arrive in orders that no undisturbed
+run has.
 """
 
 from __future__ import annotations

@@ -32,12 +32,17 @@ from tiny import Tiny
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvq_core.smoothing.calibration import WEIGHTS, ModelSmoothing, Smoothings
 from kvq_transformers import calibrate
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES
+
+# vLLM looks at each architecture in a process of its own, which imports all of vLLM, so that this one does not touch CUDA yet.
+if not torch.cuda.is_available():
+    registry._run_in_subprocess = lambda look: look()
 
 TOKENS = 12
 LENGTHS = (5, 37, 150, 64, 120, 129)

@@ -3,6 +3,7 @@
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # drafts of n-grams: threads that wait for each other take twice the time beside another process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

@@ -90,7 +90,7 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
     given = (*given, "--mode", "int2", "--items", "2", "--resume", str(tmp_path / "run.jsonl"))
     ran = kvq(*given, "--task", "copy,generate", "--out", tmp_path / "out")
     assert ran.status == 0 and "1/2 copy, " in ran.err and "2/2 generate, " in ran.err and "none 1/1" in ran.err
-    assert "Copying a list of random words, tokens of words right (± binomial s.e.)" in ran.out and "bits/byte" not in ran.out
+    assert "Copying a list of random words, tokens of words right (± s.e. over items)" in ran.out and "bits/byte" not in ran.out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"eval.json", "tasks.csv", "tasks.png"}
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert content["results"] == [] and {line["task"] for line in content["tasks"]} == {"copy", "generate"}

@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -217,12 +218,29 @@ def writes(mode: str, seen: bytes) -> int:
     return SEPARATOR if mode != "none" and len(seen) - len(PASSAGE.tokens) == 20 else ord("a")
 
 
+DEPTHS = ("0-20 %", "20-40 %", "40-60 %", "60-80 %", "80-100 %")
+
+
+@pytest.mark.quick
+def test_no_two_haystacks_are_alike(small_model: TinyModel) -> None:
+    """Else what a mode makes of one decides many items."""
+    items = TASKS["passkey"].items(TinySubject(small_model), [], 1500, 50)
+    texts = [bytes(item.prompt) for item in items]
+    number = re.compile(rb"\d{5}")
+    assert len({number.sub(b"", text) for text in texts}) == 50 and all(1400 < len(text) <= 1500 for text in texts)
+    for item, text in zip(items, texts, strict=True):
+        key, place = bytes(item.answer).strip(), text.index(b"The pass key is")
+        before, lines = text[:place].count(b"\n") - 1, text.count(b"\n") - 1
+        depth = DEPTHS.index(item.group)
+        assert text.count(key) == 2 and math.floor(lines * depth / 5) <= before <= math.ceil(lines * (depth + 1) / 5)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("task", "answers", "options", "exact", "expected"),
     [
         ("copy", copies, {"count": 2}, {"all": 1}, {"0-25 %": 0, "75-100 %": 1}),
-        ("passkey", reads, {"count": 10, "length": 1500}, {"all": 1}, {"all": 0.4, "0 %": 0, "25 %": 0, "50 %": 0, "75 %": 1, "100 %": 1}),
+        ("passkey", reads, {"count": 10, "length": 1500}, {"all": 1}, {"all": 0.4} | dict(zip(DEPTHS, (0, 0, 0, 1, 1), strict=True))),
         ("generate", writes, {"count": 1}, {"same text": 1, LONG: 64}, {LONG: 20, "same text": 0}),
     ],
 )
@@ -235,10 +253,11 @@ def test_what_is_counted(
     assert {label: found["none", label].value.mean for label in exact} == exact
     assert {label: found[INT4.label, label].value.mean for label in expected} == pytest.approx(expected)
     assert {mode for mode, _ in found} == {"none", INT4.label}
-    for (mode, label), result in found.items():
+    for (_, label), result in found.items():
         mean = result.value.mean
         assert result.difference.mean == pytest.approx(mean - found["none", label].value.mean)
-        assert mode == "none" or not result.is_share or result.value.error == pytest.approx((mean * (1 - mean) / result.n) ** 0.5)
+        if task == "passkey" and result.n > 2:
+            assert result.value.error == pytest.approx((mean * (1 - mean) / (result.n - 1)) ** 0.5)
     options["journal"] = Journal(tmp_path / "run.jsonl")
     assert run(Scripted(small_model, lambda mode, seen: pytest.fail("read again")), task, [NONE, INT4], **options) == found
     with pytest.raises(SystemExit):

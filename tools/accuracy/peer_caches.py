@@ -354,7 +354,7 @@ def table(lines: Sequence[Line], missing: dict[str, str]) -> str:
     left = [f"\nLeft out: {name}: {why}" for name, why in missing.items()]
     counted = f"\n{none.result.passages} passages, standard errors over {none.result.sample} documents."
     if none.copied:
-        counted += f" Copied: {none.copied.n:,} tokens, binomial standard errors."
+        counted += f" Copied: {none.copied.n:,} tokens, standard errors over items."
     return "\n".join([*("| " + " | ".join(row) + " |" for row in told), *left, counted]) + "\n"
 
 

@@ -38,13 +38,13 @@ def tables(runs: Sequence[TaskRun]) -> Iterator[str]:
         modes, labels = (list(dict.fromkeys(given)) for given in zip(*((r.mode, r.label) for r in run.results), strict=True))
         by_place = {(r.mode, r.label): r for r in run.results}
         first, *others = [by_place[modes[0], label] for label in labels]
-        header = ["mode", _name(first), f"difference to {modes[0]}\n(± s.e. over items)", *map(_name, others)]
+        header = ["mode", _name(first), f"difference\nto {modes[0]}", *map(_name, others)]
         lines = []
         for mode in modes:
             main, *rest = [by_place[mode, label] for label in labels]
             difference = "" if mode == modes[0] else _figure(main.difference, main.is_share, "+")
             lines.append([mode, _figure(main.value, main.is_share), difference, *(_figure(r.value, r.is_share) for r in rest)])
-        yield f"{run.task.title} (± binomial s.e.)\n\n{output.table(header, lines)}"
+        yield f"{run.task.title} (± s.e. over items)\n\n{output.table(header, lines)}"
 
 
 def _name(result: TaskResult) -> str:

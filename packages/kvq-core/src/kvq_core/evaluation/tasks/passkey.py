@@ -1,4 +1,8 @@
-"""A number in a haystack of the same few sentences (passkey retrieval, Mohtashami and Jaggi, arXiv:2305.16300), by its depth there."""
+"""A number in a haystack of the same few sentences (passkey retrieval, Mohtashami and Jaggi, arXiv:2305.16300), by its depth there.
+
+Each item has a haystack of its own: the sentences of a line in an order that is drawn, and the number at a line that is drawn from its
+fifth. With one haystack for each depth items would differ in their digits alone, and a mode would find all of a depth's numbers or none.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +20,34 @@ _OPENING: Final = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about the important"
     " information there.\n"
 )
-_FILLER: Final = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+_SENTENCES: Final = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 _NEEDLE: Final = "The pass key is {key}. Remember it. {key} is the pass key.\n"
 _QUESTION: Final = "What is the pass key? The pass key is"
-_DEPTHS: Final = (0, 25, 50, 75, 100)
+_DEPTHS: Final = ("0-20 %", "20-40 %", "40-60 %", "60-80 %", "80-100 %")
 
 
 class Passkey(Task):
-    """Numbers that are right in every digit, all and by depth in the haystack in percent: 0 is the farthest from the question."""
+    """Numbers that are right in every digit, all and by depth in the haystack: 0 % is the farthest from the question."""
 
     name = "passkey"
     title = "Passkey retrieval, keys right"
 
     def items(self, subject: Subject, passages: Sequence[Passage], length: int, count: int) -> list[Item]:
-        opening, filler, question = subject.opening(_OPENING), subject.encode(_FILLER), subject.encode(_QUESTION)
+        opening, question = subject.opening(_OPENING), subject.encode(_QUESTION)
         found = []
         for n in range(count):
-            key = random.Random(f"passkey {n}").randrange(10_000, 100_000)
+            draw = random.Random(f"passkey {n}")
+            key = draw.randrange(10_000, 100_000)
             needle, answer = subject.encode(_NEEDLE.format(key=key)), subject.encode(f" {key}")
-            fillers = max(length - len(opening) - len(needle) - len(question) - len(answer), 0) // len(filler)
-            depth = _DEPTHS[n % len(_DEPTHS)]
-            before = round(fillers * depth / 100)
-            prompt = (*opening, *(filler * before), *needle, *(filler * (fillers - before)), *question)
-            found.append(Item(prompt, tuple(answer), group=f"{depth} %"))
+            lines: list[Sequence[int]] = []
+            room = length - len(opening) - len(needle) - len(question) - len(answer)
+            while len(line := subject.encode(" ".join(draw.sample(_SENTENCES, len(_SENTENCES))) + "\n")) <= room:
+                lines.append(line)
+                room -= len(line)
+            depth = n % len(_DEPTHS)
+            lines.insert(int((len(lines) + 1) * (depth + draw.random()) / len(_DEPTHS)), needle)
+            prompt = (*opening, *(token for line in lines for token in line), *question)
+            found.append(Item(prompt, tuple(answer), group=_DEPTHS[depth]))
         return found
 
     def read(self, subject: Subject, session: Session, items: Sequence[Item], chunk: int) -> list[Record]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 class TaskResult:
     """One figure of one mode in a task: of ``n`` trials, the share that is right, or a mean.
 
-    The standard error of a share is the binomial one. ``difference`` is to the first mode; its error is over items, which are paired.
+    Standard errors are over items, whose trials are not independent. ``difference`` is to the first mode, item by item.
     """
 
     task: str
@@ -126,9 +125,5 @@ def _read(
 def _result(task: Task, mode: str, label: str, found: Sequence[Scores], reference: Sequence[Scores]) -> TaskResult:
     pairs = [(mine[label], its[label]) for mine, its in zip(found, reference, strict=True) if label in mine]
     right, counts = [float(mine[0]) for mine, _ in pairs], [float(mine[1]) for mine, _ in pairs]
-    value, n = Estimate.ratio(right, counts), int(sum(counts))
-    is_share = label not in task.means
-    if is_share:
-        value = Estimate(value.mean, math.sqrt(value.mean * (1 - value.mean) / n))
     difference = Estimate.ratio([mine[0] - its[0] for mine, its in pairs], counts)
-    return TaskResult(task.name, mode, label, n, value, difference, is_share)
+    return TaskResult(task.name, mode, label, int(sum(counts)), Estimate.ratio(right, counts), difference, label not in task.means)

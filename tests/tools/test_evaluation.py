@@ -256,7 +256,10 @@ def test_what_is_counted(
     for (_, label), result in found.items():
         mean = result.value.mean
         assert result.difference.mean == pytest.approx(mean - found["none", label].value.mean)
-        if task == "passkey" and result.n > 2:
+        if task == "copy":
+            # Both lists are right in the same places: the trials within one say nothing of others.
+            assert result.value.error == pytest.approx(0, abs=0.01)
+        elif task == "passkey":
             assert result.value.error == pytest.approx((mean * (1 - mean) / (result.n - 1)) ** 0.5)
     options["journal"] = Journal(tmp_path / "run.jsonl")
     assert run(Scripted(small_model, lambda mode, seen: pytest.fail("read again")), task, [NONE, INT4], **options) == found

@@ -58,3 +58,10 @@ def test_other_families_are_refused(family: str) -> None:
     described = {"model_type": family, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 9}
     with pytest.raises(KVQError, match=f"model type '{family}', need the size of the weights"):
         weight_count(described)
+
+
+@pytest.mark.parametrize("types", [["sparse"], ["sparse", "moe"]])
+def test_every_layer_s_mlp_is_known(types: list[str]) -> None:
+    described = json.loads(CONFIG_MAPPING["laguna"](num_hidden_layers=2).to_json_string(use_diff=False)) | {"mlp_layer_types": types}
+    with pytest.raises(KVQError, match=r"mlp_layer_types: got .*, need 'dense' or 'sparse' for each layer"):
+        weight_count({name: value for name, value in described.items() if value is not None})

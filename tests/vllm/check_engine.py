@@ -40,8 +40,8 @@ from kvq_transformers import calibrate
 from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES
 
-# vLLM looks at each architecture in a process of its own, which imports all of vLLM, so that this one does not touch CUDA yet.
 if not torch.cuda.is_available():
+    # vLLM looks at each architecture in a process that imports all of vLLM anew, lest it initialize CUDA in this one.
     registry._run_in_subprocess = lambda look: look()
 
 TOKENS = 12

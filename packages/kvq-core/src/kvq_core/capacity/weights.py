@@ -67,7 +67,7 @@ def weight_count(config: Config) -> WeightCount:
     """The decoder's parameters by the formula above, in the config's dtype.
 
     Raises:
-        ArgumentError: the weights are quantized, or have parts that the formula does not know.
+        ArgumentError: the weights are quantized, have parts that the formula does not know, or are of a family that is not counted.
     """
     decoder, shape = text_config(config), model_shape(config)
     kind = named(config)
@@ -132,9 +132,11 @@ def _feed_forward(config: Config, index: int, hidden: int) -> int:
 
 def _is_dense(config: Config, index: int) -> bool:
     """Whether this layer of a mixture of experts has a plain MLP."""
-    kinds_of_mlp = strings(config, "mlp_layer_types")
-    if kinds_of_mlp is not None:
-        return kinds_of_mlp[index] == "dense"
+    types = strings(config, "mlp_layer_types")
+    if types is not None:
+        if index >= len(types) or types[index] not in ("dense", "sparse"):
+            raise ArgumentError("config field mlp_layer_types", shown(types), "'dense' or 'sparse' for each layer")
+        return types[index] == "dense"
     step = integer(config, "decoder_sparse_step") or 1
     plain = index in (indices(config, "mlp_only_layers") or ()) or index < count(config, "first_k_dense_replace")
     return plain or (index + 1) % step != 0

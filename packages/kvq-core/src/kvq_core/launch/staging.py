@@ -22,6 +22,8 @@ from kvq_core.plan.planner import GROUPS_TILE
 MOST_BYTES: Final = 256 << 20
 """Of a workspace for staged tiles: 65,536 keys of eight kv heads."""
 _WARPS: Final = 8
+_WARPS_OF_ROTATED: Final = 4
+"""Where rows are un-rotated, a thread of eight warps has more than 128 registers, so that a multiprocessor holds one program."""
 PROGRAMS_PER_SM: Final[float] = 2
 """They take tile after tile: a block table has room for many more than most sequences have."""
 _UNBOUNDED: Final = 2**23
@@ -62,7 +64,7 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
         *packed.table,
         capacity,
         C=config,
-        num_warps=_WARPS,
+        num_warps=_WARPS_OF_ROTATED if any(half.rotated for half in config.format.halves) else _WARPS,
     )
     k_strides, v_strides = ((heads * GROUPS_TILE * size, size, GROUPS_TILE * size) for size in (key_size, value_size))
     return Pages(

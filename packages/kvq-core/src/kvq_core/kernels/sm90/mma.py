@@ -87,7 +87,7 @@ def multiply(n, sums, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C:
         mbarrier.arrive(shared.k_free.index(at), count=1)
     if SCALED:
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
-        s = gl.fma(s, nothing + k_scale[None, :], nothing)
+        s = gl.fma(s, k_scale[None, :], nothing)
     if C.features.rotary_pairs > 0:
         # After the scales of keys and rows, which are not those of this.
         s = s * rows.row_scale[:, None]

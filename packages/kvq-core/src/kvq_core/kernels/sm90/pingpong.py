@@ -33,7 +33,10 @@ def multiply_copied(GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED
     s = begin_scores(0, rows, shared, C)
     end_turn(GROUP, shared)
     s = warpgroup_mma_wait(0, deps=(s,))
-    x, alpha, reference = tile_exponents(0, s, sums.reference, rows, shared, SCALED, True, C)
+    k_scale = sums.reference
+    if SCALED:
+        k_scale = shared.k_scales.index(0).load(COLUMNS)
+    x, alpha, reference = tile_exponents(0, s, sums.reference, k_scale, rows, shared, SCALED, True, C)
     sums = Sums(sums.acc, reference, sums.total, sums.largest)
     end_round(0, shared, C)
     # A step takes the next tile's scores, too: the last tile that all rows see is followed by one that needs the mask.
@@ -72,6 +75,10 @@ def multiply_ahead(
     weights = gl.convert_layout(p.to(shared.v.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
     acc = rescaled(sums.acc, alpha)
     reference = sums.reference
+    k_scale = reference
+    if SCALED and not FINAL:
+        # Here and not where they are needed: an access to shared memory after a turn's end has a barrier of its own.
+        k_scale = shared.k_scales.index(at).load(COLUMNS)
     take_turn(n + 1, GROUP, shared)
     if FINAL:
         acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
@@ -89,7 +96,7 @@ def multiply_ahead(
             acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
             end_turn(GROUP, shared)
             s = warpgroup_mma_wait(1, deps=(s,))
-        x, alpha, reference = tile_exponents(n + 1, s, reference, rows, shared, SCALED, EDGE, C)
+        x, alpha, reference = tile_exponents(n + 1, s, reference, k_scale, rows, shared, SCALED, EDGE, C)
         if not SCALED:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         end_round(n + 1, shared, C)
@@ -109,15 +116,15 @@ def begin_scores(n, rows, shared, C: gl.constexpr):
 
 
 @gluon.jit
-def tile_exponents(n, s, reference, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
-    """Tile n's products as softmax.exponents has them."""
+def tile_exponents(n, s, reference, k_scale, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
+    """Tile n's products as softmax.exponents has them. ``k_scale`` [KEYS]: its keys', if SCALED."""
     at = n % C.tile.stages
     if SCALED and not EDGE:
-        x, alpha, reference = exponents_of_bounded(s, shared.k_scales.index(at).load(COLUMNS), reference)
+        x, alpha, reference = exponents_of_bounded(s, k_scale, reference)
     else:
         score_scale = rows.score_scale
         if SCALED:
-            s = s * (shared.k_scales.index(at).load(COLUMNS) * (1.0 / REST))[None, :]
+            s = s * (k_scale * (1.0 / REST))[None, :]
             score_scale = gl.minimum(score_scale * REST, HUGE)
         if EDGE:
             s = gl.where(shared.positions.index(at).load(COLUMNS)[None, :] <= rows.position[:, None], s, float("-inf"))

@@ -32,16 +32,14 @@ def exponents(s, unit, reference):
     # Their difference is exact. A sum with a huge reference might be rounded up, past a score whose weight float16 does not hold.
     new = gl.where(top - reference > HIGH, gl.floor(top) - LOW, reference)
     shift = gl.where(new == float("-inf"), 0.0, new)
-    nothing = gl.zeros_like(s)
-    return gl.fma(s, nothing + unit[:, None], nothing - shift[:, None]), gl.exp2(reference - shift), new
+    return gl.fma(s, unit[:, None], -shift[:, None]), gl.exp2(reference - shift), new
 
 
 @gluon.jit
 def exponents_of_bounded(s, k_scale, reference):
     """:func:`exponents` of products ``s`` that times their keys' scales [KEYS] are scores in log2 units, below EXACT. There is a reference:
     what a multiply-add leaves of a score is exact but for its rounding, and so is a difference of references."""
-    nothing = gl.zeros_like(s)
-    x = gl.fma(s, nothing + k_scale[None, :], nothing - reference[:, None])
+    x = gl.fma(s, k_scale[None, :], -reference[:, None])
     most = gl.max(x, 1)
     higher = gl.where(most > HIGH, gl.floor(most) - LOW, 0.0)
     return lowered(x, higher), gl.exp2(-higher), reference + higher

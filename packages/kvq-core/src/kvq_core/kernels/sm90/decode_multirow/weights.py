@@ -46,7 +46,7 @@ def compare(
     if N.scaled:
         # Not a plain product, which may be merged with the difference below: of huge scores the largest would not be 0 away from it.
         nothing = gl.zeros([KEYS, ROWS], gl.float32, P)
-        s = gl.fma(s, nothing + scales.k[:, None], nothing)
+        s = gl.fma(s, scales.k[:, None], nothing)
     if C.features.rotary_pairs > 0:
         s = add_rotary_scores(n, s * rows.row_scale[None, :], rotary, C)
     if EDGE:
@@ -54,7 +54,7 @@ def compare(
         seen = exist(n, span, BY_KEY, C)[:, None] & (position[:, None] <= rows.position[None, :])
         s = gl.where(seen, s, float("-inf"))
     # A row without a maximum has scores above it, if it sees any. A work tile's first key tile is looked at whatever they are.
-    z = relative(s, state.shift, rows.score_scale, C)
+    z = relative(s, state.shift, rows.score_scale)
     high = any_above(z, scales.v, state.largest, tiles.flags.index((n - first) % 2), N, C)
     return s, z, (n == first) | high
 
@@ -66,7 +66,7 @@ def weigh(n, first, s, z, too_high, scales, state, rows, tiles, N: gl.constexpr,
     state = State(low, high, state.total, state.shift, state.largest, state.grow)
     if too_high:
         state = raise_top(s, scales.v, state, rows, N, C)
-        z = relative(s, state.shift, rows.score_scale, C)
+        z = relative(s, state.shift, rows.score_scale)
     p = gl.exp2(z)
     total = state.total + sum_of_threads(p, C)
     tiles.weights.index((n - first) % 2).store((p * (scales.v * state.grow)[:, None]).to(gl.float16))
@@ -77,13 +77,10 @@ def weigh(n, first, s, z, too_high, scales, state, rows, tiles, N: gl.constexpr,
 
 
 @gluon.jit
-def relative(s, shift, score_scale, C: gl.constexpr):
+def relative(s, shift, score_scale):
     """Scores in log2 units above their row's maximum. ``score_scale`` is a power of two, so that a multiply-add is exact but for its own
     rounding."""
-    KEYS: gl.constexpr = C.tile.keys
-    ROWS: gl.constexpr = C.tile.rows
-    nothing = gl.zeros([KEYS, ROWS], gl.float32, product(ROWS))
-    return gl.fma(s, nothing + score_scale[None, :], nothing + shift[None, :])
+    return gl.fma(s, score_scale[None, :], shift[None, :])
 
 
 @gluon.jit

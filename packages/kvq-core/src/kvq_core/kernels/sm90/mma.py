@@ -7,11 +7,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS, Rows, Sums, product_layout
-from kvq_core.kernels.sm90.pingpong import multiply_copied
+from kvq_core.kernels.sm90.pingpong import beyond_huge, multiply_copied
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
 from kvq_core.kernels.sm90.rotary import load_rotary_channels, load_rotary_queries
 from kvq_core.kernels.sm90.scheduler import all_exist
-from kvq_core.kernels.sm90.softmax import exponents, joined, no_sums, rescaled, weights_of
+from kvq_core.kernels.sm90.softmax import exponents, in_log2, joined, no_sums, rescaled, weights_of
 
 LOG2E = gl.constexpr(_LOG2E.value)
 LN2 = gl.constexpr(_LN2.value)
@@ -50,6 +50,10 @@ def multiply_tiles(
             sums = multiply(n, sums, rows, shared, SCALED, True, C)
     total = joined(sums.total)
     reference = sums.reference
+    if LSE or SINKS or JOINS:
+        reference = in_log2(reference, rows.score_scale)
+        if COPIED and SCALED:
+            reference = reference * beyond_huge(rows.score_scale)
     if C.features.shifted:
         reference += score_shift(work, rotary.unit, GROUP, C)
     scale = gl.full_like(total, 1.0)

@@ -133,6 +133,12 @@ def tile_exponents(n, s, reference, k_scale, rows, shared, SCALED: gl.constexpr,
 
 
 @gluon.jit
+def beyond_huge(score_scale):
+    """What the unit of staged keys' scores lacks of ``score_scale`` times REST, a power of two."""
+    return gl.maximum(score_scale * (REST / HUGE), 1.0)
+
+
+@gluon.jit
 def await_round(n, shared, C: gl.constexpr):
     """Wait until the copies of round n have arrived, where wgmma sees them."""
     mbarrier.wait(shared.k_full.index(n % C.tile.stages), (n // C.tile.stages) & 1)

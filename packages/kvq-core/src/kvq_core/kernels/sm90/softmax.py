@@ -46,6 +46,13 @@ def exponents_of_bounded(s, k_scale, reference):
 
 
 @gluon.jit
+def in_log2(reference, unit):
+    """A reference of :func:`exponents` in log2 units: that of huge scores is in those of a power of two in place of ``unit`` [HALF]."""
+    top = reference + LOW
+    return gl.where(gl.abs(top) < EXACT, reference, top * (unit * (1.0 / power_not_below(unit))) - LOW)
+
+
+@gluon.jit
 def power_not_below(x):
     """The least power of two that is not below x > 0."""
     return ((x.to(gl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)

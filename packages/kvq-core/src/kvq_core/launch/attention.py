@@ -52,22 +52,24 @@ class Read:
 def launch_attention(kernels: Kernels, attention: Attention, first: Read | None = None) -> LaunchRecord:
     """Launch a mode's attention kernel, and the combine kernel where keys are split, for every class of query lengths in the batch.
 
-    ``first``: the read whose result this one joins, launched along with it: between its two kernels where it can, to fill the places that
-    programs of the first leave.
+    ``first``: the read whose result this one joins, launched along with it: just before its two kernels or between them, where it can, to
+    fill the places that programs leave free.
     """
     record, read = LaunchRecord(attention.q.device), Read(kernels, attention)
     elsewhere = target.current()
     one_of_two = elsewhere is not None and elsewhere.between
     if one_of_two and attention.other is None and (waiting := _waiting(read)) is not None:
-        _launch_waiting(record, waiting)
+        # Whichever the read that it joins asks for.
+        for before in (True, False):
+            _launch_whole(record, waiting, before)
         return record
     launches = planner.plan(read.problem)
     with sole_use(attention.q.device):
-        # One launch of two kernels leaves room between them, and has the workspace.
-        between = _waiting(first) if first is not None and _leaves_room(launches) else None
-        if first is not None and between is None:
+        # One launch of two kernels leaves room beside them, and has the workspace.
+        beside = _waiting(first) if first is not None and _leaves_room(launches) else None
+        if first is not None and beside is None:
             _launch(record, first, planner.plan(first.problem))
-        _launch(record, read, launches, between, between is not None or (one_of_two and _leaves_room(launches)))
+        _launch(record, read, launches, beside, beside is not None or (one_of_two and _leaves_room(launches)))
     return record
 
 
@@ -76,8 +78,18 @@ def _leaves_room(launches: tuple[planner.Launch, ...]) -> bool:
     return len(launches) == 1 and bool(launches[0].split)
 
 
+def _hides_before(form: Format, launch: planner.Launch) -> bool:
+    """Whether another read of few keys is best launched before this one, and not after it.
+
+    Before, it hides in the time that this one's programs take to find their work. But where these are planned to fill a multiprocessor, and
+    the memory's bandwidth, those that find their places taken begin late (docs/dev/experiments/2026-11.md).
+    """
+    tile = launch.tile
+    return form.packed and tile.family is KernelFamily.TRITON and (tile.rows > 8 or tile.registers is not None)
+
+
 def _waiting(read: Read) -> Read | None:
-    """``read`` as it can be launched between two kernels, without a workspace; ``None`` if it cannot."""
+    """``read`` as it can be launched beside two kernels, without a workspace; ``None`` if it cannot."""
     attention = read.attention
     if attention.batch.max_seqlen_k > MOST_KEYS or not overlaps(attention.q.device):
         return None
@@ -88,7 +100,7 @@ def _waiting(read: Read) -> Read | None:
 
 
 def _launch(
-    record: LaunchRecord, read: Read, launches: tuple[planner.Launch, ...], between: Read | None = None, leaves_room: bool = False
+    record: LaunchRecord, read: Read, launches: tuple[planner.Launch, ...], beside: Read | None = None, leaves_room: bool = False
 ) -> None:
     kernels, attention, sm90 = read.kernels, read.attention, read.sm90
     entries = {
@@ -96,31 +108,35 @@ def _launch(
         KernelFamily.SM90_PREFILL: sm90.prefill,
         KernelFamily.SM90_DECODE_MULTIROW: sm90.decode_multirow,
     }
-    packed = bundle_pages(attention, kernels.format)
+    packed, before = bundle_pages(attention, kernels.format), False
     for launch in launches:
         entry, pages, config = entries[launch.tile.family], packed, _config(attention, kernels.format, launch)
         if leaves_room:
             # What is launched then takes the places that programs leave as they end. Its result is not there before the combine kernel.
-            config = replace(config, tile=replace(config.tile, overlap="start", least_splits=1))
+            before = _hides_before(kernels.format, launch)
+            config = replace(config, tile=replace(config.tile, overlap="start", least_splits=1, waits=before))
         if launch.staged:
             pages = stage(record, attention, packed, launch.staged, config)
             entry, config = sm90.staged, staged_config(config)
             # The launches after it leave out the sequences that are staged.
             packed = replace(packed, batch=packed.batch._replace(first_tiles=pages.batch.first_tiles))
         parts = _splits(record, attention, launch, config)
+        if beside is not None and before:
+            _launch_whole(record, beside, before=True)
         _attend(record, entry, attention, pages, launch, parts, config)
-        if between is not None:
-            _launch_waiting(record, between)
+        if beside is not None and not before:
+            _launch_whole(record, beside, before=False)
         if launch.split:
             _combine(record, attention, read.problem, launch, pages.batch, parts, config)
 
 
-def _launch_waiting(record: LaunchRecord, read: Read) -> None:
-    """Launch a read that is not split as soon as the launch before it lets go; it ends after that."""
+def _launch_whole(record: LaunchRecord, read: Read, before: bool) -> None:
+    """Launch a read that is not split: ``before`` another, which it lets begin at once and which ends after it, or as soon as the launch
+    before it lets go, after which it ends."""
     attention, form = read.attention, read.kernels.format
     (launch,) = planner.plan(read.problem)
     config = _config(attention, form, launch)
-    config = replace(config, tile=replace(config.tile, overlap="end", waits=True))
+    config = replace(config, tile=replace(config.tile, overlap="start" if before else "end", waits=not before))
     nothing = args.Splits(0, 0, 0), args.Partials(None, None, None, None, 0)
     _attend(record, read.kernels.attend, attention, bundle_pages(attention, form), launch, nothing, config)
 

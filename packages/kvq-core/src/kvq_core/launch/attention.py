@@ -82,10 +82,11 @@ def _hides_before(form: Format, launch: planner.Launch) -> bool:
     """Whether another read of few keys is best launched before this one, and not after it.
 
     Before, it hides in the time that this one's programs take to find their work. But where these are planned to fill a multiprocessor, and
-    the memory's bandwidth, those that find their places taken begin late (docs/dev/experiments/2026-11.md).
+    the memory's bandwidth, those that find their places taken begin late (docs/dev/experiments/2026-11.md). Few keys leave places free.
     """
     tile = launch.tile
-    return form.packed and tile.family is KernelFamily.TRITON and (tile.rows > 8 or tile.registers is not None)
+    slack = launch.combine_waits or (form.packed and (tile.rows > 8 or tile.registers is not None))
+    return slack and tile.family is KernelFamily.TRITON
 
 
 def _waiting(read: Read) -> Read | None:

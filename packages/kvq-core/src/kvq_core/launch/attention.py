@@ -25,7 +25,7 @@ from kvq_core.plan import planner
 from kvq_core.plan.planner import KernelFamily
 
 MOST_KEYS = 512
-"""Keys of a sequence that one program of a read between two kernels has at most: more are better split."""
+"""Keys of a sequence that one program of a read beside another has at most: more are better split."""
 PREFETCHED_KEYS = 32
 """Keys of a split up to which a program prefetches its first tile; with 64 it gains nothing (docs/dev/experiments/2026-11.md)."""
 
@@ -57,16 +57,16 @@ def launch_attention(kernels: Kernels, attention: Attention, first: Read | None 
     """
     record, read = LaunchRecord(attention.q.device), Read(kernels, attention)
     elsewhere = target.current()
-    one_of_two = elsewhere is not None and elsewhere.between
-    if one_of_two and attention.other is None and (waiting := _waiting(read)) is not None:
+    one_of_two = elsewhere is not None and elsewhere.beside
+    if one_of_two and attention.other is None and (whole := _whole(read)) is not None:
         # Whichever the read that it joins asks for.
         for before in (True, False):
-            _launch_whole(record, waiting, before)
+            _launch_whole(record, whole, before)
         return record
     launches = planner.plan(read.problem)
     with sole_use(attention.q.device):
         # One launch of two kernels leaves room beside them, and has the workspace.
-        beside = _waiting(first) if first is not None and _leaves_room(launches) else None
+        beside = _whole(first) if first is not None and _leaves_room(launches) else None
         if first is not None and beside is None:
             _launch(record, first, planner.plan(first.problem))
         _launch(record, read, launches, beside, beside is not None or (one_of_two and _leaves_room(launches)))
@@ -74,7 +74,7 @@ def launch_attention(kernels: Kernels, attention: Attention, first: Read | None 
 
 
 def _leaves_room(launches: tuple[planner.Launch, ...]) -> bool:
-    """Whether another read can be launched between two kernels of these."""
+    """Whether another read can be launched beside these: two kernels, of which the second needs it."""
     return len(launches) == 1 and bool(launches[0].split)
 
 
@@ -89,8 +89,8 @@ def _hides_before(form: Format, launch: planner.Launch) -> bool:
     return slack and tile.family is KernelFamily.TRITON
 
 
-def _waiting(read: Read) -> Read | None:
-    """``read`` as it can be launched beside two kernels, without a workspace; ``None`` if it cannot."""
+def _whole(read: Read) -> Read | None:
+    """``read`` as it can be launched beside another, not split, without a workspace; ``None`` if it cannot."""
     attention = read.attention
     if attention.batch.max_seqlen_k > MOST_KEYS or not overlaps(attention.q.device):
         return None

@@ -21,14 +21,14 @@ class Target:
 
     ``facts``: what launch plans depend on. ``overlaps``: whether a launch may start before the one it depends on has ended. ``start``:
     called with each kernel, its grid, arguments and options, in place of the launch. ``spaces``: collects the size of each workspace, in
-    float32 elements. ``between``: reads are launched as between two kernels of another read, where they can be.
+    float32 elements. ``beside``: reads are launched as beside another one, where they can be.
     """
 
     facts: DeviceFacts
     overlaps: bool
     start: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], object]
     spaces: list[int] = field(default_factory=list)
-    between: bool = False
+    beside: bool = False
 
 
 _TARGETS: dict[int, Target] = {}
@@ -57,8 +57,8 @@ def launching_to(target: Target) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def between_kernels() -> Iterator[None]:
-    """Within the block, this thread's target is one with ``between``."""
+def beside_another() -> Iterator[None]:
+    """Within the block, this thread's target is one with ``beside``."""
     here = current()
-    with contextlib.nullcontext() if here is None else launching_to(replace(here, between=True)):
+    with contextlib.nullcontext() if here is None else launching_to(replace(here, beside=True)):
         yield

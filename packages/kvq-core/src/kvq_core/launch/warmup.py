@@ -28,7 +28,7 @@ import torch
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
 from kvq_core.launch.offline import Device, compiling_for, loading_for, planning_for, replaced
-from kvq_core.launch.target import between_kernels
+from kvq_core.launch.target import beside_another
 from kvq_core.launch.workspace import reserve
 from kvq_core.plan.planner import DECODE_QUERY_LEN, power_of_two
 from kvq_core.registry import get_backend
@@ -121,15 +121,15 @@ class Demand:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a door: ``num_tokens`` rows of ``num_seqs`` sequences (0: a write). ``between``: a read as it is launched between two
-    kernels of another."""
+    """One call of a door: ``num_tokens`` rows of ``num_seqs`` sequences (0: a write). ``beside``: a read as it is launched
+    beside another."""
 
     demand: Demand
     num_tokens: int
     num_seqs: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    between: bool = False
+    beside: bool = False
 
     def __call__(self) -> None:
         wanted, backend = self.demand, get_backend(self.demand.mode)
@@ -162,7 +162,7 @@ class Call:
         out = rows(query_heads, wanted.head_size_v)
         result = out.float() if wanted.partial else out
         lse, other_lse = (floats(*result.shape[:2]) if wants else None for wants in (wanted.partial, wanted.joins))
-        with between_kernels() if self.between else contextlib.nullcontext():
+        with beside_another() if self.beside else contextlib.nullcontext():
             backend.unified_attention(
                 rows(query_heads, wanted.head_size),
                 key_cache,
@@ -291,7 +291,7 @@ def _calls(demands: Sequence[Demand]) -> Iterator[Call]:
                 call = Call(demand, num_tokens, num_seqs, rows, demand.longest_keys(rows))
                 yield call
                 if demand.partial or demand.joins:
-                    yield replace(call, between=True)
+                    yield replace(call, beside=True)
 
 
 def _powers(most: int) -> list[int]:

@@ -239,10 +239,14 @@ class ReadTests(Subject):
         order = torch.randperm(built.key.shape[0], generator=torch.Generator().manual_seed(0)).to(built.device)
         built.key[:] = (1e22 * 1.1 ** order[:, None, None].double() * direction.double()).to(built.key.dtype)
         built.q[:] = direction.repeat_interleave(group, 0)
-        for judged in self.judge(backend, built, place, built.fill().read()):
+        lse = torch.zeros(built.q.shape[:2], device=built.device)
+        for judged in self.judge(backend, built, place, built.fill().read(lse=lse), lse=lse):
             assert bool(judged.got.isfinite().all())
             if not backend.takes_scales:  # a scale of the whole tensor clamps such keys to one length
                 assert float((judged.got - judged.wanted).abs().max()) <= 2.0**-6 * float(judged.wanted.abs().max())
+            first, wanted = built.first_row(judged.seq), judged.lse
+            got = lse[first : first + wanted.shape[1]].double().transpose(0, 1)
+            assert float((got / wanted - 1).abs().max()) <= 2.0**-7
 
     def test_weights_below_float16(self, backend: QuantKVBackend, place: Place) -> None:
         """One key has next to no weight, and its value is all there is: it may be lost, which the budget knows."""

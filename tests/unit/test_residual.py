@@ -9,8 +9,9 @@ from cache_model import GROUP, HEADS, LAYERS, SIZE, Model, make
 from kvq_core import ArgumentError, OutOfBlocksError
 from kvq_core.cache.sequences import SequenceTable
 from kvq_core.call import ops
+from kvq_core.kernels.formats import Format
 from kvq_core.launch.replay import LaunchRecord
-from kvq_core.plan.planner import KernelFamily
+from kvq_core.plan.planner import KernelFamily, Launch
 from kvq_core.testing import places
 from kvq_core.testing.launches import noted_launches
 from kvq_core.testing.places import Place
@@ -72,7 +73,11 @@ def test_a_live_step_keeps_its_rows(interrupts: bool, torch_path: None) -> None:
 
 def order_reads(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exact read goes before the packed one's two kernels, where that can be, or between them."""
-    monkeypatch.setattr("kvq_core.launch.attention._hides_before", lambda _, launch: before and launch.tile.family is KernelFamily.TRITON)
+
+    def other_goes_first(form: Format, launch: Launch) -> bool:
+        return before and launch.tile.family is KernelFamily.TRITON
+
+    monkeypatch.setattr("kvq_core.launch.attention._other_goes_first", other_goes_first)
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -58,15 +58,15 @@ def launch_attention(kernels: Kernels, attention: Attention, first: Read | None 
     record, read = LaunchRecord(attention.q.device), Read(kernels, attention)
     elsewhere = target.current()
     one_of_two = elsewhere is not None and elsewhere.beside
-    if one_of_two and attention.other is None and (whole := _whole(read)) is not None:
-        # Whichever the read that it joins asks for.
+    if one_of_two and attention.other is None and (unsplit := _unsplit(read)) is not None:
+        # The read that joins it is not known here, and asks for either.
         for before in (True, False):
-            _launch_whole(record, whole, before)
+            _launch_unsplit(record, unsplit, before)
         return record
     launches = planner.plan(read.problem)
     with sole_use(attention.q.device):
         # One launch of two kernels leaves room beside them, and has the workspace.
-        beside = _whole(first) if first is not None and _leaves_room(launches) else None
+        beside = _unsplit(first) if first is not None and _leaves_room(launches) else None
         if first is not None and beside is None:
             _launch(record, first, planner.plan(first.problem))
         _launch(record, read, launches, beside, beside is not None or (one_of_two and _leaves_room(launches)))
@@ -78,19 +78,19 @@ def _leaves_room(launches: tuple[planner.Launch, ...]) -> bool:
     return len(launches) == 1 and bool(launches[0].split)
 
 
-def _hides_before(form: Format, launch: planner.Launch) -> bool:
-    """Whether another read of few keys is best launched before this one, and not after it.
+def _other_goes_first(form: Format, launch: planner.Launch) -> bool:
+    """Whether another read, of few keys, is best launched before this one, and not between its two kernels.
 
-    Before, it hides in the time that this one's programs take to find their work. But where these are planned to fill a multiprocessor, and
-    the memory's bandwidth, those that find their places taken begin late (docs/dev/experiments/2026-11.md). Few keys leave places free.
+    Before, it runs while this one's programs find their work. But where these are planned to fill a multiprocessor, and the memory's
+    bandwidth, those that find their places taken begin late (docs/dev/experiments/2026-11.md). Few keys leave places free.
     """
     tile = launch.tile
-    slack = launch.combine_waits or (form.packed and (tile.rows > 8 or tile.registers is not None))
-    return slack and tile.family is KernelFamily.TRITON
+    has_room = launch.combine_waits or (form.packed and (tile.rows > 8 or tile.registers is not None))
+    return has_room and tile.family is KernelFamily.TRITON
 
 
-def _whole(read: Read) -> Read | None:
-    """``read`` as it can be launched beside another, not split, without a workspace; ``None`` if it cannot."""
+def _unsplit(read: Read) -> Read | None:
+    """``read`` with no keys split, which takes no workspace, as it is launched beside another; ``None`` if it cannot be."""
     attention = read.attention
     if attention.batch.max_seqlen_k > MOST_KEYS or not overlaps(attention.q.device):
         return None
@@ -109,12 +109,12 @@ def _launch(
         KernelFamily.SM90_PREFILL: sm90.prefill,
         KernelFamily.SM90_DECODE_MULTIROW: sm90.decode_multirow,
     }
-    packed, before = bundle_pages(attention, kernels.format), False
+    packed = bundle_pages(attention, kernels.format)
+    before = leaves_room and _other_goes_first(kernels.format, launches[0])
     for launch in launches:
         entry, pages, config = entries[launch.tile.family], packed, _config(attention, kernels.format, launch)
         if leaves_room:
             # What is launched then takes the places that programs leave as they end. Its result is not there before the combine kernel.
-            before = _hides_before(kernels.format, launch)
             config = replace(config, tile=replace(config.tile, overlap="start", least_splits=1, waits=before))
         if launch.staged:
             pages = stage(record, attention, packed, launch.staged, config)
@@ -123,17 +123,17 @@ def _launch(
             packed = replace(packed, batch=packed.batch._replace(first_tiles=pages.batch.first_tiles))
         parts = _splits(record, attention, launch, config)
         if beside is not None and before:
-            _launch_whole(record, beside, before=True)
+            _launch_unsplit(record, beside, before=True)
         _attend(record, entry, attention, pages, launch, parts, config)
         if beside is not None and not before:
-            _launch_whole(record, beside, before=False)
+            _launch_unsplit(record, beside, before=False)
         if launch.split:
             _combine(record, attention, read.problem, launch, pages.batch, parts, config)
 
 
-def _launch_whole(record: LaunchRecord, read: Read, before: bool) -> None:
-    """Launch a read that is not split: ``before`` another, which it lets begin at once and which ends after it, or as soon as the launch
-    before it lets go, after which it ends."""
+def _launch_unsplit(record: LaunchRecord, read: Read, before: bool) -> None:
+    """Launch a read that is not split ``before`` another, which begins at once and ends after it; or after another's first kernel, beside
+    whose last programs it begins, and after which it ends."""
     attention, form = read.attention, read.kernels.format
     (launch,) = planner.plan(read.problem)
     config = _config(attention, form, launch)

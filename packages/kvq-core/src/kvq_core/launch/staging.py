@@ -64,7 +64,7 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
         *packed.table,
         capacity,
         C=config,
-        num_warps=_WARPS_OF_ROTATED if any(half.rotated for half in config.format.halves) else _WARPS,
+        num_warps=_WARPS_OF_ROTATED if config.format.rotated else _WARPS,
     )
     k_strides, v_strides = ((heads * GROUPS_TILE * size, size, GROUPS_TILE * size) for size in (key_size, value_size))
     return Pages(

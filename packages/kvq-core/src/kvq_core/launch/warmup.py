@@ -121,8 +121,8 @@ class Demand:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a door: ``num_tokens`` rows of ``num_seqs`` sequences (0: a write). ``beside``: a read as it is launched
-    beside another."""
+    """One call of a door: ``num_tokens`` rows of ``num_seqs`` sequences (0: a write). ``beside``: a read as
+    it is launched beside another."""
 
     demand: Demand
     num_tokens: int

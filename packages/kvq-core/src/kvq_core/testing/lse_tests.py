@@ -72,8 +72,7 @@ class LSETests(Subject):
         for judged in self.judge(backend, built, place, out, lse=lse, **overrides):
             what = f"{built.case}: sequence {judged.seq}"
             assert_within(judged.got, judged.wanted, judged.bound, f"{what}, [head, row, channel]")
-            first, wanted = built.first_row(judged.seq), judged.lse
-            got = lse[first : first + wanted.shape[1]].double().transpose(0, 1)
+            got, wanted = judged.rows_of(lse, built), judged.lse
             unseen = wanted == -torch.inf
             assert torch.equal(got[unseen], wanted[unseen])
             assert_within(got.masked_fill(unseen, 0), wanted.masked_fill(unseen, 0), judged.lse_bound, f"{what}: LSE [head, row]")

@@ -244,9 +244,7 @@ class ReadTests(Subject):
             assert bool(judged.got.isfinite().all())
             if not backend.takes_scales:  # a scale of the whole tensor clamps such keys to one length
                 assert float((judged.got - judged.wanted).abs().max()) <= 2.0**-6 * float(judged.wanted.abs().max())
-            first, wanted = built.first_row(judged.seq), judged.lse
-            got = lse[first : first + wanted.shape[1]].double().transpose(0, 1)
-            assert float((got / wanted - 1).abs().max()) <= 2.0**-7
+            assert float((judged.rows_of(lse, built) / judged.lse - 1).abs().max()) <= 2.0**-7
 
     def test_weights_below_float16(self, backend: QuantKVBackend, place: Place) -> None:
         """One key has next to no weight, and its value is all there is: it may be lost, which the budget knows."""

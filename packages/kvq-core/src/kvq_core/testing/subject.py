@@ -40,6 +40,11 @@ class Judged:
     lse: torch.Tensor
     lse_bound: torch.Tensor
 
+    def rows_of(self, lse: torch.Tensor, built: Scene) -> torch.Tensor:
+        """This sequence's rows of an LSE [tokens, Hq] that was read, [Hq, n] float64."""
+        first = built.first_row(self.seq)
+        return lse[first : first + self.lse.shape[1]].double().transpose(0, 1)
+
 
 class Subject:
     """The mode under test. Override the methods of the first half to hold a mode to its own mathematics."""

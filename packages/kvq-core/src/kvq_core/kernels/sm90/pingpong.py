@@ -134,7 +134,7 @@ def tile_exponents(n, s, reference, k_scale, rows, shared, SCALED: gl.constexpr,
 
 @gluon.jit
 def beyond_huge(score_scale):
-    """What the unit of staged keys' scores lacks of ``score_scale`` times REST, a power of two."""
+    """The factor, a power of two, from :func:`tile_exponents`' scores of staged keys, whose unit ends at HUGE, to log2 units."""
     return gl.maximum(score_scale * (REST / HUGE), 1.0)
 
 

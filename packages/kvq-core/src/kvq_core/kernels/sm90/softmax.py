@@ -47,7 +47,7 @@ def exponents_of_bounded(s, k_scale, reference):
 
 @gluon.jit
 def in_log2(reference, unit):
-    """A reference of :func:`exponents` in log2 units: that of huge scores is in those of a power of two in place of ``unit`` [HALF]."""
+    """A reference of :func:`exponents` in log2 units: for huge scores it was taken with a power of two in place of ``unit`` [HALF]."""
     top = reference + LOW
     return gl.where(gl.abs(top) < EXACT, reference, top * (unit * (1.0 / power_not_below(unit))) - LOW)
 

@@ -1,5 +1,6 @@
 """Residual windows: which keys are read exact, through every change of a cache, and that attention is over just those."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,21 +72,25 @@ def test_a_live_step_keeps_its_rows(interrupts: bool, torch_path: None) -> None:
     model.finish(call)
 
 
-def order_reads(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["before", "between"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The exact read goes before the packed one's two kernels, where that can be, or between them."""
 
     def other_goes_first(form: Format, launch: Launch) -> bool:
-        return before and launch.tile.family is KernelFamily.TRITON
+        return request.param == "before" and launch.tile.family is KernelFamily.TRITON
 
     monkeypatch.setattr("kvq_core.launch.attention._other_goes_first", other_goes_first)
+    # A call like an earlier one would repeat its launches, in their order.
+    ops.forget_repeats()
+    yield
+    ops.forget_repeats()
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.gpu
-def test_a_window_takes_one_launch_more(rows: int, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_takes_one_launch_more(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where keys are split the exact read is launched beside the two kernels of the packed one, also repeated and in a CUDA graph."""
-    order_reads(before, monkeypatch)
     model = Model(places.enter("gpu", monkeypatch), sequences=3, residual_length=64)
     model.append({0: 1500, 1: 700, 2: 33})
     grown = dict.fromkeys(range(3), rows)
@@ -117,11 +122,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, overlapping: bool) -> Place:
     return place
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(("lengths", "rows"), [((300, 70, 5), 1), ((300,), 3), ((140,), 1)])
-def test_an_exact_read_beside_two_kernels(lengths: tuple[int, ...], rows: int, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_read_beside_two_kernels(lengths: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the packed read's first kernel finishes may need it: of rows in one split, in several, without keys, on their own."""
-    order_reads(before, monkeypatch)
     model = Model(as_on_a_gpu(monkeypatch, overlapping=True), sequences=len(lengths), residual_length=16)
     model.append(dict(enumerate(lengths)))
     with noted_launches() as names:

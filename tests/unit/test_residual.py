@@ -14,7 +14,7 @@ from kvq_core.kernels.formats import Format
 from kvq_core.launch.replay import LaunchRecord
 from kvq_core.plan.planner import KernelFamily, Launch
 from kvq_core.testing import places
-from kvq_core.testing.launches import noted_launches
+from kvq_core.testing.launches import noted_constants, noted_launches
 from kvq_core.testing.places import Place
 
 WINDOWS: tuple[dict[str, Any], ...] = (
@@ -73,7 +73,7 @@ def test_a_live_step_keeps_its_rows(interrupts: bool, torch_path: None) -> None:
 
 
 @pytest.fixture(params=["before", "between"])
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The exact read goes before the packed one's two kernels, where that can be, or between them."""
 
     def other_goes_first(form: Format, launch: Launch) -> bool:
@@ -82,7 +82,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr("kvq_core.launch.attention._other_goes_first", other_goes_first)
     # A call like an earlier one would repeat its launches, in their order.
     ops.forget_repeats()
-    yield
+    yield request.param
     ops.forget_repeats()
 
 
@@ -122,16 +122,17 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, overlapping: bool) -> Place:
     return place
 
 
-@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(("lengths", "rows"), [((300, 70, 5), 1), ((300,), 3), ((140,), 1)])
-def test_an_exact_read_beside_two_kernels(lengths: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_read_beside_two_kernels(lengths: tuple[int, ...], rows: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the packed read's first kernel finishes may need it: of rows in one split, in several, without keys, on their own."""
     model = Model(as_on_a_gpu(monkeypatch, overlapping=True), sequences=len(lengths), residual_length=16)
     model.append(dict(enumerate(lengths)))
-    with noted_launches() as names:
+    with noted_launches() as names, noted_constants() as constants:
         model.append(dict.fromkeys(range(len(lengths)), rows))
     read = ["attend", "attend", "combine_kernel"]
     assert [name for name in names if name in read] == read * LAYERS
+    packed = [launch["C"].format.packed for name, launch in zip(names, constants, strict=True) if name == "attend"]
+    assert packed == ([False, True] if order == "before" else [True, False]) * LAYERS
 
 
 def test_two_reads_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

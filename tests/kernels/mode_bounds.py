@@ -5,7 +5,7 @@ import math
 import torch
 
 from kvq_core.backend import QuantKVBackend
-from kvq_core.hadamard import LARGEST_SCALE, block_hadamard, block_of, headroom, single_rht
+from kvq_core.hadamard import LARGEST_SCALE, SCALE_BITS, block_hadamard, block_of, headroom, single_rht
 from kvq_core.testing import budgets
 from kvq_core.testing.scene import Scene
 from kvq_core.testing.subject import Encoded, Subject
@@ -14,22 +14,18 @@ from kvq_int4 import codec as int4
 
 
 class Int4Bounds(Subject):
-    # Four bits of the scale word hold the zero point: two scales one float32 step apart may differ by sixteen.
-    scale_tolerance = 2.0**-18
-
     def space(self, x: torch.Tensor) -> torch.Tensor:
         return single_rht(x.double())
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         y = self.space(x)
-        grid = budgets.affine_levels(y, 16, int4.MIN_SCALE, lost_bits=4, clip=int4.CLIP)
+        grid = budgets.affine_levels(y, 16, int4.MIN_SCALE, lost_bits=24 - SCALE_BITS - 1, clip=int4.CLIP)
         length = self.rotated(x)[0].square().sum(-1, keepdim=True)
         is_fitted = (length >= 0.99 * int4.SMALLEST_LENGTH) & (length <= 1.01 * int4.LARGEST_LENGTH)
         bound = torch.where(is_fitted, budgets.unbiased(y, grid), grid)
         # Rows whose step is more than is stored are too long for a fitted scale.
         step = (y.amax(-1, keepdim=True).clamp(min=0) - y.amin(-1, keepdim=True).clamp(max=0)) * ((1 - 2 * int4.CLIP) / (int4.LEVELS - 1))
-        # The scale word's lost bits.
-        return budgets.not_worse_than_zero(y, bound, step * (1 + self.scale_tolerance)) * (1 + self.scale_tolerance)
+        return budgets.not_worse_than_zero(y, budgets.with_rounded_scale(y, bound), step * (1 + 2.0**-SCALE_BITS))
 
     def rotated(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows as ``encode`` rotates them, and what it multiplied them by."""
@@ -56,9 +52,9 @@ class Int4Bounds(Subject):
 
     def fitted(self, half: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         y, room = self.rotated(x)
-        _, zero = int4.split_scale(scales)
+        stored, zero = int4.split_scale(scales)
         scale = (int4.fitted(y, int4.unpack(codes).float(), int4.grid(y)[0], zero[..., None]) / room).clamp(max=LARGEST_SCALE)
-        return int4.join_scale(scale.squeeze(-1), zero)
+        return int4.join_scale(budgets.stored_scale(scale.squeeze(-1), stored, self.scale_tolerance), zero)
 
 
 class Int2Bounds(Subject):
@@ -68,6 +64,7 @@ class Int2Bounds(Subject):
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         y = self.space(x)
         bound = budgets.as_long(y, budgets.gaussian_levels(y, (int2.BOUNDARY,), (int2.INNER, int2.OUTER)))
+        bound = budgets.with_rounded_scale(y, bound)
         rms = y.norm(dim=-1, keepdim=True) / math.sqrt(x.shape[-1])
         return budgets.not_worse_than_zero(y, bound, rms / (int2.INNER * block_of(x.shape[-1])))
 
@@ -81,4 +78,4 @@ class Int2Bounds(Subject):
         y = block_hadamard(x.double())
         _, outer = int2.unpack(codes)
         scale = int2.fitted(y, outer, half == "value") / block_of(x.shape[-1])
-        return scale.clamp(max=LARGEST_SCALE).squeeze(-1).float()
+        return budgets.stored_scale(scale.clamp(max=LARGEST_SCALE).squeeze(-1), scales, self.scale_tolerance)

@@ -142,7 +142,7 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "int4 kvq_int4/quantize.py": (
         ("int4's codes clamped at 16", "0.0), [-15-]{+16+}.5)"),
-        ("int4's zero point not stored", "& -16) | {+(+}zero.to(tl.int32){+ & 7)+}"),
+        ("int4's zero point not stored", "tl.int32, bitcast=True) | {+(+}zero.to(tl.int32){+ & 7)+}"),
     ),
     "int8 kvq_int8fp8/codec.py": (
         ("int8 encoded towards zero", "scaled[- + torch.copysign(torch.full_like(scaled, 0.5), scaled)-]"),

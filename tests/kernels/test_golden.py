@@ -138,12 +138,11 @@ OWN = ROOT / "tests" / "data" / "own_bytes.safetensors"
 @pytest.mark.parametrize("mode", [*MODES, "int2_per_token_head"])
 @pytest.mark.parametrize("rows", ["rows64", "rows80", "rows128"])
 def test_own_bytes_stay(mode: str, rows: str) -> None:
-    backend, int4 = get_backend(mode), mode.startswith("int4")
+    backend = get_backend(mode)
     with safe_open(OWN, "pt") as file:
         for half, encode in (("key", backend.encode), ("value", backend.encode_value)):
             codes, scales = encode(file.get_tensor(rows))
             assert torch.equal(codes.view(torch.uint8), file.get_tensor(f"{mode}/{rows}/{half}_codes"))
             wanted = file.get_tensor(f"{mode}/{rows}/{half}_scales")
-            # Sums may run in another order elsewhere; int4's word may lose its last bits to that, but not its zero point.
-            torch.testing.assert_close(scales, wanted, rtol=2.0**-18 if int4 else 2.0**-21, atol=0)
-            assert scales is not None and (not int4 or torch.equal(scales.view(torch.int32) & 0xF, wanted.view(torch.int32) & 0xF))
+            # Sums may run in another order elsewhere. No scale here is so near to a tie that rounding it shows that.
+            torch.testing.assert_close(scales, wanted, rtol=2.0**-21 if mode.endswith("8_per_token_head") else 0, atol=0)

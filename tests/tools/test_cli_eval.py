@@ -52,10 +52,10 @@ def test_a_run_goes_on_and_its_figures_lie_in_three_files(given: tuple[str, ...]
     (tmp_path / "more" / "text.txt").parent.mkdir()
     (tmp_path / "more" / "text.txt").write_text("import os, sys\n" * 20)
     given = (*given, "--text", str(tmp_path / "more" / "text.txt"))
-    folder, both = tmp_path / "new" / "folder", ("--mode", "int2,int2:smoothing=first_prefill", "--json")
+    folder, both = tmp_path / "new" / "folder", ("--mode", "int2,int4:smoothing=first_prefill", "--json")
     ran = kvq(*given, *both, "--out", folder)
     whole = {line["mode"]: line for line in ran.json["results"]}
-    assert list(whole) == ["none", "int2_per_token_head:smoothing=first_prefill", "int2_per_token_head"], "the best comes first"
+    assert list(whole) == ["none", "int4_per_token_head:smoothing=first_prefill", "int2_per_token_head"], "the best comes first"
     none, smoothed, plain = whole.values()
     assert 0 < smoothed["kl"] < plain["kl"] and none["sample"] == 2 and "text.txt: text.txt, 60 tokens" in ran.err
     figures = {"bits_per_byte", "bits_per_byte_se", "perplexity_se", "kl", "top1", "tokens_per_second", "peak_bytes"}

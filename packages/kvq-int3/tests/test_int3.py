@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kvq_core import QuantKVBackend, single_rht
-from kvq_core.hadamard import LARGEST_SCALE, block_of
+from kvq_core.hadamard import LARGEST_SCALE, SCALE_BITS, block_of
 from kvq_core.testing import BackendTests, TwoScaleTests, budgets
 from kvq_int3 import codec
 
 
 class TestInt3PerTokenHead(TwoScaleTests, BackendTests):
-    mode, largest_factor = "int3_per_token_head", codec.LARGEST_FACTOR
+    mode, largest_factor, scale_bits = "int3_per_token_head", codec.LARGEST_FACTOR, SCALE_BITS
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float16
@@ -24,6 +24,7 @@ class TestInt3PerTokenHead(TwoScaleTests, BackendTests):
         y = self.space(x)
         steps = [codec.STEP * (n + 0.5) for n in range(4)]
         bound = budgets.as_long(y, budgets.gaussian_levels(y, [(a + b) / 2 for a, b in itertools.pairwise(steps)], steps))
+        bound = budgets.with_rounded_scale(y, bound)
         return budgets.not_worse_than_zero(y, bound, rms(y) / (0.5 * codec.STEP * block_of(x.shape[-1])))
 
     def levels(self, backend: QuantKVBackend, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -32,7 +33,7 @@ class TestInt3PerTokenHead(TwoScaleTests, BackendTests):
 
     def fitted(self, half: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scale = codec.fitted(self.space(x), codec.unpack(codes), half == "value") / block_of(x.shape[-1])
-        return scale.clamp(max=LARGEST_SCALE).squeeze(-1).float()
+        return budgets.stored_scale(scale.clamp(max=LARGEST_SCALE).squeeze(-1), scales, self.scale_tolerance)
 
 
 def rms(y: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,17 @@ LARGEST_SCALE: Final = 2.0**107
 or so may come back shorter than they were, but finite."""
 
 
+SCALE_BITS: Final = 7
+"""Scales of rotated modes have so many significant bits, since numbers of four bits times such a scale are exact in float16."""
+
+
+def rounded_scale(scale: torch.Tensor) -> torch.Tensor:
+    """float32 ``scale`` with SCALE_BITS significant bits, half away from zero; NaN as it is."""
+    last = 1 << (24 - SCALE_BITS)
+    bits = (scale.contiguous().view(torch.int32) + last // 2) & -last
+    return torch.where(scale.isnan(), scale, bits.view(torch.float32))
+
+
 def headroom(x: torch.Tensor) -> torch.Tensor:
     """The power of two [..., 1] by which to multiply float32 rows [..., d], so that no sum over one overflows; 1 but for huge rows."""
     return torch.where(x.abs().amax(-1, keepdim=True) > 2.0**100, 2.0**-20, 1.0)

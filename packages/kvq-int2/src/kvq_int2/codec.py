@@ -7,7 +7,7 @@
     code = the cell of z between -0.9816, 0, 0.9816   centroids c = -1.5104, -0.4528, 0.4528, 1.5104 (codes 0..3)
     s    = ||y|| / (||c|| b)                          keys: x' is as long as x
     s    = ||y||^2 / (<y, c> b)                       values: x' has no bias, <x, x'> = <x, x>
-           at most 1.9 <y, c> / (||c||^2 b)           where levels fit the row badly
+           at most 1.9 <y, c> / (||c||^2 b)           where levels fit the row badly; rounded to SCALE_BITS bits (kvq_core.hadamard)
     x'   = H (c * s)                                  no further factor; s = 0 for a zero row
 
     16-bit word w of a head (little-endian), channels 8w .. 8w + 7:
@@ -39,7 +39,7 @@ import math
 
 import torch
 
-from kvq_core.hadamard import LARGEST_SCALE, block_hadamard, block_of, headroom
+from kvq_core.hadamard import LARGEST_SCALE, block_hadamard, block_of, headroom, rounded_scale
 
 BOUNDARY = 0.9816
 INNER, OUTER = 0.4528, 1.5104
@@ -61,7 +61,7 @@ def quantize(x: torch.Tensor, *, unbiased: bool) -> tuple[torch.Tensor, torch.Te
     squares = unit.square().sum(-1, keepdim=True)
     outer = unit.abs() * math.sqrt(size) >= BOUNDARY * torch.where(squares > 0, squares, 1.0).sqrt()
     scale = peak * fitted(unit, outer, unbiased) / block_of(size) / room
-    return pack(y < 0, outer), scale.clamp(max=LARGEST_SCALE).squeeze(-1)
+    return pack(y < 0, outer), rounded_scale(scale.clamp(max=LARGEST_SCALE).squeeze(-1))
 
 
 def fitted(y: torch.Tensor, outer: torch.Tensor, unbiased: bool) -> torch.Tensor:

@@ -4,7 +4,18 @@ import triton
 import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
-from kvq_core.kernels.api import ROOM, in_head, least, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, ways_of
+from kvq_core.kernels.api import (
+    ROOM,
+    in_head,
+    least,
+    load_rows,
+    reciprocal,
+    rotated_pairs,
+    rounded_scale,
+    store_lanes,
+    store_scales,
+    ways_of,
+)
 from kvq_int2.codec import BOUNDARY as _BOUNDARY
 from kvq_int2.codec import INNER as _INNER
 from kvq_int2.codec import LARGEST_FACTOR as _LARGEST_FACTOR
@@ -57,7 +68,7 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
         y = scaled(y, 1.0 / unit)
         lanes, scales, _ = cells(y, squared_lengths(y), IS_VALUE, True, HEADS, C)
         scales = least(unit * scales, LARGEST_SCALE)
-    return (lanes,), scales
+    return (lanes,), rounded_scale(scales)
 
 
 @triton.jit

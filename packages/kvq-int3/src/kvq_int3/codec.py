@@ -8,7 +8,7 @@
     level = code - 3.5
     s     = ||y|| / (||level|| b)                     keys: x' is as long as x
     s     = ||y||^2 / (<y, level> b)                  values: x' has no bias, <x, x'> = <x, x>
-            at most 1.9 <y, level> / (||level||^2 b)  where levels fit the row badly
+            at most 1.9 <y, level> / (||level||^2 b)  where levels fit the row badly; rounded to SCALE_BITS bits (kvq_core.hadamard)
     x'    = D H (level * s)                           no further factor; s = 0 for a zero row
 
     d / 8 16-bit words (little-endian), channels 8w .. 8w + 7, and then d / 8 bytes, byte w for word w:
@@ -36,7 +36,7 @@ from __future__ import annotations
 import torch
 
 from kvq_core import single_rht
-from kvq_core.hadamard import LARGEST_SCALE, block_of, headroom
+from kvq_core.hadamard import LARGEST_SCALE, block_of, headroom, rounded_scale
 
 BITS = 3
 STEP = 0.586
@@ -61,7 +61,7 @@ def quantize(x: torch.Tensor, *, unbiased: bool) -> tuple[torch.Tensor, torch.Te
     step = STEP * unit.square().mean(-1, keepdim=True).sqrt()
     codes = torch.clamp(torch.floor(unit / torch.where(step > 0, step, 1.0) + 4), 0, 7).nan_to_num(0).to(torch.uint8)
     scale = peak * fitted(unit, codes, unbiased) / block_of(x.shape[-1]) / room
-    return pack(codes), scale.clamp(max=LARGEST_SCALE).squeeze(-1)
+    return pack(codes), rounded_scale(scale.clamp(max=LARGEST_SCALE).squeeze(-1))
 
 
 def fitted(y: torch.Tensor, codes: torch.Tensor, unbiased: bool) -> torch.Tensor:

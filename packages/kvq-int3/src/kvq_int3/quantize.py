@@ -12,6 +12,7 @@ from kvq_core.kernels.api import (
     load_rows,
     reciprocal,
     rotated_pairs,
+    rounded_scale,
     store_lanes,
     store_scales,
     store_side_bytes,
@@ -71,4 +72,4 @@ def write_plane(source, plane, rows, IS_VALUE: tl.constexpr, HEADS: tl.constexpr
     factor = least(factor, shadow * (per_level * LARGEST_FACTOR))
     store_lanes(plane, rows, word.to(tl.uint16), HEADS, C)
     store_side_bytes(plane, rows, side & 0xFF, HEADS, C)
-    store_scales(plane, rows, least(peak * factor * (1.0 / (ROOM * HEADS.block)), LARGEST_SCALE))
+    store_scales(plane, rows, rounded_scale(least(peak * factor * (1.0 / (ROOM * HEADS.block)), LARGEST_SCALE)))

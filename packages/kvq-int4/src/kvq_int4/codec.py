@@ -7,7 +7,8 @@
     t    = max(0.95 r / 15, 1e-6)                     the step that codes are chosen in: the range's ends are clipped
     zp   = clamp(round(-(min(min y, 0) + 0.025 r) / t), 0, 15)
     code = clamp(round(y / t + zp), 0, 15)
-    s    = <y, y> / <y, code - zp>                    stored; t where <y, y> is below 4e-10 or above 2^100; at most 2^107
+    s    = <y, y> / <y, code - zp>                    t where <y, y> is below 4e-10 or above 2^100; at most 2^107
+    s'   = s, rounded to SCALE_BITS bits              stored (kvq_core.hadamard)
     y'   = (code - zp) * s',                          x' = D H y' / b
 
     byte i of a head:     7 6 5 4   3 2 1 0           scale word:   31 .. 4            3 2 1 0
@@ -24,7 +25,8 @@ No finite row comes back further from itself than zero is. With the step as its 
 step but for the clipped ends. The fitted scale leaves ||y||^2 (1 / f^2 - 1), f the cosine of y and code - zp, at most ||y||^2 while
 f^2 >= 1/2, and 1 - f^2 is at most the sum of the squared errors over that of the squares. In steps, the range is 15.79 long and an end is
 clipped by 0.79, or by 0.9 where the zero point is rounded away from it. Worst is a zero point of 0 (or 15), one value at the far end and
-all others at l < 0.9 on the near one, where their code is the zero point: f^2 >= 1/2 while (d - 1) l^2 <= (15.79 - l)^2, up to d = 256.
+all others at l < 0.9 on the near one, where their code is the zero point: f^2 >= 1/2 while (d - 1) l^2 <= (15.79 - l)^2, up to d = 256,
+where f^2 is above 0.51, so that a scale may be 2^-7 of itself larger.
 Where ``MIN_SCALE`` is the step, a range of h steps leaves l < 0.5 + 0.025 h, and rows below ``SMALLEST_LENGTH`` may break that. A scale
 held at 2^107 is one between 0 and that of least squares.
 """
@@ -33,7 +35,7 @@ from __future__ import annotations
 
 import torch
 
-from kvq_core.hadamard import LARGEST_SCALE, block_of, headroom, single_rht
+from kvq_core.hadamard import LARGEST_SCALE, block_of, headroom, rounded_scale, single_rht
 
 MIN_SCALE = 1e-6
 LEVELS = 16
@@ -63,7 +65,7 @@ def quantize_on_grid(
     # Below 0.5 everything clamps to 0, so that flooring x + 0.5 is rounding half away from zero here.
     codes = torch.clamp(torch.floor(y / step + zero + 0.5), 0, LEVELS - 1)
     scale = (fitted(y, codes, step, zero) / room).clamp(max=LARGEST_SCALE)
-    return pack(codes.nan_to_num(0).to(torch.uint8)), join_scale(scale.squeeze(-1), zero.squeeze(-1))
+    return pack(codes.nan_to_num(0).to(torch.uint8)), join_scale(rounded_scale(scale.squeeze(-1)), zero.squeeze(-1))
 
 
 def grid(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

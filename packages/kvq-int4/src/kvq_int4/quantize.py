@@ -5,7 +5,18 @@ import triton.language as tl
 
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.hadamard import sign_bits
-from kvq_core.kernels.api import ROOM, interleave, largest, load_rows, reciprocal, rotated_pairs, store_lanes, store_scales, ways_of
+from kvq_core.kernels.api import (
+    ROOM,
+    interleave,
+    largest,
+    load_rows,
+    reciprocal,
+    rotated_pairs,
+    rounded_scale,
+    store_lanes,
+    store_scales,
+    ways_of,
+)
 from kvq_int4.codec import CLIP as _CLIP
 from kvq_int4.codec import LARGEST_LENGTH as _LARGEST_LENGTH
 from kvq_int4.codec import LEVELS
@@ -75,7 +86,7 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
     # A range without an end leaves NaN, and a length that is NaN passes both tests.
     step = tl.fma(step, 0.0, tl.minimum(step * (1.0 / ROOM), LARGEST_SCALE))
     scale = tl.where((length < SMALLEST_LENGTH) | (length > LARGEST_LENGTH), step, fitted)
-    words = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
+    words = rounded_scale(scale).to(tl.int32, bitcast=True) | zero.to(tl.int32)
     return lanes, words.to(tl.float32, bitcast=True)
 
 

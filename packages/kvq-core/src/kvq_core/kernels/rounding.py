@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+LAST_SCALE_BIT = tl.constexpr(1 << 17)
+"""Of the scales of rotated modes, which have seven significant bits (kvq_core.hadamard.SCALE_BITS)."""
+
 
 @triton.jit
 def floor_bits(x, ASM: tl.constexpr):
@@ -26,6 +29,14 @@ def reciprocal(x, ASM: tl.constexpr):
     else:
         result = 1.0 / x
     return result
+
+
+@triton.jit
+def rounded_scale(x):
+    """Finite scales with as many bits as kvq_core.hadamard.rounded_scale leaves; NaN as it is."""
+    bits = (x.to(tl.int32, bitcast=True) + LAST_SCALE_BIT // 2) & -LAST_SCALE_BIT
+    # NaN stays.
+    return tl.fma(x, 0.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit

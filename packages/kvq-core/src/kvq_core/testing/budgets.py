@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvq_core.hadamard import LARGEST_SCALE, block_hadamard, block_of, single_rht
+from kvq_core.hadamard import LARGEST_SCALE, SCALE_BITS, block_hadamard, block_of, rounded_scale, single_rht
 from kvq_core.testing.oracle import Exact
 
 if TYPE_CHECKING:
@@ -213,6 +213,17 @@ def not_worse_than_zero(y: torch.Tensor, bound: torch.Tensor, largest_scale: tor
     """``bound`` on |y - y'|, and no more than ||y||; that alone where ``largest_scale``, which the scale may be, is more than is stored."""
     length = y.norm(dim=-1, keepdim=True)
     return torch.where(largest_scale > LARGEST_SCALE, length, torch.minimum(bound, length))
+
+
+def with_rounded_scale(y: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """``bound`` on |y - y'| after the scale of y' has been rounded to SCALE_BITS."""
+    return bound + 2.0**-SCALE_BITS * (y.abs() + bound)
+
+
+def stored_scale(scale: torch.Tensor, stored: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """``scale``, rounded as it is stored; a tie, by so much of it, is as it was ``stored``."""
+    low, high = (rounded_scale((scale.double() * (1 + sign * tolerance)).float()) for sign in (-1, 1))
+    return torch.where((stored == low) | (stored == high), stored, rounded_scale(scale.float()))
 
 
 def minifloat(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

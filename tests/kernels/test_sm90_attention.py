@@ -35,6 +35,7 @@ from sm90_device import H200, HOPPER, shipped_tables_and_a_known_triton  # noqa:
 INT8, INT4, INT3, INT2 = (f"int{bits}_per_token_head" for bits in (8, 4, 3, 2))
 FP8 = ("fp8_per_token_head", "fp8_per_tensor")
 PACKED = tuple(sorted(set(FIRST_PARTY) - {"none"}))
+ROTATED = (INT4, INT3, INT2)
 COMPOSED = tuple(mode for mode in SUITES if "/" in mode)
 SHIPPED = Table("sm_90", {})
 
@@ -508,14 +509,42 @@ def test_what_is_not_staged_reads_its_pages(mode: str, case: Case, room: int | N
     where.read_exactly(mode, built)
 
 
+@parametrize(*each(STAGED, ONE_HEAD, interpret=ROTATED, gpu=ROTATED))
+@pytest.mark.parametrize("half", ["k", "v"])
+def test_tiles_whose_rows_share_no_scale(mode: str, case: Case, half: str, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale of more bits than float16 has room for, and a missing block. All other tiles share one, that of a text's end, too."""
+    tables: list[torch.Tensor] = []
+
+    def kept(*arguments: Any) -> Any:
+        pages = staging.stage(*arguments)
+        tables.append(pages.batch.block_table)
+        return pages
+
+    monkeypatch.setattr(launcher, "stage", kept)
+    built = where.build(mode, case, most=500)
+    where.read_exactly(mode, built)
+    tiles = sum(-(-length // staging.GROUPS_TILE) for length in built.case.seq_lens)
+    assert torch.equal(tables.pop()[:tiles].cpu(), torch.arange(tiles, dtype=torch.int32))
+    block_size, row = built.case.block_size, built.block_table[0]
+    words = built.scales[f"{half}_scale_cache"].view(torch.int32)
+    words[row[staging.GROUPS_TILE // block_size + 1], 5] |= 1 << 10
+    built.pages.settle()
+    table = built.block_table.clone()
+    table[0, 2 * staging.GROUPS_TILE // block_size] = -1
+    where.read_exactly(mode, built, block_table=table)
+    assert (tables.pop()[:tiles] < 0).nonzero().flatten().tolist() == [1, 2]
+
+
 @parametrize(*each(STAGED, replace(ONE_HEAD, dtype=torch.float32), interpret=(INT8, INT4, INT2)))
-@pytest.mark.parametrize("apart", [8, 25, 60])
-def test_keys_far_apart(mode: str, case: Case, apart: int, where: Where) -> None:
+@pytest.mark.parametrize(("apart", "size"), [(8, 1.0), (25, 1.0), (25, 2.0**-14), (60, 1.0)])
+def test_keys_far_apart(mode: str, case: Case, apart: int, size: float, where: Where) -> None:
     """Keys that nothing looks at, 2^apart times as long as the others of their tile: of these a shared power of two would leave nothing."""
     built = where.build(mode, case)
     direction = built.key[0].clone()
     built.key[::3] = -(2.0**apart) * direction
     built.q += 2 * direction.repeat_interleave(built.case.queries_per_kv, 0)
+    built.key *= size
+    built.q /= size
     built.fill()
     where.read_exactly(mode, built)
 

@@ -62,5 +62,14 @@ def unpack_asm(lanes):
     )
 
 
-ROWS = PlaneFormat("int2", ways=8, rotated=True, level=READ_LEVEL, exponent_scale=SUBNORMAL, unpack=unpack, write_plane=write_plane)
+ROWS = PlaneFormat(
+    "int2",
+    ways=8,
+    rotated=True,
+    level=READ_LEVEL,
+    exponent_scale=SUBNORMAL,
+    grid=10 / 183,  # 3 and 10, whose ratio is as near to the levels'
+    unpack=unpack,
+    write_plane=write_plane,
+)
 FORMAT = Format(ROWS, ROWS, narrow_n=True)

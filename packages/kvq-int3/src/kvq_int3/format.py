@@ -154,6 +154,7 @@ KEYS = PlaneFormat(
     exponent_scale=2.0**24,
     gains=((1.0, 8.0, 64.0, 4.0, 32.0, 1.0, 8.0, 64.0), (64.0,) * 8),
     zero=ZERO,
+    grid=2.0,
     unpack=unpack_keys,
     write_plane=write_plane,
 )

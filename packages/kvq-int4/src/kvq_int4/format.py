@@ -127,6 +127,7 @@ KEYS = PlaneFormat(
     divided=True,
     exponent_scale=SUBNORMAL,
     gains=((1.0, 16.0, 1.0, 16.0), (16.0,) * 4),
+    grid=1.0,
     unpack=unpack_keys,
     split=split_word,
     write_plane=write_plane,

@@ -197,6 +197,18 @@ class ReadConfig(Constant):
         return self.channels + 2 * self.features.rotary_pairs
 
     @property
+    def stays_rotated(self) -> bool:
+        """Whether rows are staged as they are rotated: those of K and V alike, in heads for which warp groups have a rotation."""
+        key, value = self.format.halves
+        alike = (key.rotated, key.ways, key.signs) == (value.rotated, value.ways, value.signs)
+        return key.grid > 0 and value.grid > 0 and alike and self.shape.head_size == self.shape.head_size_v == 128
+
+    @property
+    def one_key_scale(self) -> bool:
+        """Whether the keys of a staged tile share a scale, unless it says otherwise."""
+        return self.stays_rotated or self.format.key.scales == "plane"
+
+    @property
     def key_gains(self) -> tuple[float, ...]:
         """:attr:`PlaneFormat.gains`, of every way."""
         return self._gains(self.format.key)
@@ -242,15 +254,29 @@ class ReadConfig(Constant):
     @property
     def key_number_scale(self) -> float:
         """What a key's number (an operand times its exponent scale, less its zero point), once un-rotated, is multiplied by, beside its
-        row's scale."""
+        row's scale; where rows stay rotated, its number on the grid."""
         return self._number_scale(self.format.key, self.key_heads)
 
     @property
     def value_number_scale(self) -> float:
         return self._number_scale(self.format.value, self.value_heads)
 
+    @property
+    def key_number_units(self) -> tuple[float, ...]:
+        """What each way's operands are multiplied by to be numbers, with their zero point on."""
+        return self._number_units(self.format.key, self.key_gains)
+
+    @property
+    def value_number_units(self) -> tuple[float, ...]:
+        return self._number_units(self.format.value, self.value_gains)
+
+    def _number_units(self, plane: PlaneFormat, gains: tuple[float, ...]) -> tuple[float, ...]:
+        grid = plane.grid if self.stays_rotated else 1.0
+        return tuple(grid * self._exponent_scale(plane) / gain for gain in gains)
+
     def _number_scale(self, plane: PlaneFormat, heads: Heads) -> float:
-        return plane.level / (heads.block if plane.divided else 1)
+        level = plane.level / (heads.block if plane.divided else 1)
+        return level / plane.grid if self.stays_rotated else level
 
     def _exponent_scale(self, plane: PlaneFormat) -> float:
         return 1.0 if plane.converts and self.features.fp8_hardware else plane.exponent_scale

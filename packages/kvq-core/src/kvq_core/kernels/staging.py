@@ -1,16 +1,20 @@
 """Packed pages as float16 tiles in a workspace, unpacked once for all row blocks of a prompt (:mod:`kvq_core.kernels.sm90.plain`).
 
-A tile holds 128 keys of one kv head, or their values, in the basis and the order of the model's channels, so that attention knows nothing
-of the mode. A key keeps its row's scale, and is exact: codes less their zero point, or the sums of these that a Hadamard transform takes,
-are numbers that float16 holds (of int2's sums those up to 4096; larger ones are rounded). Values are over a power of two that the tile's
-rows share, so that each is rounded once, relative to itself. Heads smaller than a tile's 64 or 128 channels are filled up with zeros.
+A tile holds 128 keys of one kv head, or their values. Rotated rows stay so if float16 holds their numbers times their scales
+(ReadConfig.stays_rotated): the reader rotates queries, and un-rotates its result. Ways then lie one behind the other, so that nothing is
+interleaved. A number of four bits times a scale of seven is exact, over a power of two that the tile's rows share.
+
+Other rows are in the basis and the order of the model's channels, so that attention knows nothing of the mode. A key keeps its row's scale,
+and is exact: codes less their zero point, or the sums of these that a Hadamard transform takes, are numbers that float16 holds (of int2's
+sums those up to 4096; larger ones are rounded). Values are over a power of two that the tile's rows share, so that each is rounded once,
+relative to itself. Heads smaller than a tile's 64 or 128 channels are filled up with zeros.
 
 A rotary mean (:mod:`.rotary`) is given back as further channels of the keys: R_j b in its pairs, which a reader multiplies by the
 query's channels once more. Such a row is over its scale times a power of two that keeps the mean in float16's range.
 
 Staged tiles are a cache of their own, with blocks of 128 tokens, a scale for each row, a block table for each kv head, and a stop for each
-sequence. A tile with rows that are missing, values too large or small to share a power of two, or large keys, has no entry in that table,
-which makes its readers go by the scales of the values' rows, since there each row has its own, and take scores as they come.
+sequence. A tile with rows that are missing, large keys, or rows that have no power of two to share, has no entry in that table, which makes
+its readers go by the scales of the rows, since there each row has its own, and take scores as they come.
 """
 
 from typing import Any, NamedTuple
@@ -20,16 +24,23 @@ import triton.language as tl
 
 from kvq_core.kernels.args import Tiles, WorkTile
 from kvq_core.kernels.dots import dot_signs
-from kvq_core.kernels.hadamard import apply_way_signs, butterfly, lane_matrix
+from kvq_core.kernels.hadamard import apply_signs, apply_way_signs, butterfly, lane_matrix
 from kvq_core.kernels.packing import interleave
 from kvq_core.kernels.paged_kv import key_tile, load_chunks, page_offset, row_offset
 from kvq_core.kernels.rotary import cosine_sine
+from kvq_core.kernels.rounding import LAST_SCALE_BIT
 from kvq_core.kernels.scheduler import SCAN, sequence_facts
 from kvq_core.kernels.side_bytes import side_selectors
 
-GAIN = tl.constexpr(64.0)
-"""Factor of staged values: 448, e4m3's largest number, times a relative scale below 2 times it fits float16, and small rows keep as many
-bits as the weights times scales that other kernels multiply."""
+TOP, BINADES = tl.constexpr(7), tl.constexpr(8)
+"""A tile's largest scale is below 2^TOP of the unit that its rows share, and above 2^(TOP - BINADES): 448, e4m3's largest number, times it
+fits float16. Units are so far apart that few tiles change them, since sums over values then are rescaled."""
+GRID_TOP, GRID_BINADES = tl.constexpr(12), tl.constexpr(16)
+"""The same for numbers below 16."""
+WHOLE = tl.constexpr(1.5 * 2.0**23)
+"""What is added to a small number and taken off again leaves it rounded to a whole one."""
+LEAST_SHARED = tl.constexpr(2.0**-18)
+"""The least scale, over its unit, whose seven bits float16 holds."""
 FARTHEST = tl.constexpr(2.0**30)
 """A tile shares its power of two only up to it and down to its inverse: a sum times the quotient of any two of these is in float32's
 range."""
@@ -39,16 +50,18 @@ subnormal numbers."""
 LARGEST_MEAN = tl.constexpr(2.0**14)
 """A rotary mean over its row's scale is below twice this."""
 LARGEST_KEY = tl.constexpr(2.0**10)
-"""Of a key's channels, so that readers know a bound of its scores."""
+"""Of a key's channels, so that readers know a bound of its scores; of rotated ones' over QUERY_SHARE."""
+QUERY_SHARE = tl.constexpr(0.25)
+"""Rotated queries are multiplied by it, and keys' scales divided, so that both are of usual size."""
 LARGEST = tl.constexpr(2.0**120)
 """No power of two that rows are over is larger: it and its inverse are normal numbers."""
 
 
 class Staged(NamedTuple):
     """Where staged tiles go. ``k_tiles``, ``v_tiles`` [capacity, kv heads, 128, C.channels] float16, keys with two more for each pair of
-    a rotary mean; ``k_scales``, ``v_scales`` [capacity, heads, 128] float32: negative for a key that is missing; ``table`` [kv heads,
-    capacity] int32: a tile's own number, or -1 if its readers must go by its rows' scales; ``firsts`` [num_seqs] int32: a sequence's first
-    tile, -1 if it has none; ``stops`` [num_seqs] int32: its keys' end.
+    a rotary mean, and behind them, where rows stay rotated, the rotation's matrix; ``k_scales``, ``v_scales`` [capacity, heads, 128]
+    float32: negative for a key that is missing; ``table`` [kv heads, capacity] int32: a tile's own number, or -1 if its readers must go by
+    its rows' scales; ``firsts`` [num_seqs] int32: a sequence's first tile, -1 if it has none; ``stops`` [num_seqs] int32: its keys' end.
     """
 
     k_tiles: Any
@@ -67,6 +80,8 @@ def stage_kernel(
     """Stage tiles of one kv head, as far apart as there are programs for it; the first of these also notes where each sequence's tiles
     are. ``factor``, ``rotary``: the queries' (:class:`~kvq_core.kernels.args.Rows`)."""
     number, kv_head = tl.program_id(0), tl.program_id(1)
+    if C.stays_rotated:
+        store_matrix(staged, kv_head, capacity, C)
     found, seq, first, stop = staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C)
     while found:
         t = number - first
@@ -79,9 +94,33 @@ def stage_kernel(
             mean = pair_means(factor, rotary + kv_head * (5 * C.features.rotary_pairs), kv_head, start + tile.position, C)
         bounded = stage_keys(keys, tile, kv_head, num_blocks, mean, staged.k_tiles, staged.k_scales, row, C)
         alike = stage_values(values, tile, kv_head, num_blocks, staged.v_tiles, staged.v_scales, row, C)
-        tl.store(staged.table + kv_head * capacity + number, tl.where(bounded & alike, number, -1))
+        # Readers leave out the keys behind the end by their positions.
+        complete = tl.min((tile.valid | (tile.position >= stop)).to(tl.int32), 0) > 0
+        tl.store(staged.table + kv_head * capacity + number, tl.where(complete & bounded & alike, number, -1))
         number += tl.num_programs(0)
         found, seq, first, stop = staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_width, capacity, C)
+
+
+@triton.jit
+def store_matrix(staged, kv_head, capacity, C: tl.constexpr):
+    """Store what readers rotate queries by, and un-rotate their results, behind the keys: [channel, place in a staged row], +-1 in
+    bfloat16."""
+    HEADS: tl.constexpr = C.key_heads
+    SIGNS: tl.constexpr = C.format.key.signs
+    if kv_head == 0:
+        place = tl.arange(0, HEADS.size)
+        channel = place % HEADS.lanes * HEADS.ways + place // HEADS.lanes
+        end = (capacity * tl.num_programs(1)).to(tl.int64) * (C.tile.keys * C.staged_key_size)
+        matrix = (staged.k_tiles + end).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        for row in range(tl.program_id(0), HEADS.size, tl.num_programs(0)):
+            odd = row & channel
+            odd = odd ^ (odd >> 4)
+            odd = odd ^ (odd >> 2)
+            odd = odd ^ (odd >> 1)
+            x = tl.where((odd & 1) == 1, -1.0, 1.0)
+            if SIGNS is not None:
+                x = apply_signs(x, row + tl.zeros_like(place), SIGNS, HEADS.block)
+            tl.store(matrix + row * HEADS.size + place, x.to(tl.bfloat16))
 
 
 @triton.jit
@@ -114,22 +153,37 @@ def staged_sequence(number, kv_head, staged, batch, scoring, num_seqs, table_wid
 
 @triton.jit
 def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: tl.constexpr):
-    """Stage a tile's keys, to row ``row`` and after it: integers, or e4m3's numbers, beside a rotary ``mean`` times a power of two. Whether
-    none, nor its mean, is beyond LARGEST_KEY."""
-    x, scale = staged_numbers(plane, tile, kv_head, num_blocks, False, C)
-    scale = scale * C.key_number_scale
-    bounded = tl.max(tl.where(tile.valid, tl.max(tl.abs(x), 1) * scale, 0.0)) <= LARGEST_KEY
+    """Stage a tile's keys, to row ``row`` and after it: numbers, beside a rotary ``mean`` times a power of two. Whether none, nor its mean,
+    is beyond LARGEST_KEY, and they share a scale if readers want them to."""
+    ways, scale, zero = loaded_operands(plane, tile, kv_head, num_blocks, False, C)
+    if C.stays_rotated:
+        share, scale, shared = grid_unit(scale)
+        scale = scale * (C.key_number_scale / QUERY_SHARE)
+        most = 16.0 * share
+    else:
+        x = in_channels(ways, zero, False, C)
+        scale = scale * C.key_number_scale
+        share = tl.full(scale.shape, 1.0, tl.float32)
+        most = tl.max(tl.abs(x), 1)
+    bounded = tl.max(tl.where(tile.valid, most * scale, 0.0)) <= LARGEST_KEY
+    if C.stays_rotated:
+        bounded = bounded & shared
     if mean is not None:
         x_mean, y_mean, largest = mean
         bounded = bounded & (largest <= LARGEST_KEY)
-        share, scale = mean_unit(scale, largest)
-        x = x * share[:, None]
+        smaller, scale = mean_unit(scale, largest)
+        share = share * smaller
         unit = (1.0 / (scale * MEAN_SHARE))[:, None]
         PAIRS: tl.constexpr = C.features.rotary_pairs
         store_rows(x_mean * unit, PAIRS, out + C.channels, row, tile, C.staged_key_size, C)
         store_rows(y_mean * unit, PAIRS, out + (C.channels + PAIRS), row, tile, C.staged_key_size, C)
-    store_rows(x, C.shape.head_size, out, row, tile, C.staged_key_size, C)
-    tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, scale, -1.0))
+    if C.stays_rotated:
+        store_on_grid(ways, zero, share, False, out, row, tile, C.staged_key_size, C)
+    else:
+        store_rows(x * share[:, None], C.shape.head_size, out, row, tile, C.staged_key_size, C)
+    # Of one that is missing, minus what the others share.
+    scale = tl.where(tile.valid, scale, tl.where(scale > 0.0, -scale, -1.0))
+    tl.store(out_scales + row + tl.arange(0, C.tile.keys), scale)
     return bounded
 
 
@@ -166,38 +220,82 @@ def mean_unit(scale, largest):
 
 @triton.jit
 def stage_values(plane, tile, kv_head, num_blocks, out, out_scales, row, C: tl.constexpr):
-    """Stage a tile's values; whether they are all there, over one power of two."""
-    x, scale = staged_numbers(plane, tile, kv_head, num_blocks, True, C)
-    unit, alike = shared_unit(scale, tile)
-    # The product is exact.
-    factor = (scale * inverse_power(unit)) * (GAIN * C.value_number_scale)
-    store_rows(x * factor[:, None], C.shape.head_size_v, out, row, tile, C.channels, C)
-    tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, unit * (1.0 / GAIN), 0.0))
-    return alike
+    """Stage a tile's values; whether they are over one power of two."""
+    ways, scale, zero = loaded_operands(plane, tile, kv_head, num_blocks, True, C)
+    if C.stays_rotated:
+        share, unit, shared = grid_unit(scale)
+        store_on_grid(ways, zero, share, True, out, row, tile, C.channels, C)
+    else:
+        x = in_channels(ways, zero, True, C)
+        unit, shared = shared_unit(scale, TOP, BINADES)
+        unit = tl.where(shared, unit, power_of_two(scale * 2.0 ** (1 - TOP)))
+        # The product is exact.
+        share = (scale * inverse_power(unit)) * C.value_number_scale
+        store_rows(x * share[:, None], C.shape.head_size_v, out, row, tile, C.channels, C)
+    tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, unit, 0.0))
+    return shared
 
 
 @triton.jit
-def staged_numbers(plane, tile, kv_head, num_blocks, IS_VALUE: tl.constexpr, C: tl.constexpr):
-    """(numbers [KEYS, size] float32 in the model's channels, exact, the rows' scales [KEYS])."""
+def loaded_operands(plane, tile, kv_head, num_blocks, IS_VALUE: tl.constexpr, C: tl.constexpr):
+    """(a tuple of ways of operands [KEYS, WIDTH] float16, the rows' scales and zero points [KEYS])."""
     P: tl.constexpr = C.format.value if IS_VALUE else C.format.key
     HEADS: tl.constexpr = C.value_heads if IS_VALUE else C.key_heads
     ROW: tl.constexpr = C.value_row if IS_VALUE else C.key_row
     CLEAR: tl.constexpr = C.clear_values if IS_VALUE else C.clear_keys
-    EXPONENT_SCALE: tl.constexpr = C.value_exponent_scale if IS_VALUE else C.key_exponent_scale
-    GAINS: tl.constexpr = C.value_gains if IS_VALUE else C.key_gains
     selectors = None
     if P.side_bytes:
         selectors = side_selectors(plane, num_blocks, HEADS, ROW)
     offset = row_offset(tile, plane, C)
     lanes = load_chunks(plane, tile, offset, kv_head, HEADS, ROW, P.side_bytes, C, TRANSPOSED=False, CLEAR=CLEAR, selectors=selectors)
-    ways = P.unpack(lanes[0], C)
     scale, zero = row_scales(plane, tile, kv_head, P, C)
+    return P.unpack(lanes[0], C), scale, zero
+
+
+@triton.jit
+def in_channels(ways, zero, IS_VALUE: tl.constexpr, C: tl.constexpr):
+    """Operands -> their numbers less zero points, [KEYS, size] float32 in the model's channels, un-rotated, exact."""
+    P: tl.constexpr = C.format.value if IS_VALUE else C.format.key
+    HEADS: tl.constexpr = C.value_heads if IS_VALUE else C.key_heads
+    UNITS: tl.constexpr = C.value_number_units if IS_VALUE else C.key_number_units
     numbers = ()
     for s in tl.static_range(tl.constexpr(P.ways)):
-        numbers = numbers + (ways[s].to(tl.float32) * (EXPONENT_SCALE / GAINS[s]) - zero[:, None],)
+        numbers = numbers + (ways[s].to(tl.float32) * UNITS[s] - zero[:, None],)
     if P.rotated:
         numbers = unrotated(numbers, HEADS, P, C)
-    return interleave(numbers, tl.constexpr(C.tile.keys), HEADS.width, HEADS.ways), scale
+    return interleave(numbers, tl.constexpr(C.tile.keys), HEADS.width, HEADS.ways)
+
+
+@triton.jit
+def grid_unit(scale):
+    """(what to multiply rows of numbers on a grid by [KEYS], the rows' new scales, whether it is one for all of them)."""
+    unit, shared = shared_unit(scale, GRID_TOP, GRID_BINADES)
+    small = (scale != 0.0) & (scale < unit * LEAST_SHARED)
+    # NaN is none that others share.
+    long = (scale != scale) | ((scale.to(tl.int32, bitcast=True) & (LAST_SCALE_BIT - 1)) != 0)
+    shared = shared & (tl.max((small | long).to(tl.int32), 0) == 0)
+    return tl.where(shared, scale * inverse_power(unit), 1.0), tl.where(shared, unit, scale), shared
+
+
+@triton.jit
+def store_on_grid(ways, zero, factor, IS_VALUE: tl.constexpr, out, row, tile, STRIDE: tl.constexpr, C: tl.constexpr):
+    """Store the numbers of a tile's rows on their grid, times ``factor`` [KEYS]: [KEYS, WIDTH] of each way, one behind the other."""
+    P: tl.constexpr = C.format.value if IS_VALUE else C.format.key
+    HEADS: tl.constexpr = C.value_heads if IS_VALUE else C.key_heads
+    UNITS: tl.constexpr = C.value_number_units if IS_VALUE else C.key_number_units
+    # Any codes are finite, those of rows that are missing, too.
+    factor = tl.where(tile.valid, factor, 0.0)
+    offset = (zero * P.grid * factor)[:, None]
+    for s in tl.static_range(tl.constexpr(P.ways)):
+        x = ways[s].to(tl.float32)
+        if P.grid % 1 == 0:
+            # Exact, product and difference.
+            x = x * (factor * UNITS[s])[:, None] - offset
+        else:
+            x = (x * UNITS[s] + WHOLE - WHOLE) * factor[:, None] - offset
+        channel = s * HEADS.width + tl.arange(0, HEADS.width)
+        at = out + ((row + tl.arange(0, C.tile.keys))[:, None] * STRIDE + channel[None, :])
+        tl.store(at, x.to(tl.float16))
 
 
 @triton.jit
@@ -231,14 +329,14 @@ def unrotated(numbers, HEADS: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def row_scales(plane, tile, kv_head, P: tl.constexpr, C: tl.constexpr):
-    """(scales, zero points) of a tile's rows, [KEYS] float32; 0 for missing ones."""
+    """(scales, zero points) of a tile's rows, [KEYS] float32; 0 for missing ones, if each row has its own."""
     word = tl.zeros(tile.position.shape, tl.float32)
     if P.scales == "row":
         at = kv_head.to(tl.int64) * plane.scale_head_stride
         at += page_offset(tile.block, tile.slot, plane.scale_block_stride, plane.scale_slot_stride, C)
         word = tl.load(plane.scales + at, mask=tile.valid, other=0.0)
     elif P.scales == "plane":
-        word = tl.where(tile.valid, tl.load(plane.scales), 0.0)
+        word += tl.load(plane.scales)
     else:
         word = tl.where(tile.valid, 1.0, 0.0)
     scale, zero = word, tl.full(word.shape, P.zero, tl.float32)
@@ -248,12 +346,14 @@ def row_scales(plane, tile, kv_head, P: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def shared_unit(scale, tile):
-    """(powers of two that the rows are over, [KEYS]; whether it is one for all of them)."""
-    unit = power_of_two(tl.max(scale, 0))
-    there = tl.min(tile.valid.to(tl.int32), 0) > 0
+def shared_unit(scale, HIGHEST: tl.constexpr, APART: tl.constexpr):
+    """(the power of two, one of those that are 2^APART apart, of which the largest scale is below 2^HIGHEST, [KEYS]; whether rows can be
+    over it)."""
+    largest = power_of_two(tl.max(scale, 0)).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum((largest + (APART - HIGHEST)) // APART * APART, 1)
+    unit = (exponent << 23).to(tl.float32, bitcast=True)
     near = (unit <= FARTHEST) & (unit * FARTHEST >= 1.0)
-    return tl.where(near, unit + tl.zeros_like(scale), power_of_two(scale)), there & near
+    return unit + tl.zeros_like(scale), near
 
 
 @triton.jit

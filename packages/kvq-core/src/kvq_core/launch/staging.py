@@ -13,7 +13,7 @@ from kvq_core.kernels import args
 from kvq_core.kernels.config import ReadConfig
 from kvq_core.kernels.formats import Format, PlaneFormat
 from kvq_core.kernels.heads import tile_channels
-from kvq_core.kernels.staging import Staged, stage_kernel
+from kvq_core.kernels.staging import QUERY_SHARE, Staged, stage_kernel
 from kvq_core.launch.bundles import BlockTable, Pages, bundle_scoring
 from kvq_core.launch.device import device_facts
 from kvq_core.launch.replay import LaunchRecord
@@ -24,12 +24,10 @@ MOST_BYTES: Final = 256 << 20
 _WARPS: Final = 8
 _WARPS_OF_ROTATED: Final = 4
 """Where rows are un-rotated, a thread of eight warps has more than 128 registers, so that a multiprocessor holds one program."""
-PROGRAMS_PER_SM: Final[float] = 2
+PROGRAMS_PER_SM: Final[float] = 4
 """They take tile after tile: a block table has room for many more than most sequences have."""
 _UNBOUNDED: Final = 2**23
 """Blocks, of which no table has so many."""
-_ROWS: Final = PlaneFormat("staged", 1, staged=True)
-_FORMAT: Final = Format(_ROWS, _ROWS)
 
 
 def most_tiles(attention: Attention) -> int:
@@ -45,7 +43,8 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
     num_seqs, heads = attention.batch.num_seqs, attention.keys.num_kv_heads
     key_size, value_size = config.staged_key_size, config.channels
     rows = capacity * heads * GROUPS_TILE
-    sizes = (rows * key_size // 2, rows * value_size // 2, rows, rows, heads * capacity, num_seqs, num_seqs)
+    matrix = config.shape.head_size**2 if config.stays_rotated else 0
+    sizes = ((rows * key_size + matrix) // 2, rows * value_size // 2, rows, rows, heads * capacity, num_seqs, num_seqs)
     keys, values, k_scales, v_scales, *indices = record.buffers(sizes)
     keys, values = keys.view(torch.float16), values.view(torch.float16)
     table, firsts, stops = (part.view(torch.int32) for part in indices)
@@ -77,6 +76,14 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
 
 
 def staged_config(config: ReadConfig) -> ReadConfig:
-    """Of a kernel that reads staged rows: the same, whatever the pages were."""
+    """Of a kernel that reads the rows that one of ``config`` has staged."""
     shape = replace(config.shape, block_size=GROUPS_TILE, same_strides=True, row_alignment=16, wide_planes=False, wide_pages=False)
-    return replace(config, format=_FORMAT, shape=shape)
+    key = PlaneFormat("staged", 1, staged=1, one_scale=config.one_key_scale)
+    value = PlaneFormat("staged", 1, staged=1)
+    if config.stays_rotated:
+        packed = config.format.key
+        key, value = (
+            replace(plane, rotated=True, signs=packed.signs, staged=packed.ways, level=level)
+            for plane, level in ((key, QUERY_SHARE.value), (value, config.value_number_scale))
+        )
+    return replace(config, format=Format(key, value), shape=shape)

@@ -179,4 +179,5 @@ class QueryTile(NamedTuple):
     kv_head: Any
     tile: Any
     matrix: Any
+    made_matrix: Any
     ready: Any

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, Sums, product_layout
-from kvq_core.kernels.sm90.softmax import exponents, exponents_of_bounded, rescaled, weights_of
+from kvq_core.kernels.sm90.softmax import exponents, exponents_of_bounded, exponents_of_one_scale, rescaled, weights_of
 from kvq_core.kernels.staging import inverse_power
 
 REST = gl.constexpr(2.0**10)
@@ -22,12 +22,11 @@ HUGE = gl.constexpr(2.0**100)
 
 
 @gluon.jit
-def multiply_copied(GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED: gl.constexpr, C: gl.constexpr):
-    """All tiles, at least one. The first ``whole`` are seen by all rows."""
+def multiply_copied(
+    GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED: gl.constexpr, ALIKE: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """All tiles, at least one. The first ``whole`` are seen by all rows. ALIKE: each has one scale for its keys and one for its values."""
     final = span.last - 1
-    if SCALED:
-        # Without rows in other units, which are rare, and with bounded keys (kernels/staging.py) scores are bounded.
-        whole = gl.where(gl.max((rows.score_scale != 1.0).to(gl.int32), 0) == 0, whole, 0)
     await_round(0, shared, C)
     take_turn(0, GROUP, shared)
     s = begin_scores(0, rows, shared, C)
@@ -35,39 +34,41 @@ def multiply_copied(GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED
     s = warpgroup_mma_wait(0, deps=(s,))
     k_scale = sums.reference
     if SCALED:
-        k_scale = shared.k_scales.index(0).load(COLUMNS)
-    x, alpha, reference = tile_exponents(0, s, sums.reference, k_scale, rows, shared, SCALED, True, C)
+        k_scale = key_scales(0, shared, ALIKE)
+    x, alpha, reference = tile_exponents(0, s, sums.reference, k_scale, rows, shared, SCALED, ALIKE, True, C)
     sums = Sums(sums.acc, reference, sums.total, sums.largest)
     end_round(0, shared, C)
     # A step takes the next tile's scores, too: the last tile that all rows see is followed by one that needs the mask.
     whole = gl.maximum(gl.minimum(whole, final) - 1, 0)
-    for n in range(0, whole):
-        x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, False, False, C)
+    if ALIKE or not C.format.key.one_scale:
+        for n in range(0, whole):
+            x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, ALIKE, False, False, C)
     for n in range(whole, final):
-        x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, True, False, C)
-    x, alpha, sums = multiply_ahead(final, x, alpha, sums, rows, shared, GROUP, SCALED, True, True, C)
+        x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, ALIKE, True, False, C)
+    x, alpha, sums = multiply_ahead(final, x, alpha, sums, rows, shared, GROUP, SCALED, ALIKE, True, True, C)
     return sums
 
 
 @gluon.jit
 def multiply_ahead(
     n, x, alpha, sums, rows, shared,
-    GROUP: gl.constexpr, SCALED: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
+    GROUP: gl.constexpr, SCALED: gl.constexpr, ALIKE: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile from its weights' exponents ``x`` and the factor for what was summed before: weights, weighted values and, unless FINAL, the
     next tile's exponents. ``sums.reference`` is of the exponents.
 
-    Values of a staged tile that all rows see have one scale. At an EDGE, each row's own counts, and values are taken relative to the
-    largest so far.
+    Values of a staged tile that all rows see have one scale. At an EDGE, unless rows are ALIKE, each row's own counts, and values are taken
+    relative to the largest so far.
     """
     OUTPUT: gl.constexpr = product_layout(C.channels)
+    PER_KEY: gl.constexpr = SCALED and not ALIKE
     at = (n + 1) % C.tile.stages
     p, total = weights_of(x, sums.total, alpha)
     largest = sums.largest
     await_round(n + 1, shared, C)
     if SCALED:
         grown = shared.v_largest.index(at).load(ROWS)
-        if EDGE:
+        if EDGE and not ALIKE:
             grown = gl.maximum(grown, largest)
             p = p * (shared.v_scales.index(at).load(COLUMNS)[None, :] * inverse_power(grown)[:, None])
         alpha = alpha * (largest * inverse_power(grown))
@@ -78,26 +79,26 @@ def multiply_ahead(
     k_scale = reference
     if SCALED and not FINAL:
         # Here and not where they are needed: an access to shared memory after a turn's end has a barrier of its own.
-        k_scale = shared.k_scales.index(at).load(COLUMNS)
+        k_scale = key_scales(at, shared, ALIKE)
     take_turn(n + 1, GROUP, shared)
     if FINAL:
         acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
         end_turn(GROUP, shared)
         acc = warpgroup_mma_wait(0, deps=(acc,))
     else:
-        if SCALED:
+        if PER_KEY:
             acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
             s = begin_scores(n + 1, rows, shared, C)
             end_turn(GROUP, shared)
             acc, s = warpgroup_mma_wait(0, deps=(acc, s))
         else:
-            # The next exponents hide behind PV. Of scaled keys they and the products take longer so.
+            # The next exponents hide behind PV. Of keys with a scale each they and the products take longer so.
             s = begin_scores(n + 1, rows, shared, C)
             acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
             end_turn(GROUP, shared)
             s = warpgroup_mma_wait(1, deps=(s,))
-        x, alpha, reference = tile_exponents(n + 1, s, reference, k_scale, rows, shared, SCALED, EDGE, C)
-        if not SCALED:
+        x, alpha, reference = tile_exponents(n + 1, s, reference, k_scale, rows, shared, SCALED, ALIKE, EDGE, C)
+        if not PER_KEY:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         end_round(n + 1, shared, C)
     return x, alpha, Sums(acc, reference, total, largest)
@@ -116,20 +117,38 @@ def begin_scores(n, rows, shared, C: gl.constexpr):
 
 
 @gluon.jit
-def tile_exponents(n, s, reference, k_scale, rows, shared, SCALED: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr):
-    """Tile n's products as softmax.exponents has them. ``k_scale`` [KEYS]: its keys', if SCALED."""
+def tile_exponents(
+    n, s, reference, k_scale, rows, shared, SCALED: gl.constexpr, ALIKE: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Tile n's products as softmax.exponents has them. ``k_scale``: :func:`key_scales`, if SCALED."""
     at = n % C.tile.stages
     if SCALED and not EDGE:
-        x, alpha, reference = exponents_of_bounded(s, k_scale, reference)
+        if ALIKE:
+            x, alpha, reference = exponents_of_one_scale(s, k_scale, reference)
+        else:
+            x, alpha, reference = exponents_of_bounded(s, k_scale, reference)
     else:
         score_scale = rows.score_scale
-        if SCALED:
+        if ALIKE:
+            score_scale = k_scale
+        elif SCALED:
             s = s * (k_scale * (1.0 / REST))[None, :]
             score_scale = gl.minimum(score_scale * REST, HUGE)
         if EDGE:
             s = gl.where(shared.positions.index(at).load(COLUMNS)[None, :] <= rows.position[:, None], s, float("-inf"))
         x, alpha, reference = exponents(s, score_scale, reference)
     return x, alpha, reference
+
+
+@gluon.jit
+def key_scales(at, shared, ALIKE: gl.constexpr):
+    """Of the keys in a buffer, [KEYS]; the one that they share, for each query row, [HALF]."""
+    if ALIKE:
+        # Of a key that is missing it is negative.
+        scale = gl.abs(shared.k_scales.index(at).slice(0, HALF).load(ROWS))
+    else:
+        scale = shared.k_scales.index(at).load(COLUMNS)
+    return scale
 
 
 @gluon.jit

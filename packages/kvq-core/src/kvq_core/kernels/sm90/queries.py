@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from kvq_core.kernels.rounding import in_float16
@@ -60,6 +61,8 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     are in log2 units, so that 1 is left. Rows for unquantized keys stay as they are.
     """
     channel = gl.arange(0, C.channels, gl.SliceLayout(0, QUERY))
+    if C.format.key.rotated and C.format.key.staged > 0:
+        copy_matrix(work, GROUP, C)
     if not C.format.key.rotated:
         channel = channel_at(channel, ADJACENT, C)
     x = load_rows(work, channel, GROUP, C)
@@ -78,7 +81,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
             y = rotated(y, tile, work, GROUP, ADJACENT, PARTS, C)
         top = gl.minimum(gl.maximum(gl.max(gl.abs(y), 1) * work.score_unit, 2.0**-100), 2.0**120)
         power = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        if C.format.key.staged:
+        if C.format.key.staged > 0:
             power = gl.where((power >= LEAST_QUERY) & (power < LARGEST_QUERY) | (power == 2.0**-100), 0.5, power)
         tile.store((y * (work.score_unit * (0.5 / power))[:, None]).to(gl.float16))
         score_scale = gl.convert_layout(power, ROWS) * 2.0
@@ -111,10 +114,14 @@ def score_shift(work, unit, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def rotated(y, tile, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr):
-    """Float32 rows [HALF, D], rotated, by way of ``tile``; their first PARTS times eight bits count. Makes half of the matrix first."""
+    """Float32 rows [HALF, D], rotated, by way of ``tile``; their first PARTS times eight bits count. Makes half of the matrix first, unless
+    it is being copied."""
     D: gl.constexpr = C.shape.head_size
     parts = tile._reinterpret(gl.bfloat16, [HALF, D], OPERAND)
-    work.matrix.slice(GROUP * HALF, HALF).store(matrix_rows(GROUP * HALF, ADJACENT, C))
+    if C.format.key.staged > 0:
+        async_copy.wait_group(0)
+    else:
+        work.matrix.slice(GROUP * HALF, HALF).store(matrix_rows(GROUP * HALF, ADJACENT, C))
     fence_async_shared()
     mbarrier.arrive(work.ready, count=1)
     mbarrier.wait(work.ready, 0)
@@ -126,6 +133,17 @@ def rotated(y, tile, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, PARTS: g
         fence_async_shared()
         result = warpgroup_mma(parts, work.matrix, result)
     return result
+
+
+@gluon.jit
+def copy_matrix(work, GROUP: gl.constexpr, C: gl.constexpr):
+    """Begin to copy a group's half of the matrix, which was made as keys were staged."""
+    row = GROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, QUERY))
+    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
+    source = work.made_matrix.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    at = source + (row[:, None] * C.shape.head_size + channel[None, :])
+    async_copy.async_copy_global_to_shared(work.matrix.slice(GROUP * HALF, HALF), at)
+    async_copy.commit_group()
 
 
 @gluon.jit

@@ -46,6 +46,15 @@ def exponents_of_bounded(s, k_scale, reference):
 
 
 @gluon.jit
+def exponents_of_one_scale(s, unit, reference):
+    """:func:`exponents_of_bounded` where all keys have the same scale, for each row in ``unit`` [HALF]."""
+    above = gl.fma(gl.max(s, 1), unit, -reference)
+    higher = gl.where(above > HIGH, gl.floor(above) - LOW, 0.0)
+    reference = reference + higher
+    return gl.fma(s, unit[:, None], -reference[:, None]), gl.exp2(-higher), reference
+
+
+@gluon.jit
 def in_log2(reference, unit):
     """A reference of :func:`exponents` in log2 units: for huge scores it was taken with a power of two in place of ``unit`` [HALF]."""
     top = reference + LOW

@@ -19,7 +19,7 @@ class Int4Bounds(Subject):
 
     def round_trip_bound(self, x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         y = self.space(x)
-        grid = budgets.affine_levels(y, 16, int4.MIN_SCALE, lost_bits=24 - SCALE_BITS - 1, clip=int4.CLIP)
+        grid = budgets.affine_levels(y, 16, int4.MIN_SCALE, lost_bits=0, clip=int4.CLIP)
         length = self.rotated(x)[0].square().sum(-1, keepdim=True)
         is_fitted = (length >= 0.99 * int4.SMALLEST_LENGTH) & (length <= 1.01 * int4.LARGEST_LENGTH)
         bound = torch.where(is_fitted, budgets.unbiased(y, grid), grid)

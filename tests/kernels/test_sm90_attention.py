@@ -7,6 +7,7 @@ in the interpreted Gluon, with fewer and shorter sequences.
 
 import contextlib
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,6 +64,7 @@ OTHER_HEADS = (
 )
 LARGE_PROMPTS = tuple(case for case in LARGE if case.head_size == 128 and max(case.query_lens) > 16 and not case.softcap)
 
+SHORT = Case(query_lens=(20,), seq_lens=(470,), head_size=128, num_kv_heads=1, queries_per_kv=2, dtype=torch.float32)
 ROWS = Case(query_lens=(8,) * 3, seq_lens=(1100, 400, 77), head_size=128, queries_per_kv=4, dtype=torch.bfloat16)
 MULTIROW_CASES = (
     ROWS,
@@ -549,8 +551,8 @@ def test_keys_far_apart(mode: str, case: Case, apart: int, size: float, where: W
     where.read_exactly(mode, built)
 
 
-@parametrize(*each(STAGED, replace(PROMPTS, num_kv_heads=1, dtype=torch.float32), interpret=(INT8, INT4)))
-@pytest.mark.parametrize(("of_keys", "of_queries"), [(1.0, 2.0**-12), (1.0, 2.0**10), (2.0**13, 2.0**-13), (2.0**12, 2.0**5)])
+@parametrize(*each(STAGED, replace(PROMPTS, num_kv_heads=1, dtype=torch.float32), interpret=(INT8, INT2)))
+@pytest.mark.parametrize(("of_keys", "of_queries"), [(1, 2**-12), (1, 2**10), (2**13, 2**-13), (2**12, 2**5), (2**26, 2**4)])
 def test_scores_beyond_a_bound(mode: str, case: Case, of_keys: float, of_queries: float, where: Where) -> None:
     """Some rows, and keys of one tile, are larger or smaller than what lets a reader know a bound of scores."""
     built = where.build(mode, case, most=500)
@@ -575,6 +577,61 @@ def test_keys_much_smaller_than_their_rotary_mean(mode: str, case: Case, where: 
     rotary = built.smoothing.rotary
     without = replace(built.smoothing, rotary=replace(rotary, bias=torch.zeros_like(rotary.bias)))
     where.read_exactly(mode, built, smoothing=without)
+
+
+@parametrize(*each(STAGED, replace(SHORT, smoothing="rotary"), interpret=(INT4, INT2), gpu=(INT8, INT4, INT3, INT2)))
+@pytest.mark.parametrize("apart", [0, 12])
+def test_rotary_means_much_smaller_than_a_key(mode: str, case: Case, apart: int, where: Where) -> None:
+    """Keys are as large as their means, but one that nothing looks at, whose scale the others of its tile may share."""
+    built = where.build(mode, case, most=500)
+    known = built.smoothing
+    built.smoothing = replace(
+        known,
+        mean=torch.zeros_like(known.mean),
+        balance=torch.ones_like(known.balance),
+        rotary=replace(known.rotary, bias=0.05 * known.rotary.bias),
+    )
+    built.key.normal_(generator=torch.Generator(built.key.device).manual_seed(3))
+    built.key += built.smoothing.rotary.at(built.positions).to(built.key.dtype)
+    q = built.q[: case.query_lens[0]]
+    direction = torch.nn.functional.normalize(q[:, 0].mean(0), dim=0) * case.head_size**0.5
+    q += 0.5 * direction
+    built.key[5::128] = -(2.0**apart) * direction
+    built.fill()
+    where.read_exactly(mode, built)
+
+
+@parametrize(*each(STAGED, replace(SHORT, smoothing="rotary"), interpret=(INT4,), gpu=(INT8, INT4, INT3, INT2)))
+def test_queries_at_the_end_of_their_range(mode: str, case: Case, where: Where) -> None:
+    """All in one channel of a pair that has a rotary mean, beyond which a row's scores are not known to be bounded."""
+    built = where.build(mode, case, most=500)
+    channel = int(built.smoothing.rotary.channels[0, 0, 0])
+    built.q.zero_()
+    built.q[..., channel] = 0.9999 * 2**8 / (case.head_size**-0.5 * math.log2(math.e)) / float(built.smoothing.balance[0, channel])
+    where.read_exactly(mode, built)
+
+
+@parametrize(*each(STAGED, SHORT, interpret=(INT8, INT4), gpu=(INT8, FP8[0], INT4, INT3, INT2)))
+def test_units_of_values_that_go_down(mode: str, case: Case, where: Where) -> None:
+    """Where readers go by the rows' own scales, as beside a tiny query: of weights over a larger unit float16 would hold less."""
+    built, slots = where.build(mode, case, most=500), case.block_size
+    built.key.zero_()
+    built.key[..., 0] = 0.01
+    built.key[3, :, 0] = 8.0
+    # Weights of 2^-16 of the first key's; of 2^-24 where units are less far apart.
+    rotated = mode in ROTATED
+    built.q.zero_()
+    built.q[..., 0] = 16.5 if rotated else 23.5
+    built.q[0] *= 2.0**-20
+    built.value.uniform_(0.2, 0.3)
+    built.fill()
+    found = built.scales["v_scale_cache"][built.slots // slots, built.slots % slots]
+    # The largest scales of tiles lie on both sides of a power of two at which units change.
+    built.value *= 0.97 * 2.0 ** (-3 if rotated else -8) / float(found[128:].max())
+    built.value[:128] *= 1.1
+    built.value[3] *= 1e-3
+    built.fill()
+    where.read_exactly(mode, built)
 
 
 @parametrize(*each(STAGED, replace(PROMPTS, seq_lens=(400, 300), dtype=torch.float32), interpret=(INT8, INT4)))

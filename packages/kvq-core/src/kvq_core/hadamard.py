@@ -92,7 +92,7 @@ or so may come back shorter than they were, but finite."""
 
 
 SCALE_BITS: Final = 7
-"""Scales of rotated modes have so many significant bits, since numbers of four bits times such a scale are exact in float16."""
+"""Scales of rotated modes have so many significant bits. A number of four bits times such a scale is exact in float16, which has eleven."""
 
 
 def rounded_scale(scale: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ wants them: ``(word << i) & 0x8080 | 0x0037`` is the fp16 subnormal +-55 or +-18
 (format.py; it moves a value by 0.09 %, the mode itself by 34 %, both rms). Levels and boundaries: Lloyd (1982), Max (1960), four
 levels, unit Gaussian.
 
-No finite row comes back further from itself than zero is. For a fixed c the squared error of a scale t = s b is
+No finite row whose scale is a normal number comes back further from itself than zero is. For a fixed c the squared error of a scale t = s b
+is
 
     ||y - t c||^2 = ||y||^2 - 2 t <y, c> + t^2 ||c||^2 = ||y||^2 - t ||c||^2 (2 t* - t),    t* = <y, c> / ||c||^2 > 0
 

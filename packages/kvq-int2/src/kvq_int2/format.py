@@ -68,7 +68,7 @@ ROWS = PlaneFormat(
     rotated=True,
     level=READ_LEVEL,
     exponent_scale=SUBNORMAL,
-    grid=10 / 183,  # 3 and 10, whose ratio is as near to the levels'
+    grid=10 / 183,  # 55 and 183 become 3 and 10, whose ratio is nearer to the levels'
     unpack=unpack,
     write_plane=write_plane,
 )

@@ -21,14 +21,14 @@ A range that ends short of the extremes makes all steps finer; few values pay fo
 leaves a row's product with itself as it is, <y, y'> = <y, y>: what attention sums over many keys and values then has no bias. Both are
 the writer's business: whoever reads vLLM's format reads these bytes.
 
-No finite row comes back further from itself than zero is. With the step as its scale no value's error is above the value, nor above half a
-step but for the clipped ends. The fitted scale leaves ||y||^2 (1 / f^2 - 1), f the cosine of y and code - zp, at most ||y||^2 while
-f^2 >= 1/2, and 1 - f^2 is at most the sum of the squared errors over that of the squares. In steps, the range is 15.79 long and an end is
-clipped by 0.79, or by 0.9 where the zero point is rounded away from it. Worst is a zero point of 0 (or 15), one value at the far end and
-all others at l < 0.9 on the near one, where their code is the zero point: f^2 >= 1/2 while (d - 1) l^2 <= (15.79 - l)^2, up to d = 256,
-where f^2 is above 0.51, so that a scale may be 2^-7 of itself larger.
-Where ``MIN_SCALE`` is the step, a range of h steps leaves l < 0.5 + 0.025 h, and rows below ``SMALLEST_LENGTH`` may break that. A scale
-held at 2^107 is one between 0 and that of least squares.
+No finite row whose scale is a normal number comes back further from itself than zero is. With the step as its scale no value's error is
+above the value, nor above half a step but for the clipped ends. The fitted scale leaves ||y||^2 (1 / f^2 - 1), f the cosine of y and code -
+zp, at most ||y||^2 while f^2 >= 1/2, and 1 - f^2 is at most the sum of the squared errors over that of the squares. In steps, the range is
+15.79 long and an end is clipped by 0.79, or by 0.9 where the zero point is rounded away from it. Worst is a zero point of 0 (or 15), one
+value at the far end and all others at l < 0.9 on the near one, where their code is the zero point: f^2 >= 1/2 while (d - 1) l^2 <= (15.79 -
+l)^2, up to d = 256, where f^2 is above 0.51, so that a scale may be 2^-7 of itself larger. Where ``MIN_SCALE`` is the step, a range of h
+steps leaves l < 0.5 + 0.025 h, and rows below ``SMALLEST_LENGTH`` may break that. A scale held at 2^107 is one between 0 and that of least
+squares.
 """
 
 from __future__ import annotations

@@ -200,13 +200,9 @@ class ReadConfig(Constant):
     def stays_rotated(self) -> bool:
         """Whether rows are staged as they are rotated: those of K and V alike, in heads for which warp groups have a rotation."""
         key, value = self.format.halves
-        alike = (key.rotated, key.ways, key.signs) == (value.rotated, value.ways, value.signs)
-        return key.grid > 0 and value.grid > 0 and alike and self.shape.head_size == self.shape.head_size_v == 128
-
-    @property
-    def one_key_scale(self) -> bool:
-        """Whether the keys of a staged tile share a scale, unless it says otherwise."""
-        return self.stays_rotated or self.format.key.scales == "plane"
+        alike = (key.rotated, key.ways, key.signs) == (True, value.ways, value.signs)
+        fits = self.shape.head_size == self.shape.head_size_v == 128 and not self.key_heads.padded
+        return fits and alike and min(key.grid, value.grid) > 0
 
     @property
     def key_gains(self) -> tuple[float, ...]:
@@ -233,15 +229,6 @@ class ReadConfig(Constant):
         return -1.0 / self._exponent_scale(self.format.key)
 
     @property
-    def key_exponent_scale(self) -> float:
-        """What a key's operand of 1 stands for, beside its level and its row's scale."""
-        return self._exponent_scale(self.format.key)
-
-    @property
-    def value_exponent_scale(self) -> float:
-        return self._exponent_scale(self.format.value)
-
-    @property
     def value_operand_scale(self) -> float:
         """What an operand of 1 stands for, beside its row's scale."""
         return self._exponent_scale(self.format.value) * self.format.value.level
@@ -263,7 +250,7 @@ class ReadConfig(Constant):
 
     @property
     def key_number_units(self) -> tuple[float, ...]:
-        """What each way's operands are multiplied by to be numbers, with their zero point on."""
+        """What each way's operands are multiplied by to become numbers, zero point included; on the grid where rows stay rotated."""
         return self._number_units(self.format.key, self.key_gains)
 
     @property

@@ -66,9 +66,9 @@ class PlaneFormat(Constant):
         zero: the zero point of all codes.
         huge_scales: of K: sums of operands times the scale of a huge row overflow unless the query's factor comes first.
         has_nan: a code can be NaN: lanes of keys that are not there are loaded as 0.
-        grid: of rotated rows. A number less its zero point, times it and rounded, is a whole one below 16, whose scale has no more than
-            kvq_core.hadamard.SCALE_BITS bits: rows may be staged as they are rotated. 0: they may not.
-        staged: rows are float16 in a workspace's blocks (kvq_core.kernels.staging), in so many ways, one behind the other. 0: they are not.
+        grid: of rotated rows whose scales have at most kvq_core.hadamard.SCALE_BITS significant bits. A number times ``grid``, rounded if
+            that is no integer, is one below 16 in magnitude, zero point off: rows may be staged without un-rotating them. 0: they may not.
+        staged: rows are float16 in a workspace's blocks (kvq_core.kernels.staging); rotated ones way after way.
         one_scale: of staged K: the keys of a tile share a scale, if the tile has an entry in its table.
         side_bytes: a row's lanes, an even number n, are followed by a byte for each, in the order 0, n / 2, 1, n / 2 + 1, ...
         unpack: ``unpack(lanes, C)``: a tuple of ``ways`` float16 tensors. With ``side_bytes``, ``lanes`` is (uint16 lanes, the byte
@@ -93,7 +93,7 @@ class PlaneFormat(Constant):
     has_nan: bool = False
     side_bytes: bool = False
     grid: float = 0.0
-    staged: int = 0
+    staged: bool = False
     one_scale: bool = False
     unpack: Any = None
     split: Any = None
@@ -107,7 +107,7 @@ class PlaneFormat(Constant):
     @property
     def in_float16(self) -> bool:
         """Whether operands are float16, whatever the queries are."""
-        return self.packed or self.staged > 0
+        return self.packed or self.staged
 
     @property
     def variant(self) -> str:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LAST_SCALE_BIT = tl.constexpr(1 << 17)
-"""Of the scales of rotated modes, which have seven significant bits (kvq_core.hadamard.SCALE_BITS)."""
+"""The last bit of a float32 scale with seven significant bits (kvq_core.hadamard.SCALE_BITS)."""
 
 
 @triton.jit
@@ -33,9 +33,9 @@ def reciprocal(x, ASM: tl.constexpr):
 
 @triton.jit
 def rounded_scale(x):
-    """Finite scales with as many bits as kvq_core.hadamard.rounded_scale leaves; NaN as it is."""
+    """kvq_core.hadamard.rounded_scale of finite scales and NaN, float32 of any shape."""
     bits = (x.to(tl.int32, bitcast=True) + LAST_SCALE_BIT // 2) & -LAST_SCALE_BIT
-    # NaN stays.
+    # The addition may carry into a NaN's sign and leave a number.
     return tl.fma(x, 0.0, bits.to(tl.float32, bitcast=True))
 
 

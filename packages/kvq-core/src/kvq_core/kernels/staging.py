@@ -13,8 +13,8 @@ A rotary mean (:mod:`.rotary`) is given back as further channels of the keys: R_
 query's channels once more. Such a row is over its scale times a power of two that keeps the mean in float16's range.
 
 Staged tiles are a cache of their own, with blocks of 128 tokens, a scale for each row, a block table for each kv head, and a stop for each
-sequence. A tile with rows that are missing, large keys, or rows that have no power of two to share, has no entry in that table, which makes
-its readers go by the scales of the rows, since there each row has its own, and take scores as they come.
+sequence. A tile has no entry in that table if a row before the sequence's end is missing, if keys are large, or if rows have no power of
+two to share. Its readers go by the rows' own scales, and take scores as they come.
 """
 
 from typing import Any, NamedTuple
@@ -33,26 +33,27 @@ from kvq_core.kernels.scheduler import SCAN, sequence_facts
 from kvq_core.kernels.side_bytes import side_selectors
 
 TOP, BINADES = tl.constexpr(7), tl.constexpr(8)
-"""A tile's largest scale is below 2^TOP of the unit that its rows share, and above 2^(TOP - BINADES): 448, e4m3's largest number, times it
-fits float16. Units are so far apart that few tiles change them, since sums over values then are rescaled."""
+"""A tile's largest scale is below 2^TOP of the unit that its rows share, and not below 2^(TOP - BINADES): 448, e4m3's largest number, times
+2^TOP fits float16. Units are so far apart that few tiles change them, since sums over values then are rescaled."""
 GRID_TOP, GRID_BINADES = tl.constexpr(12), tl.constexpr(16)
 """The same for numbers below 16."""
 WHOLE = tl.constexpr(1.5 * 2.0**23)
-"""What is added to a small number and taken off again leaves it rounded to a whole one."""
+"""Adding and subtracting it rounds a small number to an integer."""
 LEAST_SHARED = tl.constexpr(2.0**-18)
 """The least scale, over its unit, whose seven bits float16 holds."""
 FARTHEST = tl.constexpr(2.0**30)
 """A tile shares its power of two only up to it and down to its inverse: a sum times the quotient of any two of these is in float32's
 range."""
-MEAN_SHARE = tl.constexpr(2.0**8)
-"""The queries' channels of a rotary mean are multiplied by it, the staged mean's divided: small ones of both stay above float16's
-subnormal numbers."""
+MEAN_SHARE = tl.constexpr(2.0**2)
+"""The queries' channels of a rotary mean are multiplied by it, the staged mean's divided. Queries' are at most 2^8 in log2 units; a mean
+may be far below the scale that its tile's rows share. Both should be in float16's range, above its subnormal numbers."""
 LARGEST_MEAN = tl.constexpr(2.0**14)
 """A rotary mean over its row's scale is below twice this."""
 LARGEST_KEY = tl.constexpr(2.0**10)
 """Of a key's channels, so that readers know a bound of its scores; of rotated ones' over QUERY_SHARE."""
 QUERY_SHARE = tl.constexpr(0.25)
-"""Rotated queries are multiplied by it, and keys' scales divided, so that both are of usual size."""
+"""Rotated queries are multiplied by it, and their keys' scales divided: a rotation is not normalized, and makes a row of 128 eleven times
+as long, which would take more queries out of the range in which scores are bounded."""
 LARGEST = tl.constexpr(2.0**120)
 """No power of two that rows are over is larger: it and its inverse are normal numbers."""
 
@@ -103,13 +104,13 @@ def stage_kernel(
 
 @triton.jit
 def store_matrix(staged, kv_head, capacity, C: tl.constexpr):
-    """Store what readers rotate queries by, and un-rotate their results, behind the keys: [channel, place in a staged row], +-1 in
-    bfloat16."""
+    """Store the rotation's matrix behind the keys, [channel, index in a staged row], +-1 in bfloat16. Readers rotate queries by it, and
+    un-rotate their results. All programs of kv head 0 take part."""
     HEADS: tl.constexpr = C.key_heads
     SIGNS: tl.constexpr = C.format.key.signs
     if kv_head == 0:
-        place = tl.arange(0, HEADS.size)
-        channel = place % HEADS.lanes * HEADS.ways + place // HEADS.lanes
+        index = tl.arange(0, HEADS.size)
+        channel = index % HEADS.lanes * HEADS.ways + index // HEADS.lanes
         end = (capacity * tl.num_programs(1)).to(tl.int64) * (C.tile.keys * C.staged_key_size)
         matrix = (staged.k_tiles + end).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         for row in range(tl.program_id(0), HEADS.size, tl.num_programs(0)):
@@ -119,8 +120,8 @@ def store_matrix(staged, kv_head, capacity, C: tl.constexpr):
             odd = odd ^ (odd >> 1)
             x = tl.where((odd & 1) == 1, -1.0, 1.0)
             if SIGNS is not None:
-                x = apply_signs(x, row + tl.zeros_like(place), SIGNS, HEADS.block)
-            tl.store(matrix + row * HEADS.size + place, x.to(tl.bfloat16))
+                x = apply_signs(x, row + tl.zeros_like(index), SIGNS, HEADS.block)
+            tl.store(matrix + row * HEADS.size + index, x.to(tl.bfloat16))
 
 
 @triton.jit
@@ -157,13 +158,13 @@ def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: 
     is beyond LARGEST_KEY, and they share a scale if readers want them to."""
     ways, scale, zero = loaded_operands(plane, tile, kv_head, num_blocks, False, C)
     if C.stays_rotated:
-        share, scale, shared = grid_unit(scale)
+        factor, scale, shared = grid_unit(scale)
         scale = scale * (C.key_number_scale / QUERY_SHARE)
-        most = 16.0 * share
+        most = 16.0 * factor
     else:
         x = in_channels(ways, zero, False, C)
         scale = scale * C.key_number_scale
-        share = tl.full(scale.shape, 1.0, tl.float32)
+        factor = tl.full(scale.shape, 1.0, tl.float32)
         most = tl.max(tl.abs(x), 1)
     bounded = tl.max(tl.where(tile.valid, most * scale, 0.0)) <= LARGEST_KEY
     if C.stays_rotated:
@@ -172,17 +173,17 @@ def stage_keys(plane, tile, kv_head, num_blocks, mean, out, out_scales, row, C: 
         x_mean, y_mean, largest = mean
         bounded = bounded & (largest <= LARGEST_KEY)
         smaller, scale = mean_unit(scale, largest)
-        share = share * smaller
+        factor = factor * smaller
         unit = (1.0 / (scale * MEAN_SHARE))[:, None]
         PAIRS: tl.constexpr = C.features.rotary_pairs
         store_rows(x_mean * unit, PAIRS, out + C.channels, row, tile, C.staged_key_size, C)
         store_rows(y_mean * unit, PAIRS, out + (C.channels + PAIRS), row, tile, C.staged_key_size, C)
     if C.stays_rotated:
-        store_on_grid(ways, zero, share, False, out, row, tile, C.staged_key_size, C)
+        store_on_grid(ways, zero, factor, False, out, row, tile, C.staged_key_size, C)
     else:
-        store_rows(x * share[:, None], C.shape.head_size, out, row, tile, C.staged_key_size, C)
-    # Of one that is missing, minus what the others share.
-    scale = tl.where(tile.valid, scale, tl.where(scale > 0.0, -scale, -1.0))
+        store_rows(x * factor[:, None], C.shape.head_size, out, row, tile, C.staged_key_size, C)
+    # A missing key's scale is negative, and as large as the one that others share.
+    scale = tl.where(tile.valid, scale, -tl.maximum(scale, 2.0**-126))
     tl.store(out_scales + row + tl.arange(0, C.tile.keys), scale)
     return bounded
 
@@ -223,15 +224,15 @@ def stage_values(plane, tile, kv_head, num_blocks, out, out_scales, row, C: tl.c
     """Stage a tile's values; whether they are over one power of two."""
     ways, scale, zero = loaded_operands(plane, tile, kv_head, num_blocks, True, C)
     if C.stays_rotated:
-        share, unit, shared = grid_unit(scale)
-        store_on_grid(ways, zero, share, True, out, row, tile, C.channels, C)
+        factor, unit, shared = grid_unit(scale)
+        store_on_grid(ways, zero, factor, True, out, row, tile, C.channels, C)
     else:
         x = in_channels(ways, zero, True, C)
         unit, shared = shared_unit(scale, TOP, BINADES)
         unit = tl.where(shared, unit, power_of_two(scale * 2.0 ** (1 - TOP)))
         # The product is exact.
-        share = (scale * inverse_power(unit)) * C.value_number_scale
-        store_rows(x * share[:, None], C.shape.head_size_v, out, row, tile, C.channels, C)
+        factor = (scale * inverse_power(unit)) * C.value_number_scale
+        store_rows(x * factor[:, None], C.shape.head_size_v, out, row, tile, C.channels, C)
     tl.store(out_scales + row + tl.arange(0, C.tile.keys), tl.where(tile.valid, unit, 0.0))
     return shared
 
@@ -268,7 +269,7 @@ def in_channels(ways, zero, IS_VALUE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def grid_unit(scale):
-    """(what to multiply rows of numbers on a grid by [KEYS], the rows' new scales, whether it is one for all of them)."""
+    """(factors [KEYS] of rows of numbers on the grid, the rows' scales from then on [KEYS], whether all rows have the same)."""
     unit, shared = shared_unit(scale, GRID_TOP, GRID_BINADES)
     small = (scale != 0.0) & (scale < unit * LEAST_SHARED)
     # NaN is none that others share.
@@ -285,14 +286,14 @@ def store_on_grid(ways, zero, factor, IS_VALUE: tl.constexpr, out, row, tile, ST
     UNITS: tl.constexpr = C.value_number_units if IS_VALUE else C.key_number_units
     # Any codes are finite, those of rows that are missing, too.
     factor = tl.where(tile.valid, factor, 0.0)
-    offset = (zero * P.grid * factor)[:, None]
+    zeros = (zero * P.grid * factor)[:, None]
     for s in tl.static_range(tl.constexpr(P.ways)):
         x = ways[s].to(tl.float32)
         if P.grid % 1 == 0:
             # Exact, product and difference.
-            x = x * (factor * UNITS[s])[:, None] - offset
+            x = x * (factor * UNITS[s])[:, None] - zeros
         else:
-            x = (x * UNITS[s] + WHOLE - WHOLE) * factor[:, None] - offset
+            x = (x * UNITS[s] + WHOLE - WHOLE) * factor[:, None] - zeros
         channel = s * HEADS.width + tl.arange(0, HEADS.width)
         at = out + ((row + tl.arange(0, C.tile.keys))[:, None] * STRIDE + channel[None, :])
         tl.store(at, x.to(tl.float16))
@@ -329,7 +330,7 @@ def unrotated(numbers, HEADS: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def row_scales(plane, tile, kv_head, P: tl.constexpr, C: tl.constexpr):
-    """(scales, zero points) of a tile's rows, [KEYS] float32; 0 for missing ones, if each row has its own."""
+    """(scales, zero points) of a tile's rows, [KEYS] float32; 0 for missing ones, unless the plane has one scale."""
     word = tl.zeros(tile.position.shape, tl.float32)
     if P.scales == "row":
         at = kv_head.to(tl.int64) * plane.scale_head_stride
@@ -347,8 +348,8 @@ def row_scales(plane, tile, kv_head, P: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def shared_unit(scale, HIGHEST: tl.constexpr, APART: tl.constexpr):
-    """(the power of two, one of those that are 2^APART apart, of which the largest scale is below 2^HIGHEST, [KEYS]; whether rows can be
-    over it)."""
+    """(a power of two [KEYS], the same for all rows: of those 2^APART apart the least that times 2^HIGHEST is above the largest scale;
+    whether rows may share it)."""
     largest = power_of_two(tl.max(scale, 0)).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum((largest + (APART - HIGHEST)) // APART * APART, 1)
     unit = (exponent << 23).to(tl.float32, bitcast=True)

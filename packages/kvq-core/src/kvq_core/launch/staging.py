@@ -23,7 +23,8 @@ MOST_BYTES: Final = 256 << 20
 """Of a workspace for staged tiles: 65,536 keys of eight kv heads."""
 _WARPS: Final = 8
 _WARPS_OF_ROTATED: Final = 4
-"""Where rows are un-rotated, a thread of eight warps has more than 128 registers, so that a multiprocessor holds one program."""
+"""Where rows are un-rotated, a thread of eight warps has more than 128 registers, so that a multiprocessor holds one program.
+Where they stay rotated, eight warps gain nothing."""
 PROGRAMS_PER_SM: Final[float] = 4
 """They take tile after tile: a block table has room for many more than most sequences have."""
 _UNBOUNDED: Final = 2**23
@@ -78,12 +79,9 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
 def staged_config(config: ReadConfig) -> ReadConfig:
     """Of a kernel that reads the rows that one of ``config`` has staged."""
     shape = replace(config.shape, block_size=GROUPS_TILE, same_strides=True, row_alignment=16, wide_planes=False, wide_pages=False)
-    key = PlaneFormat("staged", 1, staged=1, one_scale=config.one_key_scale)
-    value = PlaneFormat("staged", 1, staged=1)
+    key = PlaneFormat("staged", 1, staged=True, one_scale=config.stays_rotated or config.format.key.scales == "plane")
+    value = PlaneFormat("staged", 1, staged=True)
     if config.stays_rotated:
-        packed = config.format.key
-        key, value = (
-            replace(plane, rotated=True, signs=packed.signs, staged=packed.ways, level=level)
-            for plane, level in ((key, QUERY_SHARE.value), (value, config.value_number_scale))
-        )
+        key = replace(key, rotated=True, level=QUERY_SHARE.value)
+        value = replace(value, rotated=True, level=config.value_number_scale)
     return replace(config, format=Format(key, value), shape=shape)

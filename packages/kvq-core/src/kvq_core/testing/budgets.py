@@ -221,7 +221,7 @@ def with_rounded_scale(y: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
 
 
 def stored_scale(scale: torch.Tensor, stored: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """``scale``, rounded as it is stored; a tie, by so much of it, is as it was ``stored``."""
+    """``scale`` [...] rounded to SCALE_BITS, or ``stored`` where ``scale`` times 1 +- ``tolerance`` rounds to it."""
     low, high = (rounded_scale((scale.double() * (1 + sign * tolerance)).float()) for sign in (-1, 1))
     return torch.where((stored == low) | (stored == high), stored, rounded_scale(scale.float()))
 

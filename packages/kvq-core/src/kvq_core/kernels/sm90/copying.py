@@ -106,7 +106,7 @@ def copy_staged_values(n, values, scale, span, shared, C: gl.constexpr):
     at = n % C.tile.stages
     copy_block(shared.v.index(at), values, span.first + n - 1, 0, C.channels, C.channels, C)
     shared.v_scales.index(at).store(scale)
-    # Of a tile whose rows share one, which is a power of two, the largest is it.
+    # The scale that rows share is a power of two. Where each row has its own, the largest's power of two serves.
     largest = (gl.max(scale, 0).to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     shared.v_largest.index(at).store(gl.zeros([HALF], gl.float32, VECTOR) + largest)
 

@@ -156,7 +156,8 @@ class RotaryArgs(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """Which query rows, where they are and go, and the tiles in shared memory that they take."""
+    """Which query rows, where they are and go, and the tiles in shared memory that they take. ``matrix_ptr``: the rotation's matrix in
+    memory, if staged rows stay rotated."""
 
     queries: Any
     token_stride: Any
@@ -179,5 +180,5 @@ class QueryTile(NamedTuple):
     kv_head: Any
     tile: Any
     matrix: Any
-    made_matrix: Any
+    matrix_ptr: Any
     ready: Any

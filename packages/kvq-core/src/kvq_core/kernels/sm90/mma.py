@@ -40,16 +40,15 @@ def multiply_tiles(
     acc = gl.zeros([HALF, D], gl.float32, OUTPUT)
     reference = gl.full([HALF], float("-inf"), gl.float32, ROWS)
     sums = Sums(acc, reference, no_sums(C.tile.keys), gl.full([HALF], 2.0**-100, gl.float32, ROWS))
-    looked_at = span.whole
-    if C.format.key.one_scale:
-        looked_at = span.last
-    as_usual = all_exist(0, looked_at * C.tile.keys, span, C)
+    # Where a tile's keys share a scale, the loop goes by that in masked iterations, too: all tiles count.
+    checked = span.last if C.format.key.one_scale else span.whole
+    regular = all_exist(0, checked * C.tile.keys, span, C)
     if COPIED and SCALED:
         # Without rows in other units, which are rare, and with bounded keys (kernels/staging.py) scores are bounded.
-        as_usual = as_usual & (gl.max((score_scale != 1.0).to(gl.int32), 0) == 0)
-    whole = gl.where(as_usual, span.whole, 0)
+        regular = regular & (gl.max((score_scale != 1.0).to(gl.int32), 0) == 0)
+    whole = gl.where(regular, span.whole, 0)
     if C.format.key.one_scale:
-        if as_usual:
+        if regular:
             sums = multiply_copied(GROUP, whole, sums, rows, span, shared, SCALED, True, C)
         else:
             sums = multiply_copied(GROUP, whole, sums, rows, span, shared, SCALED, False, C)

@@ -13,19 +13,22 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, Sums, product_layout
 from kvq_core.kernels.sm90.softmax import exponents, exponents_of_bounded, exponents_of_one_scale, rescaled, weights_of
+from kvq_core.kernels.staging import FARTHEST as _FARTHEST
 from kvq_core.kernels.staging import inverse_power
 
 REST = gl.constexpr(2.0**10)
 """Moved from the scales of keys into the unit of scores, so that products times scales are finite."""
+FARTHEST = gl.constexpr(_FARTHEST.value)
 HUGE = gl.constexpr(2.0**100)
 """The largest unit of scores: sums of staged rows times it are finite."""
 
 
 @gluon.jit
 def multiply_copied(
-    GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED: gl.constexpr, ALIKE: gl.constexpr, C: gl.constexpr
+    GROUP: gl.constexpr, whole, sums, rows, span, shared, SCALED: gl.constexpr, ONE_SCALE: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """All tiles, at least one. The first ``whole`` are seen by all rows. ALIKE: each has one scale for its keys and one for its values."""
+    """All tiles, at least one. The first ``whole`` are seen by all rows. ONE_SCALE: each tile has one scale for its keys and one for its
+    values, and rows' ``score_scale`` is 1."""
     final = span.last - 1
     await_round(0, shared, C)
     take_turn(0, GROUP, shared)
@@ -34,42 +37,45 @@ def multiply_copied(
     s = warpgroup_mma_wait(0, deps=(s,))
     k_scale = sums.reference
     if SCALED:
-        k_scale = key_scales(0, shared, ALIKE)
-    x, alpha, reference = tile_exponents(0, s, sums.reference, k_scale, rows, shared, SCALED, ALIKE, True, C)
+        k_scale = key_scales(0, shared, ONE_SCALE)
+    x, alpha, reference = tile_exponents(0, s, sums.reference, k_scale, rows, shared, SCALED, ONE_SCALE, True, C)
     sums = Sums(sums.acc, reference, sums.total, sums.largest)
     end_round(0, shared, C)
     # A step takes the next tile's scores, too: the last tile that all rows see is followed by one that needs the mask.
     whole = gl.maximum(gl.minimum(whole, final) - 1, 0)
-    if ALIKE or not C.format.key.one_scale:
+    # Without ONE_SCALE ``whole`` is then 0.
+    if ONE_SCALE or not C.format.key.one_scale:
         for n in range(0, whole):
-            x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, ALIKE, False, False, C)
+            x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, ONE_SCALE, False, False, C)
     for n in range(whole, final):
-        x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, ALIKE, True, False, C)
-    x, alpha, sums = multiply_ahead(final, x, alpha, sums, rows, shared, GROUP, SCALED, ALIKE, True, True, C)
+        x, alpha, sums = multiply_ahead(n, x, alpha, sums, rows, shared, GROUP, SCALED, ONE_SCALE, True, False, C)
+    x, alpha, sums = multiply_ahead(final, x, alpha, sums, rows, shared, GROUP, SCALED, ONE_SCALE, True, True, C)
     return sums
 
 
 @gluon.jit
 def multiply_ahead(
     n, x, alpha, sums, rows, shared,
-    GROUP: gl.constexpr, SCALED: gl.constexpr, ALIKE: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
+    GROUP: gl.constexpr, SCALED: gl.constexpr, ONE_SCALE: gl.constexpr, EDGE: gl.constexpr, FINAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One tile from its weights' exponents ``x`` and the factor for what was summed before: weights, weighted values and, unless FINAL, the
     next tile's exponents. ``sums.reference`` is of the exponents.
 
-    Values of a staged tile that all rows see have one scale. At an EDGE, unless rows are ALIKE, each row's own counts, and values are taken
-    relative to the largest so far.
+    Values of a staged tile that all rows see have one scale. At an EDGE, unless ONE_SCALE, each row's own counts, and values are taken
+    relative to the tile's largest, or to the largest so far where these are too far apart.
     """
     OUTPUT: gl.constexpr = product_layout(C.channels)
-    PER_KEY: gl.constexpr = SCALED and not ALIKE
+    PER_KEY: gl.constexpr = SCALED and not ONE_SCALE
     at = (n + 1) % C.tile.stages
     p, total = weights_of(x, sums.total, alpha)
     largest = sums.largest
     await_round(n + 1, shared, C)
     if SCALED:
         grown = shared.v_largest.index(at).load(ROWS)
-        if EDGE and not ALIKE:
-            grown = gl.maximum(grown, largest)
+        if EDGE and not ONE_SCALE:
+            # Not to the largest so far if it can be helped: float16 weights times scales over it may be rounded to 0.
+            near = (grown <= FARTHEST) & (grown * FARTHEST >= 1.0) & (largest <= FARTHEST)
+            grown = gl.where(near, grown, gl.maximum(grown, largest))
             p = p * (shared.v_scales.index(at).load(COLUMNS)[None, :] * inverse_power(grown)[:, None])
         alpha = alpha * (largest * inverse_power(grown))
         largest = grown
@@ -79,7 +85,7 @@ def multiply_ahead(
     k_scale = reference
     if SCALED and not FINAL:
         # Here and not where they are needed: an access to shared memory after a turn's end has a barrier of its own.
-        k_scale = key_scales(at, shared, ALIKE)
+        k_scale = key_scales(at, shared, ONE_SCALE)
     take_turn(n + 1, GROUP, shared)
     if FINAL:
         acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
@@ -97,7 +103,7 @@ def multiply_ahead(
             acc = warpgroup_mma(weights, shared.v.index(at), acc, is_async=True)
             end_turn(GROUP, shared)
             s = warpgroup_mma_wait(1, deps=(s,))
-        x, alpha, reference = tile_exponents(n + 1, s, reference, k_scale, rows, shared, SCALED, ALIKE, EDGE, C)
+        x, alpha, reference = tile_exponents(n + 1, s, reference, k_scale, rows, shared, SCALED, ONE_SCALE, EDGE, C)
         if not PER_KEY:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         end_round(n + 1, shared, C)
@@ -118,18 +124,18 @@ def begin_scores(n, rows, shared, C: gl.constexpr):
 
 @gluon.jit
 def tile_exponents(
-    n, s, reference, k_scale, rows, shared, SCALED: gl.constexpr, ALIKE: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr
+    n, s, reference, k_scale, rows, shared, SCALED: gl.constexpr, ONE_SCALE: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Tile n's products as softmax.exponents has them. ``k_scale``: :func:`key_scales`, if SCALED."""
     at = n % C.tile.stages
     if SCALED and not EDGE:
-        if ALIKE:
+        if ONE_SCALE:
             x, alpha, reference = exponents_of_one_scale(s, k_scale, reference)
         else:
             x, alpha, reference = exponents_of_bounded(s, k_scale, reference)
     else:
         score_scale = rows.score_scale
-        if ALIKE:
+        if ONE_SCALE:
             score_scale = k_scale
         elif SCALED:
             s = s * (k_scale * (1.0 / REST))[None, :]
@@ -141,11 +147,11 @@ def tile_exponents(
 
 
 @gluon.jit
-def key_scales(at, shared, ALIKE: gl.constexpr):
-    """Of the keys in a buffer, [KEYS]; the one that they share, for each query row, [HALF]."""
-    if ALIKE:
-        # Of a key that is missing it is negative.
-        scale = gl.abs(shared.k_scales.index(at).slice(0, HALF).load(ROWS))
+def key_scales(at, shared, ONE_SCALE: gl.constexpr):
+    """Scales of the keys in a buffer, [KEYS]; if ONE_SCALE the one that they share, for each query row, [HALF]."""
+    if ONE_SCALE:
+        # Of a key that is missing it is negative. Above 0, so that -inf times it is -inf.
+        scale = gl.maximum(gl.abs(shared.k_scales.index(at).slice(0, HALF).load(ROWS)), 2.0**-126)
     else:
         scale = shared.k_scales.index(at).load(COLUMNS)
     return scale

@@ -14,6 +14,6 @@ def attend(
 ):  # fmt: skip
     attend_in_groups(
         queries, keys, values, output, batch, scoring, num_seqs, table_stride, table_width, num_blocks,
-        C.key_number_scale, C.value_number_scale, SCALED=C.format.key.staged > 0, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True,
+        C.key_number_scale, C.value_number_scale, SCALED=C.format.key.staged, KEY_PRESCALE=1.0, FINITE=True, ADJACENT=True,
         UNPACK=as_stored, SCALE_OF=as_stored, C=C, COPIED=True,
     )  # fmt: skip

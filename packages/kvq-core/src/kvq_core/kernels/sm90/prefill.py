@@ -150,10 +150,10 @@ def attend_in_groups(
         sinks = queries.ptr
         if SINKS:
             sinks = scoring.sinks
-        made_matrix = queries.ptr
-        if STAGED:
-            # Behind the staged keys.
-            made_matrix = keys.codes + (table_stride * gl.num_programs(1)).to(gl.int64) * (KEYS * C.staged_key_size)
+        matrix_ptr = queries.ptr
+        if STAGED and C.format.key.rotated:
+            # kvq_core.kernels.staging.store_matrix put it behind the keys.
+            matrix_ptr = keys.codes + (table_stride * gl.num_programs(1)).to(gl.int64) * (KEYS * C.staged_key_size)
         k_scale = queries.ptr
         v_scale = queries.ptr
         head = kv_head.to(gl.int64)
@@ -192,7 +192,7 @@ def attend_in_groups(
             kv_head,
             q_tile,
             matrix,
-            made_matrix,
+            matrix_ptr,
             ready,
         )
         gl.warp_specialize(

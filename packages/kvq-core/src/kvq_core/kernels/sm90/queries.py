@@ -61,7 +61,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
     are in log2 units, so that 1 is left. Rows for unquantized keys stay as they are.
     """
     channel = gl.arange(0, C.channels, gl.SliceLayout(0, QUERY))
-    if C.format.key.rotated and C.format.key.staged > 0:
+    if C.format.key.rotated and C.format.key.staged:
         copy_matrix(work, GROUP, C)
     if not C.format.key.rotated:
         channel = channel_at(channel, ADJACENT, C)
@@ -81,7 +81,7 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
             y = rotated(y, tile, work, GROUP, ADJACENT, PARTS, C)
         top = gl.minimum(gl.maximum(gl.max(gl.abs(y), 1) * work.score_unit, 2.0**-100), 2.0**120)
         power = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        if C.format.key.staged > 0:
+        if C.format.key.staged:
             power = gl.where((power >= LEAST_QUERY) & (power < LARGEST_QUERY) | (power == 2.0**-100), 0.5, power)
         tile.store((y * (work.score_unit * (0.5 / power))[:, None]).to(gl.float16))
         score_scale = gl.convert_layout(power, ROWS) * 2.0
@@ -118,7 +118,7 @@ def rotated(y, tile, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, PARTS: g
     it is being copied."""
     D: gl.constexpr = C.shape.head_size
     parts = tile._reinterpret(gl.bfloat16, [HALF, D], OPERAND)
-    if C.format.key.staged > 0:
+    if C.format.key.staged:
         async_copy.wait_group(0)
     else:
         work.matrix.slice(GROUP * HALF, HALF).store(matrix_rows(GROUP * HALF, ADJACENT, C))
@@ -140,7 +140,7 @@ def copy_matrix(work, GROUP: gl.constexpr, C: gl.constexpr):
     """Begin to copy a group's half of the matrix, which was made as keys were staged."""
     row = GROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, QUERY))
     channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
-    source = work.made_matrix.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    source = work.matrix_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     at = source + (row[:, None] * C.shape.head_size + channel[None, :])
     async_copy.async_copy_global_to_shared(work.matrix.slice(GROUP * HALF, HALF), at)
     async_copy.commit_group()

@@ -66,6 +66,7 @@ def load_rotary_channels(work, rotary, score_scale, GROUP: gl.constexpr, BALANCE
     x = load_rows(work, channel, GROUP, C).to(gl.float32)
     if BALANCED:
         x = x * load_channels(work.factor, channel, work, C)[None, :]
+    # Rows' share of the score's unit (staging.QUERY_SHARE) is off: the scale that the mean is staged over has it already.
     unit = gl.convert_layout(work.score_unit * (MEAN_SHARE / C.key_number_scale / score_scale), gl.SliceLayout(1, QUERY))
     rotary.tile.index(GROUP).store((x * unit[:, None]).to(gl.float16))
     fence_async_shared()

@@ -47,7 +47,7 @@ def exponents_of_bounded(s, k_scale, reference):
 
 @gluon.jit
 def exponents_of_one_scale(s, unit, reference):
-    """:func:`exponents_of_bounded` where all keys have the same scale, for each row in ``unit`` [HALF]."""
+    """:func:`exponents_of_bounded` of keys that share a scale, ``unit`` [HALF] > 0: the largest product has the largest score."""
     above = gl.fma(gl.max(s, 1), unit, -reference)
     higher = gl.where(above > HIGH, gl.floor(above) - LOW, 0.0)
     reference = reference + higher

@@ -31,6 +31,31 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+class Passed:
+    """Adds the tests that pass to a file, so that a suite can go on where a limit ended it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.called = file, set[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.called.add(report.nodeid)
+        elif report.when == "teardown" and report.passed and report.nodeid in self.called:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--passed", type=Path, metavar="FILE", help="leave out the tests that FILE names, and add those that pass")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Of several processes the one that all report to.
+    if config.option.passed and not hasattr(config, "workerinput"):
+        config.option.passed.touch()
+        config.pluginmanager.register(Passed(config.option.passed))
+
+
 def pytest_report_header() -> str:
     return "GPU: yes" if has_gpu() else "GPU: none, so that tests marked gpu are left out"
 
@@ -50,6 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         whole = [item for item in items if item.get_closest_marker("matrix")]
         config.hook.pytest_deselected(items=whole)
         items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+    if config.option.passed:
+        passed = set(config.option.passed.read_text(encoding="utf-8").splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
     # What compiles for a minute begins first: begun last, one worker would wait for the other.
     items.sort(key=lambda item: item.path.name != "test_compile_matrix.py")
     gpu = [item for item in items if item.get_closest_marker("gpu")]

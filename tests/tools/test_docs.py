@@ -166,8 +166,8 @@ def content(file: Path) -> Any:
 
 
 def speed() -> Iterator[tuple[Path, Marks, str]]:
-    runs = tables.Run(content(tables.DATA)), tables.Run(content(tables.H200))
-    assert ["H200" in run.machine["gpu"] for run in runs] == [False, True]
+    runs = tables.Run(content(tables.DATA)), tables.Run(content(tables.H100))
+    assert ["H100" in run.machine["gpu"] for run in runs] == [False, True]
     assert not any(run.machine["commit"].endswith("dirty") for run in runs)
     for path, parts in tables.pages(*runs).items():
         yield from ((path, marks, expected) for marks, expected in parts.items())
@@ -207,7 +207,7 @@ def test_what_is_no_whole_run_changes_nothing(tmp_path: Path, capsys: pytest.Cap
     run = content(tables.DATA)
     failed = run["rows"][3] | {"us": None, "error": "OutOfMemoryError", "hbm": None, "x_none": None, "x_peer": None}
     cut_off, an_error = (json.dumps(run | {"rows": rows}) for rows in (run["rows"][:-1], [*run["rows"][:3], failed, *run["rows"][4:]]))
-    file, paths = tmp_path / "benchmarks.json", (tables.DATA, tables.PAGE, tables.FIGURES)
+    file, paths = tmp_path / "benchmarks.json", (tables.DATA, tables.H100, tables.PAGE, tables.FIGURES)
     before = [path.read_bytes() for path in paths]
     for text, said in (("[", str(file)), (cut_off, "int2_per_token_head in setting w8192-8"), (an_error, "in setting A:")):
         file.write_text(text)

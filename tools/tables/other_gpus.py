@@ -80,7 +80,7 @@ GPUS: Final[Mapping[str, GPU]] = {
     "RTX 5090": GPU("sm_120", 170, 2.407e9, 1792e9),  # RTX Blackwell architecture whitepaper
 }
 """Multiprocessors and clocks agree with the rate of float32 that the datasheet has."""
-MEASURED: Final = {"H100 SXM": performance_tables.DATA, "H200": performance_tables.H200}
+MEASURED: Final = {"H100 SXM": performance_tables.H100, "H200": performance_tables.DATA}
 
 
 @functools.cache

@@ -1,16 +1,15 @@
 """The tables of speed, from one run of the benchmark: ``hatch run tables [BENCHMARKS.json]``.
 
-Writes the generated parts of ``performance.md`` (the headline table) and ``performance-figures.md`` (the rest) from
-``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the file that a whole
-``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. Beside it stands
-``_data/benchmarks-h200.json``, such a run on an H200, which is put there by hand.
+Writes the generated parts of ``performance-figures.md`` from ``_data/benchmarks.json``. BENCHMARKS.json, if given, takes its place: the
+file that a whole ``benchmarks/run.py --settings decode,prefill,write,more`` leaves. From any other nothing is written. The headline table,
+in ``performance.md``, is of such a run on an H100, ``_data/benchmarks-h100.json``, which is put there by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,7 @@ from rows import COPY, FLASHATTENTION
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 DATA: Final = DOCS / "_data" / "benchmarks.json"
-H200: Final = DATA.with_name("benchmarks-h200.json")
+H100: Final = DATA.with_name("benchmarks-h100.json")
 PAGE: Final = DOCS / "performance.md"
 """Has the headline table."""
 FIGURES: Final = DOCS / "performance-figures.md"
@@ -40,7 +39,7 @@ MODES: Final = {
 }
 """In the order of the columns, with their headings."""
 DETAILED: Final = ("none", "int8_per_token_head", "int4_per_token_head", "int3_per_token_head", "int2_per_token_head")
-"""The columns of all tables but the headline's: fp8 takes int8's time but where the page says so."""
+"""The columns of most tables: fp8 takes int8's time but where the page says so."""
 SMALL: Final = {
     "b1-512": "1 x 512",
     "b1-1024": "1 x 1024",
@@ -82,7 +81,7 @@ LENGTHS: Final = {
     "b8-5000": "8 x 5000",
     "b32-4016-q4": "32 x 4016, 4 query rows a sequence",
 }
-"""Of the run on an H200 alone."""
+"""That no tile divides, as most are."""
 PEERS: Final = {FLASHATTENTION: "FlashAttention 3", COPY: "torch's copy"}
 PREFILL: Final = {"q8192": "8192", "q2048-32768": "2048 over 32768"}
 OTHER_PREFILL: Final = {"q8192-d64": "8192, heads of 64", "q8192-d96": "8192, heads of 96"}
@@ -206,14 +205,23 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return tabulate(body, head, tablefmt="github", disable_numparse=True) + "\n"
 
 
-def figures(run: Run, settings: dict[str, str], heading: str, *peers: str, figure: str = "us", form: str = ".1f") -> str:
+def figures(
+    run: Run,
+    settings: dict[str, str],
+    heading: str,
+    *peers: str,
+    modes: Iterable[str] = DETAILED,
+    figure: str = "us",
+    form: str = ".1f",
+) -> str:
     """A line for each setting; of several writes, what one of them takes. A peer may have no figure."""
+    columns = (*peers, *modes)
     body = []
     for setting, what in settings.items():
-        known = [mode for mode in (*peers, *DETAILED) if mode in MODES or run.has(setting, mode)]
+        known = [mode for mode in columns if mode in MODES or run.has(setting, mode)]
         shown = {mode: format(run.of(setting, mode, figure) / LAYERS.get(setting, 1), form) for mode in known}
-        body.append([what, *(shown.get(mode, "") for mode in (*peers, *DETAILED))])
-    return _table([heading, *(PEERS[peer] for peer in peers), *(MODES[mode] for mode in DETAILED)], body)
+        body.append([what, *(shown.get(mode, "") for mode in columns)])
+    return _table([heading, *((PEERS | MODES)[column] for column in columns)], body)
 
 
 def versions(run: Run) -> str:
@@ -246,7 +254,7 @@ def abc(run: Run) -> str:
 
 
 def headline(run: Run) -> str:
-    """The table of settings A, B and C under the conditions of its run."""
+    """Settings A, B and C under the conditions of their run."""
     return f"""\
 Decode on one {versions(run)}; 32/8 heads of 128 and blocks of 16 unless said), split-KV combine and
 launches included, median of CUDA-graph replays with a cold cache, from one run of
@@ -255,33 +263,27 @@ launches included, median of CUDA-graph replays with a cold cache, from one run 
 {abc(run)}"""
 
 
-def elsewhere(run: Run) -> str:
-    """The same table of another GPU, whose page says the conditions, and what is timed there alone."""
+def introduction(run: Run) -> str:
+    """The same settings of the run that the other tables are of, whose conditions the headline says."""
     return f"""\
 One {versions(run)}), commit `{run.machine["commit"]}`, otherwise as on the H100:
 
-{abc(run)}
-Lengths that no tile divides, as most are; µs:
-
-{figures(run, LENGTHS, "decode", FLASHATTENTION)}
-Prefill, TFLOP/s:
-
-{figures(run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, figure="tflops", form=".0f")}"""
+{abc(run)}"""
 
 
-def pages(run: Run, h200: Run) -> dict[Path, dict[Marks, str]]:
+def pages(run: Run, h100: Run) -> dict[Path, dict[Marks, str]]:
     """By page, what is generated, by the marks before and behind it."""
     return {
         PAGE: {
-            _marks("headline"): headline(run),
+            _marks("headline"): headline(h100),
         },
         FIGURES: {
-            _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL}, "decode", FLASHATTENTION),
-            _marks("prefill"): figures(run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, figure="tflops", form=".0f"),
+            _marks("introduction"): introduction(run),
+            _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL} | LENGTHS, "decode", FLASHATTENTION),
+            _marks("prefill"): figures(run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, modes=MODES, figure="tflops", form=".0f"),
             _marks("writes"): figures(run, WRITES, "write", COPY),
             _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", FLASHATTENTION),
             _marks("goals"): goals(run),
-            _marks("h200"): elsewhere(h200),
         },
     }
 
@@ -295,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("benchmarks", nargs="?", type=Path, help="a run's figures, to be shown instead")
     given = parser.parse_args(argv).benchmarks
     try:
-        generated = pages(Run(report.load(given or DATA)), Run(report.load(H200)))
+        generated = pages(Run(report.load(given or DATA)), Run(report.load(H100)))
     except ValueError as problem:
         parser.error(str(problem))
     for path, parts in generated.items():

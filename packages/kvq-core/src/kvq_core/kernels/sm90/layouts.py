@@ -85,6 +85,18 @@ class Codes(NamedTuple):
     scale_slot_stride: Any
 
 
+@gluon.jit
+def codes_of_head(plane, kv_head, missing, SCALED: gl.constexpr):
+    """``plane``'s rows of one kv head; ``missing``: the pointer that stands for scales where rows have none."""
+    head = kv_head.to(gl.int64)
+    scales = missing
+    if SCALED:
+        scales = plane.scales + head * plane.scale_head_stride
+    # All strides of codes are multiples of 16 bytes; said in a way that the compiler sees.
+    codes = plane.codes + head * (plane.head_stride // 8) * 8
+    return Codes(codes, scales, plane.block_stride, plane.slot_stride, plane.scale_block_stride, plane.scale_slot_stride)
+
+
 class Span(NamedTuple):
     """Which keys: those before ``stop``, in ``last`` tiles, of which the first ``whole`` lie where all rows see them. ``first``: the number
     of the first tile, if tiles are staged."""
@@ -122,6 +134,16 @@ class Buffers(NamedTuple):
     turn_1: Any
 
 
+class OwnBuffers(NamedTuple):
+    """Shared memory of the multiplying groups: their query rows ``tile`` [GROUPS, HALF, channels], and what these take of a rotary mean,
+    ``rotary`` [GROUPS, HALF, 32]. Where rows stay rotated, the rotation's ``matrix``, and the barrier that says when it is ``ready``."""
+
+    tile: Any
+    matrix: Any
+    ready: Any
+    rotary: Any
+
+
 class Rows(NamedTuple):
     """A group's query rows as products take them: their tile in shared memory, and what they take of a rotary mean; ``position`` [HALF].
 
@@ -153,6 +175,17 @@ class RotaryArgs(NamedTuple):
     first: Any
     unit: Any
     tile: Any
+
+
+class RowBlock(NamedTuple):
+    """A program's query rows: ``num_rows`` tokens from the ``row_start``-th of their sequence on, whose first has number ``first_token`` in
+    the batch and ``context_len`` keys before it."""
+
+    row_start: Any
+    num_rows: Any
+    first_token: Any
+    context_len: Any
+    kv_head: Any
 
 
 class QueryTile(NamedTuple):

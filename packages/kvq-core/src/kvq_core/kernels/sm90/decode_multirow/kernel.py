@@ -14,7 +14,7 @@ from kvq_core.kernels.sm90.decode_multirow.operands import key_operands, value_o
 from kvq_core.kernels.sm90.decode_multirow.queries import load_queries, score_shift, write_partial
 from kvq_core.kernels.sm90.decode_multirow.rotary import load_rotary
 from kvq_core.kernels.sm90.decode_multirow.weights import compare, load_scales, sum_of_threads, weigh
-from kvq_core.kernels.sm90.layouts import HALF, PLAIN, WARPS, Codes
+from kvq_core.kernels.sm90.layouts import HALF, PLAIN, WARPS, codes_of_head
 from kvq_core.kernels.sm90.mma import LOG2E
 from kvq_core.kernels.sm90.rotary import PAIRS
 from kvq_core.kernels.sm90.scheduler import all_exist, assigned_range, next_work_tile
@@ -68,17 +68,8 @@ def attend_multirow(
     if C.tile.overlap == "start":
         gdc_launch_dependents()
     kv_head = gl.program_id(1)
-    head = kv_head.to(gl.int64)
-    # All strides of codes are multiples of 16 bytes; said in a way that the compiler sees.
-    k_codes = keys.codes + head * (keys.head_stride // 8) * 8
-    v_codes = values.codes + head * (values.head_stride // 8) * 8
-    k_scale = queries.ptr
-    v_scale = queries.ptr
-    if N.scaled:
-        k_scale = keys.scales + head * keys.scale_head_stride
-        v_scale = values.scales + head * values.scale_head_stride
-    k = Codes(k_codes, k_scale, keys.block_stride, keys.slot_stride, keys.scale_block_stride, keys.scale_slot_stride)
-    v = Codes(v_codes, v_scale, values.block_stride, values.slot_stride, values.scale_block_stride, values.scale_slot_stride)
+    k = codes_of_head(keys, kv_head, queries.ptr, N.scaled)
+    v = codes_of_head(values, kv_head, queries.ptr, N.scaled)
     tiles = Tiles(
         gl.allocate_shared_memory(gl.uint16, [STAGES, KEYS, LANES], lane_tile(LANES)),
         gl.allocate_shared_memory(gl.uint16, [STAGES, KEYS, LANES], lane_tile(LANES)),

@@ -4,7 +4,9 @@ Triton compiles for a target that a driver names. :mod:`kvq_core.launch.offline`
 and turns every launch into a compilation, so that a mode's own launchers, plans and argument bundles are what is exercised. Run it in a
 process without ``TRITON_INTERPRET``: what the interpreter decorated cannot be compiled. Plans are those that kvq ships. For a target with
 a table of its own, every tile that is chosen for any problem is built; with ``--every-tile`` for all targets. ``--no-cases`` leaves out
-what is built for every target.
+what is built for every target, ``--only TEXT`` all but cases with TEXT in their names (``groups``: the kernels of warp groups).
+
+The exit status is 1 if a kernel does not build, or has accesses to shared memory that no barrier orders.
 
 ``--golden PATH`` writes what the kernels cost to the file that later ones are compared with (:mod:`kvq_core.testing.golden_counts`).
 """
@@ -16,6 +18,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -129,15 +132,15 @@ class Build:
     hot: machine_code.Hot | None
 
 
-def build(mode: str, target: str, every_tile: bool | None = None, cases: bool = True) -> list[Build]:
+def build(mode: str, target: str, every_tile: bool | None = None, cases: bool = True, only: str = "") -> list[Build]:
     """Compile the write and read kernels of ``mode`` for ``target``: those of :data:`CASES`, if ``cases``.
 
     ``every_tile``: also the read kernel with each of :func:`further_reads`, its name in place of the case's, and the write kernels of
-    :data:`WRITES`; ``None``: if kvq ships a table of launch plans for exactly this target.
+    :data:`WRITES`; ``None``: if kvq ships a table of launch plans for exactly this target. ``only``: a part of the names of those built.
     """
     backend, device = get_backend(mode), TARGETS[target].device(target)
     results = []
-    for case_name, case in CASES.items() if cases else ():
+    for case_name, case in _named(CASES, only).items() if cases else ():
         problem = _problem(backend, case)
         with compiling_for(device) as kernels:
             if case_name == "decode":
@@ -145,17 +148,21 @@ def build(mode: str, target: str, every_tile: bool | None = None, cases: bool = 
             problem.read()
         results += [_facts(mode, target, case_name, kernel) for kernel in kernels]
     if (SHIPPED / f"{target}.json").exists() if every_tile is None else every_tile:
-        for name, problem in further_reads(backend, device).items():
+        for name, problem in _named(further_reads(backend, device), only).items():
             with compiling_for(device) as kernels:
                 problem.read()
             results += [_facts(mode, target, name, kernel) for kernel in kernels if kernel.metadata.name in ("attend", "stage_kernel")]
         if "write" in kernels_of(backend):
-            for name, case in WRITES.items():
+            for name, case in _named(WRITES, only).items():
                 problem = _problem(backend, case)
                 with compiling_for(device) as kernels:
                     problem.made.write()
                 results += [_facts(mode, target, name, kernel) for kernel in kernels]
     return results
+
+
+def _named(all_of_them: Mapping[str, Any], part: str) -> dict[str, Any]:
+    return {name: one for name, one in all_of_them.items() if part in name}
 
 
 def further_reads(backend: QuantKVBackend, device: Device) -> dict[str, Problem]:
@@ -194,13 +201,14 @@ def main() -> None:
     parser.add_argument(
         "--cases", action=argparse.BooleanOptionalAction, default=True, help="the kernels that are built for every target (default)"
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases that have this in their names")
     parser.add_argument("--json", action="store_true", help="one line of JSON a kernel")
     parser.add_argument(
         "--golden", type=Path, metavar="PATH", help="write the counts of the CUDA targets to this file, in place of what it has"
     )
     options = parser.parse_args()
-    if options.golden and not options.cases:
-        parser.error("--golden: got --no-cases, but the file must have the counts of all kernels")
+    if options.golden and (options.only or not options.cases):
+        parser.error("--golden: got --only or --no-cases, but the file must have the counts of all kernels")
     try:
         for mode in options.modes:
             get_backend(mode)
@@ -214,7 +222,7 @@ def main() -> None:
     for target in options.target or (CUDA_TARGETS if options.golden else TARGETS):
         for mode in options.modes:
             try:
-                of_mode = build(mode, target, options.every_tile, options.cases)
+                of_mode = build(mode, target, options.every_tile, options.cases, options.only)
             except Exception:
                 failures += 1
                 print(f"{mode} for {target}:\n{traceback.format_exc()}", file=sys.stderr)
@@ -224,6 +232,9 @@ def main() -> None:
             built += of_mode
             for one in of_mode:
                 print(json.dumps(asdict(one)) if options.json else _words(one), flush=True)
+                if one.unordered_arrivals or one.reused_mbarriers:
+                    failures += 1
+                    print(f"{one.mode} for {target}, {one.case} {one.kernel}: unordered accesses to shared memory", file=sys.stderr)
     if failures:
         sys.exit(1)
     if options.golden:

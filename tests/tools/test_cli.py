@@ -184,7 +184,7 @@ def test_doctor_tells_machine_switches_and_the_path_of_every_mode(monkeypatch: p
     ("machine", "off", "reason"),
     [
         (("sm_90", True, False, True), 0, ""),
-        (("sm_90", True, False, False), 5, "needs Triton 3.6 or 3.7 (here: sm_90, Triton "),
+        (("sm_90", True, False, False), 5, "needs Triton 3.6 to 3.9 (here: sm_90, Triton "),
         (("sm_80", True, False, True), 4, "needs a GPU of architecture sm_90 (here: sm_80"),
     ],
 )

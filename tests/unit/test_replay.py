@@ -5,8 +5,10 @@ And Triton's hooks, any of which a process may set: kernels launch as without, a
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from cache_checks import MODES
 from elsewhere import apart
@@ -147,6 +151,25 @@ def test_replays_launch_what_the_whole_way_would() -> None:
         assert sum(repeats) > len(found) > 1000 if known else not any(repeats), "nothing was tested"
         replay_cache.ALIGNMENT = 1
         assert known != all(fits for _, fits in tried(dry, *every[0])), "blind to a fact, they would not"
+
+
+@apart
+@pytest.mark.skipif(not replay.triton_is_known(), reason="no launch is repeated with this Triton")
+def test_a_known_launch_holds_its_kernel() -> None:
+    """From Triton 3.8 on a kernel that is collected is unloaded."""
+    backend = get_backend("int4")
+    with launching_for("sm_90"):
+        for writing, reading in (calls_of("int4", case) for case in (SPLIT, MIXED)):
+            backend.reshape_and_cache(**writing)
+            backend.unified_attention(**reading)
+        kernels = [weakref.ref(one) for one in gc.get_objects() if isinstance(one, CompiledKernel)]
+        for function in [one for one in gc.get_objects() if isinstance(one, JITFunction)]:
+            function.device_caches.clear()
+        gc.collect()
+        assert len(kernels) >= 4 and all(kernel() is not None for kernel in kernels)
+        ops.forget_repeats()
+        gc.collect()
+        assert not any(kernel() for kernel in kernels)
 
 
 @contextlib.contextmanager

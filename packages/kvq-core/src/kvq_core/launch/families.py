@@ -94,7 +94,7 @@ _HOPPER: Final = (
     Rule("a GPU of architecture sm_90", lambda machine: machine.arch == "sm_90"),
     Rule("NVIDIA's PTX", lambda machine: machine.use_asm),
     Rule("compiled kernels, not TRITON_INTERPRET", lambda machine: not machine.interpreting),
-    Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
+    Rule("Triton 3.6 to 3.9", lambda machine: machine.triton_is_known),
 )
 _SCORED: Final = (
     Rule("full causal attention: no window, softcap, ALiBi, bias or prefix ranges", _is_plain),
@@ -154,7 +154,7 @@ REPLAY: Final = Family(
     (
         Rule("a GPU that torch can use", lambda machine: bool(machine.arch)),
         Rule("NVIDIA's PTX", lambda machine: machine.use_asm),
-        Rule("Triton 3.6 or 3.7", lambda machine: machine.triton_is_known),
+        Rule("Triton 3.6 to 3.9", lambda machine: machine.triton_is_known),
     ),
 )
 FAMILIES: Final = (KERNELS, SM90_PREFILL, STAGED_PREFILL, SM90_DECODE_MULTIROW, STORE_MMA, REPLAY)

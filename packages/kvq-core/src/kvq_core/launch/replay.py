@@ -30,8 +30,10 @@ _CHOOSING = threading.RLock()
 """Held while Triton chooses a kernel, compiles, loads and launches it: a thread must not launch what another is still loading (Triton sets
 ``CompiledKernel._run`` before ``function``), and the interpreter keeps its place in the grid in a global."""
 
-_KNOWN_TRITON = ("3.6.", "3.7.")
-"""Versions whose launcher takes what :class:`_Again` gives it."""
+_KNOWN_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""Versions whose launcher takes what :class:`_Again` gives it, and whose Gluon has what kernels for sm_90 need."""
+_OPTIONS = {"enable_fp_fusion": True}
+"""Of every kernel. The default is to change with Triton 3.10, and 3.9 warns of that."""
 
 Pool = list[Any]
 Pick = Callable[[Pool], Any]
@@ -40,7 +42,7 @@ _Space = tuple[int, tuple[torch.Tensor, ...]]
 
 
 def triton_is_known() -> bool:
-    """Whether launches can be repeated with this Triton; with others every call goes the whole way."""
+    """Whether launches can be repeated with this Triton, and the kernels for sm_90 compiled; with others every call goes the whole way."""
     return triton.__version__.startswith(_KNOWN_TRITON)
 
 
@@ -87,6 +89,7 @@ class LaunchRecord:
     def start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch ``kernel``. ``arguments``: its run-time values, loose or in tuples; ``options``: its constants and Triton's options."""
         elsewhere = target.current()
+        options = _OPTIONS | options
         settle(kernel)
         for constant in options.values():
             if isinstance(constant, Constant):
@@ -123,6 +126,7 @@ class LaunchRecord:
 class _Again:
     """One launch to be made again. ``picks`` gather its arguments from the pool."""
 
+    compiled: CompiledKernel  # held, since Triton 3.8 unloads a kernel that nobody holds
     run: Callable[..., None]
     grid: tuple[int, int, int]
     function: int
@@ -132,7 +136,7 @@ class _Again:
     @classmethod
     def of(cls, start: _Start, picks: tuple[Pick, ...]) -> _Again:
         compiled = start.compiled
-        return cls(compiled.run, start.grid, compiled.function, compiled.packed_metadata, picks)
+        return cls(compiled, compiled.run, start.grid, compiled.function, compiled.packed_metadata, picks)
 
 
 class Replay:
@@ -206,7 +210,9 @@ def _holds_tensor(value: object) -> bool:
 
 def _knobs() -> tuple[object, ...]:
     """The knobs that Triton compiles a kernel anew for."""
-    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    compilation = knobs.compilation
+    # The last one is new in Triton 3.9.
+    return knobs.runtime.debug, compilation.instrumentation_mode, getattr(compilation, "fpsan_homomorphic_casts", False)
 
 
 def _no_hooks() -> bool:

@@ -47,7 +47,7 @@ def of_cuda(kernel: Any) -> dict[str, Any]:
         "registers": int(usage[1]),
         "spilled": int(usage[2]) + int(usage[3]),
         **_count([one.operation for one in code], tuple(sass.PRODUCTS), ("LDG", "LDGSTS")),
-        "merged_exponents": merged_exponents(kernel.asm["ptx"]),
+        "merged_exponents": 0 if _specializes_warps(kernel) else merged_exponents(kernel.asm["ptx"]),
         "unordered_arrivals": unordered_arrivals(kernel.asm["ptx"]),
         "reused_mbarriers": reused_mbarriers(kernel.asm["ptx"]),
         "hot": _hot(kernel, code),
@@ -68,6 +68,12 @@ def merged_exponents(ptx: str) -> int:
         return operation == "fma" and made.get(operands[2], ("",))[0] == "neg"
 
     return sum(merged(m[1]) for m in re.finditer(r"^\s*ex2\S*\s+%r\d+, (%r\d+);", ptx, re.MULTILINE))
+
+
+def _specializes_warps(kernel: Any) -> bool:
+    """Whether it is prefill by warp groups, whose softmax has such multiply-adds of its own, and no maximum for a reference
+    (:mod:`kvq_core.kernels.sm90.softmax`)."""
+    return "setmaxnreg" in kernel.asm["ptx"]
 
 
 def _hot(kernel: Any, code: list[sass.Instruction]) -> Hot:

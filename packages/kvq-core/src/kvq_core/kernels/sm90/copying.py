@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, row_places
 from kvq_core.kernels.sm90.layouts import HALF, VECTOR, row_layout
 from kvq_core.kernels.sm90.queries import existing
+from kvq_core.kernels.sm90.renamed import async_load
 from kvq_core.kernels.sm90.rotary import PAIRS
 
 
@@ -76,7 +77,7 @@ def copy_rows(target, plane, block, slot, seen, C: gl.constexpr):
     seen = gl.convert_layout(seen.reshape([C.tile.keys]), BY_ROW, assert_trivial=True)
     channel = gl.arange(0, C.channels, gl.SliceLayout(0, row_layout(C.channels)))
     at = plane.codes + row[:, None] + channel[None, :]
-    async_copy.async_copy_global_to_shared(target, at, mask=existing(seen, channel, C))
+    async_load(target, at, mask=existing(seen, channel, C))
     async_copy.commit_group()
 
 
@@ -139,5 +140,5 @@ def copy_block(target, plane, block, FIRST: gl.constexpr, COUNT: gl.constexpr, S
     row = gl.arange(0, C.tile.keys, gl.SliceLayout(1, LAYOUT))
     channel = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     start = plane.codes + block.to(gl.int64) * plane.block_stride
-    async_copy.async_copy_global_to_shared(target, start + (row[:, None] * SIZE + channel[None, :]))
+    async_load(target, start + (row[:, None] * SIZE + channel[None, :]))
     async_copy.commit_group()

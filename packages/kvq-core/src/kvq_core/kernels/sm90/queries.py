@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvq_core.kernels.rounding import in_float16
 from kvq_core.kernels.sm90.layouts import HALF, OPERAND, PRODUCT, QUERY, ROWS, WEIGHTS, product_layout
+from kvq_core.kernels.sm90.renamed import async_load, reinterpreted
 
 LEAST_QUERY = gl.constexpr(2.0**-8)
 LARGEST_QUERY = gl.constexpr(2.0**6)
@@ -117,7 +118,7 @@ def rotated(y, tile, work, GROUP: gl.constexpr, ADJACENT: gl.constexpr, PARTS: g
     """Float32 rows [HALF, D], rotated, by way of ``tile``; their first PARTS times eight bits count. Makes half of the matrix first, unless
     it is being copied."""
     D: gl.constexpr = C.shape.head_size
-    parts = tile._reinterpret(gl.bfloat16, [HALF, D], OPERAND)
+    parts = reinterpreted(tile, gl.bfloat16, HALF, D, OPERAND)
     if C.format.key.staged:
         async_copy.wait_group(0)
     else:
@@ -142,7 +143,7 @@ def copy_matrix(work, GROUP: gl.constexpr, C: gl.constexpr):
     channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
     source = work.matrix_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     at = source + (row[:, None] * C.shape.head_size + channel[None, :])
-    async_copy.async_copy_global_to_shared(work.matrix.slice(GROUP * HALF, HALF), at)
+    async_load(work.matrix.slice(GROUP * HALF, HALF), at)
     async_copy.commit_group()
 
 

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kvq_core.kernels.sm90.copying import copy_staged, copy_tiles
 from kvq_core.kernels.sm90.key_places import UNSEEN, key_positions, row_starts
 from kvq_core.kernels.sm90.layouts import HALF, OPERAND_PAIRS, VECTOR
+from kvq_core.kernels.sm90.renamed import reinterpreted
 from kvq_core.kernels.sm90.rotary import fill_rotary
 
 
@@ -77,7 +78,7 @@ def hand_over(words, scales, tile, full, UNPACK: gl.constexpr, C: gl.constexpr):
     """Packed rows as operands into ``tile``, which is then announced as full."""
     KEYS: gl.constexpr = C.tile.keys
     WIDTH: gl.constexpr = C.shape.head_size // 2
-    tile._reinterpret(gl.uint32, [KEYS, WIDTH], OPERAND_PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
+    reinterpreted(tile, gl.uint32, KEYS, WIDTH, OPERAND_PAIRS).store(UNPACK(words, scales).reshape([KEYS, WIDTH]))
     fence_async_shared()
     mbarrier.arrive(full, count=1)
 

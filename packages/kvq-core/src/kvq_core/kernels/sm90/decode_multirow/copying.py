@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from kvq_core.kernels.paged_kv import entries_of
 from kvq_core.kernels.sm90.decode_multirow.layouts import Places, copying
 from kvq_core.kernels.sm90.layouts import VECTOR
+from kvq_core.kernels.sm90.renamed import async_load
 
 
 @gluon.jit
@@ -79,6 +80,6 @@ def copy_tile(location, at, k, v, tiles, CHECKED: gl.constexpr, SCALED: gl.const
 def copy(target, source, exists, CHECKED: gl.constexpr):
     """What does not exist becomes 0, since 0 * NaN is NaN."""
     if CHECKED:
-        async_copy.async_copy_global_to_shared(target, source, mask=exists)
+        async_load(target, source, mask=exists)
     else:
-        async_copy.async_copy_global_to_shared(target, source)
+        async_load(target, source)

@@ -7,7 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvq_core.kernels.epilogue import note_plan
-from kvq_core.kernels.sm90.decode_multirow.barrier import thread_barrier
 from kvq_core.kernels.sm90.decode_multirow.copying import copy_tile, find_tile
 from kvq_core.kernels.sm90.decode_multirow.layouts import FARTHEST, OFFSETS_TILE, Span, State, Tiles, lane_tile, product, right_operand
 from kvq_core.kernels.sm90.decode_multirow.operands import key_operands, value_operands
@@ -16,6 +15,7 @@ from kvq_core.kernels.sm90.decode_multirow.rotary import load_rotary
 from kvq_core.kernels.sm90.decode_multirow.weights import compare, load_scales, sum_of_threads, weigh
 from kvq_core.kernels.sm90.layouts import HALF, PLAIN, WARPS, codes_of_head
 from kvq_core.kernels.sm90.mma import LOG2E
+from kvq_core.kernels.sm90.renamed import thread_barrier
 from kvq_core.kernels.sm90.rotary import PAIRS
 from kvq_core.kernels.sm90.scheduler import all_exist, assigned_range, next_work_tile
 

@@ -4,12 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from kvq_core.kernels.sm90.decode_multirow.barrier import thread_barrier
 from kvq_core.kernels.sm90.decode_multirow.copying import exist
 from kvq_core.kernels.sm90.decode_multirow.layouts import EVERY_WARP, Scales, State, product
 from kvq_core.kernels.sm90.decode_multirow.operands import value_offsets
 from kvq_core.kernels.sm90.decode_multirow.rotary import add_rotary_scores
 from kvq_core.kernels.sm90.layouts import WARPS
+from kvq_core.kernels.sm90.renamed import thread_barrier
 
 HEADROOM = gl.constexpr(7.0)
 """How far scores may be above their row's reference, in log2 units: weights of float16 reach 2^16, and 256 is their usual most."""

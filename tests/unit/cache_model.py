@@ -141,7 +141,7 @@ class Model:
         try:
             found = self.cache.attend(layer, q, call.step, **options).split(sizes)
         except ArgumentError as refused:
-            assert is_staged and layer != call.last and refused.argument == "layer"
+            assert refused.argument == "layer" and (layer not in call.written or (is_staged and layer != call.last))
             return
         window = self.cache.residual_window
         for seq, mine, result in zip(call.counts, q.split(sizes), found, strict=True) if is_staged or layer in call.written else ():

@@ -4,6 +4,8 @@ Growth, sharing and reuse of blocks under any order of operations: test_any_orde
 test_arguments.py.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -71,6 +73,24 @@ def test_options_reach_the_door(device):
     assert scaled.dtype == torch.float8_e4m3fn
     # e4m3 rounds by at most 2^-4 of a value; the subnormals' step is 2^-9.
     assert bool(((scaled.float() * scale - out).abs() <= out.abs() * (2**-4 + 2**-7) + scale * 2**-9).all())
+
+
+@pytest.mark.quick
+def test_layers_that_a_step_was_not_written_to_are_not_read(device):
+    """What their blocks hold is of freed sequences. Whoever has a layer's views may have written through them."""
+    cache = make(device=device)
+    step, rows = cache.append({cache.allocate_sequence(): 3}), torch.ones(3, 2, 32, device=device)
+    with pytest.raises(ArgumentError, match=r"^layer: got 0, need one written with this step: write\(\) comes first$"):
+        cache.attend(0, rows, step)
+    cache.write(0, rows, rows, step)
+    first = cache.attend(0, rows, step)
+    assert torch.equal(first, cache.attend(0, rows, step))
+    with pytest.raises(ArgumentError, match=r"^layer: got 1, need one written"):
+        cache.attend(1, rows, step)
+    twin, same = copy.deepcopy((cache, step))
+    assert torch.equal(first, twin.attend(0, rows, same))
+    cache.backend.reshape_and_cache(rows, rows, slot_mapping=step.slot_mapping, **vars(cache.layer(1)))
+    assert torch.equal(first, cache.attend(1, rows, step))
 
 
 @pytest.mark.quick

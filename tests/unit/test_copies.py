@@ -32,6 +32,7 @@ def test_a_copy_without_its_steps_goes_on_alike_and_apart(copied):
 def test_steps_belong_to_the_cache_they_were_copied_with():
     cache = shared_cache()
     step, q = cache.append({0: 1}), torch.zeros(1, 2, 32, dtype=torch.bfloat16)
+    cache.write(0, q, q[..., :16], step)
     copies = copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))
     for reader, wrong in ((copy.copy(cache), step), *((cache, copied(step)) for copied in copies)):
         with pytest.raises(ArgumentError, match="step: got one of another cache"):

@@ -20,12 +20,11 @@ from kvq_core.cache import saved, snapshot
 from kvq_core.cache import step as steps
 from kvq_core.cache.blocks import BlockPool
 from kvq_core.cache.layout import Geometry, LayerCaches
-from kvq_core.cache.pages import Pages, Scale
+from kvq_core.cache.pages import Pages, Scale, backend_of
 from kvq_core.cache.saved import Parts
 from kvq_core.cache.sequences import SequenceTable
 from kvq_core.cache.step import Step
 from kvq_core.errors import ArgumentError, described
-from kvq_core.registry import get_backend
 from kvq_core.residual.rows import ResidualRows
 from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import LayerSmoothings, ModelSmoothing, Smoothings
@@ -90,7 +89,7 @@ class PagedKVCache:
         residual_mode: str = "none",
         max_sequences: int | None = None,
     ) -> None:
-        backend = _backend("mode_or_backend", mode_or_backend)
+        backend = backend_of("mode_or_backend", mode_or_backend)
         head_size_v = head_size if head_size_v is None else head_size_v
         geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size, head_size_v, num_layers, dtype, layout).checked()
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
@@ -156,7 +155,13 @@ class PagedKVCache:
         return self._table.ids
 
     def layer(self, layer: int) -> LayerCaches:
-        """Views of one layer's caches, in the shapes the doors take. Writing through them writes to the cache."""
+        """Views of one layer's caches, in the shapes the doors take. Writing through them writes to the cache, where no step sees it:
+        :meth:`attend` no longer asks for a :meth:`write` of that layer first."""
+        caches = self._caches(layer)
+        self._pages.viewed.add(int(layer))
+        return caches
+
+    def _caches(self, layer: int) -> LayerCaches:
         return self._pages.layers[checks.integer("layer", layer, 0, len(self._pages.layers) - 1)]
 
     def length(self, seq: int) -> int:
@@ -169,8 +174,7 @@ class PagedKVCache:
             seqs = list(seqs)
         except (TypeError, RuntimeError):
             raise ArgumentError("seqs", described(seqs), "a list of sequence ids") from None
-        if not seqs:
-            raise ArgumentError("seqs", "no sequence", "at least one")
+        checks.need(bool(seqs), "seqs", "no sequence", "at least one")
         return steps.block_table([self._table.get(seq, "seqs").blocks for seq in seqs], self.device)
 
     # -- sequences ------------------------------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ class PagedKVCache:
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        g, caches = self.geometry, self.layer(layer)
+        g, caches = self.geometry, self._caches(layer)
         steps.check(step, self._table)
         for name, rows, size in (("key", key, g.head_size), ("value", value, g.head_size_v)):
             (self._exact or self._pages).check_rows(name, rows, (step.num_tokens, g.num_kv_heads, size))
@@ -268,6 +272,7 @@ class PagedKVCache:
         self._smoothings.keep(layer, smoothing)
         if self._exact is not None and step.residual is not None:
             self._exact.pages.write(layer, key, value, step.residual, **stored)
+        step.written.add(int(layer))
 
     def attend(
         self,
@@ -304,8 +309,9 @@ class PagedKVCache:
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
         """
-        g, caches = self.geometry, self.layer(layer)
+        g, caches = self.geometry, self._caches(layer)
         steps.check(step, self._table)
+        checks.need(layer in step.written or layer in self._pages.viewed, "layer", layer, "one written with this step: write() comes first")
         num_query_heads = q.shape[1] if checks.tensor("q", q).dim() == 3 else g.num_kv_heads
         (self._exact or self._pages).check_rows("q", q, (step.num_tokens, num_query_heads, g.head_size))
         shape = (step.num_tokens, num_query_heads, g.head_size_v)
@@ -381,7 +387,7 @@ class PagedKVCache:
         device = checks.device("device", device)
         if smoothing is not None:
             checks.instance("smoothing", smoothing, ModelSmoothing)
-        wanted = None if mode is None else _backend("mode", mode)
+        wanted = None if mode is None else backend_of("mode", mode)
 
         def make(backend: QuantKVBackend, **arguments: Any) -> tuple[Self, Parts]:
             cache = cls(backend, **arguments, device=device)
@@ -392,9 +398,3 @@ class PagedKVCache:
 
     def _parts(self) -> Parts:
         return Parts(self.backend, self.geometry, self._pages, self._table, self._smoothings, self._exact)
-
-
-def _backend(argument: str, mode: str | QuantKVBackend) -> QuantKVBackend:
-    if not isinstance(mode, str | QuantKVBackend):
-        raise ArgumentError(argument, described(mode), "a mode's name or alias, or a backend")
-    return mode if isinstance(mode, QuantKVBackend) else get_backend(mode)

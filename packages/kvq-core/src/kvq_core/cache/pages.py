@@ -18,6 +18,7 @@ from kvq_core.cache.step import to_device
 from kvq_core.call.gradients import refuse_gradients
 from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError, described
+from kvq_core.registry import get_backend
 from kvq_core.scales import checked_scale, is_scale
 
 Scale = float | torch.Tensor
@@ -39,6 +40,7 @@ class Pages:
         layers: per layer, the :class:`LayerCaches` the doors take.
         tensors: everything that a copy of the cache needs, by name: the buffers [L, B, ..., bytes] uint8, and the given scales [L] float32.
         bytes_per_slot: over all layers and heads.
+        viewed: layers of which a caller was handed the views, to write through as well.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Pages:
         """Make ``tensors`` the memory, and all else views of it."""
         cells = layout.buffers_of(backend, geometry)
         self.backend, self.geometry, self.tensors = backend, geometry, tensors
+        self.viewed: set[int] = set()
         self._buffers = {name: tensors[name] for name in cells}
         self.device = next(iter(self._buffers.values())).device
         self.layers = [layout.layer_views(geometry, self._buffers, cells, layer) for layer in range(geometry.num_layers)]
@@ -91,7 +94,8 @@ class Pages:
             raise ArgumentError(argument, f"a tensor on {rows.device}", f"one on {self.device}")
         stored, half = self.geometry.dtype, self.backend.key_half
         if rows.dtype not in FLOATS or half.cache_dtype(rows.dtype) != half.cache_dtype(stored):
-            raise ArgumentError(argument, rows.dtype, f"{stored}, the dtype this cache was made for")
+            taken = [str(dtype) for dtype in FLOATS if half.cache_dtype(dtype) == half.cache_dtype(stored)]
+            raise ArgumentError(argument, rows.dtype, f"{' or '.join(taken)}, which this cache of mode {self.backend.mode} stores")
         if torch.is_grad_enabled():
             refuse_gradients((argument,), (rows,))
 
@@ -104,19 +108,21 @@ class Pages:
     def __getstate__(self) -> dict[str, Any]:
         # Arrays, since torch.multiprocessing would share a tensor's memory with the process it is sent to.
         arrays = {name: tensor.cpu().numpy() for name, tensor in self.tensors.items()}
-        return {"backend": self.backend, "geometry": self.geometry, "device": self.device, "arrays": arrays}
+        return {"backend": self.backend, "geometry": self.geometry, "device": self.device, "arrays": arrays, "viewed": self.viewed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         device = checks.device("device", state["device"])
         with torch.inference_mode(False):
             tensors = {name: torch.from_numpy(array).to(device, copy=True) for name, array in state["arrays"].items()}
         self._take(state["backend"], state["geometry"], tensors)
+        self.viewed = set(state["viewed"])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
         with torch.inference_mode(False):
             tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         twin._take(self.backend, self.geometry, tensors)
+        twin.viewed = set(self.viewed)
         return twin
 
     @property
@@ -129,6 +135,13 @@ class Pages:
         source, target = pairs.unbind()
         for buffer in self._buffers.values():
             buffer.index_copy_(1, target, buffer.index_select(1, source))
+
+
+def backend_of(argument: str, mode: str | QuantKVBackend) -> QuantKVBackend:
+    """The backend that ``mode`` names, or is."""
+    if not isinstance(mode, str | QuantKVBackend):
+        raise ArgumentError(argument, described(mode), "a mode's name or alias, or a backend")
+    return mode if isinstance(mode, QuantKVBackend) else get_backend(mode)
 
 
 def _per_layer(name: str, given: Scale | Sequence[Scale] | None, num_layers: int, backend: QuantKVBackend) -> torch.Tensor:

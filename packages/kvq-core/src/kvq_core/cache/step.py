@@ -39,6 +39,7 @@ class Step:
         num_tokens: new tokens in all.
         residual: where exact rows go and are read, in a cache that keeps some.
         first_positions: [num_seqs] int32, dropped keys of each sequence, before its first; ``None``: none are.
+        written: the layers whose rows a cache has stored with this step.
     """
 
     sequences: tuple[int, ...]
@@ -53,6 +54,7 @@ class Step:
     clock: int = field(repr=False)
     residual: ResidualStep | None = field(default=None, repr=False)
     first_positions: torch.Tensor | None = field(default=None, repr=False)
+    written: set[int] = field(default_factory=set, repr=False)
 
     def positions_for(self, smoothing: KeySmoothing | None) -> torch.Tensor | None:
         """:attr:`positions` where a write with ``smoothing`` wants them."""

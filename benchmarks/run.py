@@ -54,6 +54,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), metavar="DIR", help="for the JSON and the PNG")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show the difference to an earlier run")
     parser.add_argument("--no-peers", action="store_true", help="leave FlashAttention 3, FlashInfer and the plain copy out")
+    parser.add_argument("--name", default="run.py", help=argparse.SUPPRESS)  # the command that errors are of
     return parser.parse_args(argv)
 
 
@@ -182,10 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         backends = sorted(modes.backends_of(options.modes, "none"), key=lambda backend: -shapes.stored_bytes(backend, 128))
         old = report.load(options.compare) if options.compare else None
     except (ValueError, KVQError) as error:
-        print(f"run.py: {error}", file=sys.stderr)
+        print(f"Error: {options.name}: {error}", file=sys.stderr)
         return CANNOT_RUN
     if not torch.cuda.is_available():
-        print("run.py: the benchmarks time kernels on a CUDA GPU, and torch sees none on this machine", file=sys.stderr)
+        print(f"Error: {options.name}: the benchmarks time kernels on a CUDA GPU, and torch sees none on this machine", file=sys.stderr)
         return CANNOT_RUN
     begin = time.perf_counter()
     device = torch.device("cuda", torch.cuda.current_device())

@@ -263,6 +263,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="PATH", help="the table to write or add to, or a folder")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates, measure nothing")
     parser.add_argument("--processes", type=int, metavar="N", help="compile with so many")
+    parser.add_argument("--name", default="tune.py", help=argparse.SUPPRESS)  # the command that errors are of
     return parser.parse_args(argv)
 
 
@@ -295,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.is_available()
     if not gpu and not options.dry_run:
         print(
-            "tune.py: it times kernels on a CUDA GPU, and torch sees none here; see what it would try: --dry-run",
+            f"Error: {options.name}: it times kernels on a CUDA GPU, and torch sees none here; see what it would try: --dry-run",
             file=sys.stderr,
         )
         return CANNOT_RUN
@@ -313,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one in classes(backend, kind, device, quick=options.quick)
         ]
     except (KVQError, OSError) as error:
-        print(f"tune.py: {error}", file=sys.stderr)
+        print(f"Error: {options.name}: {error}", file=sys.stderr)
         return CANNOT_RUN
     count = sum(len(one.choices) for one in found)
     if options.dry_run or path is None:

@@ -85,6 +85,12 @@ def environment() -> dict[str, str]:
     }
 
 
+def has_vllm() -> bool:
+    """Whether those processes find vLLM. It is not imported, which takes half a minute."""
+    ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([sys.executable, "-c", ask], env=environment(), cwd="/").returncode == 0
+
+
 def run(configs: list[str], options: list[str], limit: float, out: Path) -> list[dict[str, Any]]:
     """Run the configurations, each on half of the cores; those that ``limit`` seconds leave no time for are left out."""
     started, results = time.monotonic(), []
@@ -183,11 +189,18 @@ def main() -> None:
     if options.command == "check":
         program = ROOT / "tests" / "vllm" / "check_gpu.py"
         raise SystemExit(subprocess.run([sys.executable, str(program), *further], env=environment()).returncode)
+    if not has_vllm():
+        sys.exit(
+            f"Error: vllm_gpu.py run: vLLM: got none in {sys.executable} or {HOME / 'site'}, need one installed, or a bundle's:"
+            " python benchmarks/vllm_gpu.py stage FILES"
+        )
     out = options.out.absolute()
     asked = ["--offline", options.offline] if options.offline else ["--shapes", options.shapes]
     results = run(options.configs, asked, options.limit, out)
     if not options.offline:
         print(table(results))
+    if all("error" in result for result in results):
+        sys.exit("Error: vllm_gpu.py run: no configuration was measured; what each of them said stands above")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 plain torch."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ import rows
 import run
 import shapes
 import tune
+import vllm_gpu
 from kvq_core import QuantKVBackend, get_backend, list_backends, plan
 from kvq_core.call import ops
 from kvq_core.launch import offline
@@ -84,6 +87,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (tune, "--kinds decode,speed", "--kinds: got decode,speed, need some of decode, prefill, groups, write, combine"),
         (tune, "--modes int9", "int9"),
         (tune, "--modes none --out sm_80.json", "a table for sm_80, need one for sm_90"),
+        (tune, "--modes none --out old.json", "old.json: "),
     ],
 )
 @pytest.mark.usefixtures("gpu")
@@ -91,7 +95,26 @@ def test_what_cannot_run_is_refused(program: Any, argv: str, said: str, capsys: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.json").write_text('{"format": 1, "rows": [{}]}')
     Table("sm_80", {}).write(tmp_path / "sm_80.json")
-    assert program.main(argv.split()) == program.CANNOT_RUN == 2 and said in capsys.readouterr().err
+    assert program.main([*argv.split(), "--name", "kvq it"]) == program.CANNOT_RUN == 2
+    told = capsys.readouterr().err
+    assert said in told and told.startswith("Error: kvq it: ")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("found", "said"), [(False, "run: vLLM: got none in "), (True, "run: no configuration was measured")])
+def test_vllm_that_is_not_there_is_one_error(found: bool, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    def start(command: list[str], **options: Any) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(returncode=int(not found))
+
+    asked: list[list[str]] = []
+    monkeypatch.setattr(vllm_gpu, "HOME", tmp_path / "home")
+    monkeypatch.setattr(vllm_gpu.subprocess, "run", start)
+    monkeypatch.setattr(vllm_gpu, "run", lambda *arguments: [{"dtype": "auto", "backend": "CUSTOM", "runs": [], "error": "killed"}])
+    monkeypatch.setattr(sys, "argv", ["vllm_gpu.py", "run", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        vllm_gpu.main()
+    assert said in str(ended.value.code) and len(asked) == 1  # a text: exit status 1
 
 
 @pytest.mark.quick

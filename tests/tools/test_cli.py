@@ -119,6 +119,7 @@ def test_the_wheel_carries_the_command_with_benchmarks_and_plans(tmp_path: Path)
         (["calc", LLAMA, "--sink-tokens", "4", "--residual-mode", "int9"], "Error: kvq calc: no installed package provides mode 'int9'"),
         (["calc", LLAMA, "--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
         *((["calc", LLAMA, "--gpus", gpus], f"gpus: got {gpus} for layers of ") for gpus in ("3", "12", "64")),
+        (["calc", LLAMA, "--gpus", "3"], "need a divisor of the query heads that divides the kv heads, too, or is a multiple of them"),
         (["calc", {"num_hidden_layers": 10**9, "attn_layer_period": 2}], "num_hidden_layers: got 1000000000, need at most 4,096"),
         (["calc", {"num_attention_heads": 30}], "num_key_value_heads: got 8, need a divisor of num_attention_heads, 30"),
         (["calc", {"n_layer": 12}], "num_hidden_layers: got num_hidden_layers 32 and n_layer 12, need one value"),
@@ -219,6 +220,14 @@ def test_calc_tells_what_does_not_fit_in_letters_that_the_terminal_has(tmp_path:
     assert "got head size 512" in refused("calc", path, "--gpu-gib", "200", "--mode", "int4")
 
 
+@pytest.mark.parametrize(("exact", "noted"), [(("--residual-length", 1000), False), (("--residual-length", 997, "--sink-tokens", 4), True)])
+def test_calc_notes_a_window_that_is_longer_than_the_context(exact: tuple[object, ...], noted: bool) -> None:
+    given = ("calc", LLAMA, "--context", 1000, "--mode", "int4", *exact)
+    ran, notes = kvq(*given), kvq(*given, "--json").json["notes"]
+    told = "the window of 1,001 exact tokens is longer than the context of 1,000: a cache sets memory aside for all of them"
+    assert ran.status == 0 and (f"note: {told}" in ran.out.splitlines()) == (told in notes) == noted
+
+
 FIELDS = sorted({name for file in Path(capacity.__file__).parent.glob("*.py") for name in re.findall(r'"([a-z_]+)"', file.read_text())})
 """What the calculator looks for, and more."""
 JUNK = [0, -1, 1, 2, 3, 1.5, float("nan"), float("inf"), True, False, None, "", "x", "128", [], [1], ["full_attention"], {}, {"a": 1}]
@@ -266,4 +275,5 @@ def test_bench_and_tune_hand_on_options_and_status(command: str, script: Any, gi
     assert kvq(command, *given.split()).status == 3
     ((interpreter, path, *handed_on),) = commands
     assert (interpreter, Path(path)) == (sys.executable, Path(script.__file__))
-    assert script.arguments(handed_on) == script.arguments(given.replace(",", " ").split())
+    named = ["--name", f"kvq {command}"]
+    assert script.arguments(handed_on) == script.arguments([*given.replace(",", " ").split(), *named])

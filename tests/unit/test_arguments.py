@@ -272,6 +272,31 @@ def test_written_memory_is_its_own() -> None:
     assert not built.pages.changed()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("mode", "door", "wrong", "message"),
+    [
+        ("fp8_per_tensor", "write", {"k_scale_cache": None}, "k_scale_cache: got None, need a float32 tensor of one element, the scale of"),
+        ("fp8_per_tensor", "read", {"v_scale_cache": None}, "need a float32 tensor of one element, the scale of the layer's values, which"),
+        ("int4", "read", {"k_scale_cache": None}, "need the scale cache that mode int4_per_token_head stores its scales in$"),
+        ("int4", "read", {"out": torch.zeros(4, 4, 64, dtype=torch.float8_e5m2)}, "torch.float32, or an output_scale beside it"),
+    ],
+)
+def test_what_would_be_right_is_told(mode: str, door: str, wrong: dict[str, Any], message: str) -> None:
+    built = scene.build(PLAIN, get_backend(mode), CPU)
+    writing, reading = built.write_arguments(), built.read_arguments() | {"out": built.fresh_out()["rows"]}
+    with pytest.raises(ArgumentError, match=message):
+        built.backend.reshape_and_cache(**writing | wrong) if door == "write" else built.backend.unified_attention(**reading | wrong)
+
+
+@pytest.mark.parametrize(("mode", "taken"), [("int4", "torch.bfloat16 or torch.float16 or torch.float32"), ("none", "torch.bfloat16")])
+def test_rows_that_a_cache_stores_are_named(mode: str, taken: str) -> None:
+    cache = PagedKVCache(mode, **GEOMETRY)
+    step, rows = cache.append({cache.allocate_sequence(): 2}), torch.zeros(2, 2, 64, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match=f"^key: got torch.float64, need {taken}, which this cache of mode {cache.mode} stores$"):
+        cache.write(0, rows, rows, step)
+
+
 def test_a_read_s_defaults_are_plain_causal_attention() -> None:
     built = scene.build(PLAIN, get_backend("none"), CPU).fill()
     spelled, outs = built.read_arguments(), [built.fresh_out()["rows"] for _ in range(2)]

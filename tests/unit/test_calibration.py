@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvq_core import ArgumentError, PagedKVCache, SnapshotError
 from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStatistics, ModelSmoothing
@@ -16,6 +17,7 @@ from kvq_core.smoothing.rotary import NUM_PAIRS, RotaryMean
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 HEADS, GROUP, SIZE = 2, 3, 64
+NOT_FINITE = (torch.nan, torch.inf, -torch.inf)
 
 
 def keys_and_queries(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +51,20 @@ def test_the_mean_and_the_balance_are_what_they_say() -> None:
     assert KeySmoothing.estimate(keys).balance is None
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def with_one(value: float) -> torch.Tensor:
+    """Ones, but for one ``value``."""
+    found = torch.ones(2, 64)
+    found[1, 3] = value
+    return found
+
+
+def spoilt(given: ModelSmoothing) -> ModelSmoothing:
+    """``given``, whose last mean was written to since it was made."""
+    given[len(given) - 1].mean[0, 0] = torch.nan
+    return given
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
 def test_rows_that_are_not_finite_do_not_count_for_their_head(value: float) -> None:
     keys, queries = keys_and_queries(20)
     spoilt, asked = keys.clone(), queries.clone()
@@ -64,11 +79,14 @@ def test_rows_that_are_not_finite_do_not_count_for_their_head(value: float) -> N
     [
         ("mean", lambda: KeySmoothing(torch.zeros(2, 3, 4))),
         ("balance", lambda: KeySmoothing(torch.zeros(2, 64), torch.ones(2, 32))),
+        *(("mean", lambda x=x: KeySmoothing(with_one(x))) for x in NOT_FINITE),
+        *(("balance", lambda x=x: KeySmoothing(torch.zeros(2, 64), with_one(x))) for x in (*NOT_FINITE, 0.0, -1.0, 1e-42, 3e38)),
         ("keys", lambda: KeyStatistics().smoothing()),
         ("keys", lambda: KeySmoothing.estimate(torch.zeros(2, 64))),
         ("queries", lambda: KeySmoothing.estimate(torch.zeros(5, 2, 64), torch.zeros(5, 3, 64))),
         ("smoothing", lambda: cache(smoothing="second_prefill")),
         ("smoothing", lambda: cache(smoothing=model_smoothing(1))),
+        ("smoothing[1].mean", lambda: cache(smoothing=spoilt(model_smoothing()))),
         ("smoothing (layer 0)", lambda: cache(smoothing=ModelSmoothing({i: KeySmoothing(torch.zeros(2, 32)) for i in range(2)}))),
     ],
 )
@@ -76,6 +94,18 @@ def test_what_does_not_fit_is_named(argument: str, make: Callable[[], object]) -
     with pytest.raises(ArgumentError) as caught:
         make()
     assert caught.value.argument == argument, str(caught.value)
+
+
+def test_tensors_without_values_are_not_asked_for_any() -> None:
+    with FakeTensorMode():
+        fake = KeySmoothing(torch.ones(HEADS, SIZE), torch.ones(HEADS, SIZE))
+    for one in (fake, KeySmoothing(*(torch.ones(HEADS, SIZE, device="meta") for _ in range(2)))):
+        assert ModelSmoothing({0: one}).for_layers([0]) == [one]
+
+
+def test_layers_that_are_missing_are_named_and_so_are_those_that_came() -> None:
+    with pytest.raises(ArgumentError, match=r"^smoothing: got none for layers \[0, 1\], but for \[3\], need one for each of \[0, 1\]: "):
+        cache(smoothing=ModelSmoothing({3: model_smoothing()[0]}))
 
 
 @pytest.mark.parametrize("inference", [False, True])

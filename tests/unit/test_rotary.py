@@ -75,6 +75,7 @@ def test_it_is_the_bias_behind_the_embedding() -> None:
         ("channels", lambda: a_mean(channels=torch.full((HEADS, 16, 2), SIZE, dtype=torch.int32))),
         ("channels", lambda: a_mean(channels=torch.zeros(HEADS, 16, 2, dtype=torch.int32))),
         ("bias", lambda: a_mean(bias=torch.zeros(1, 16, 2))),
+        ("bias", lambda: a_mean(bias=torch.full((HEADS, 16, 2), torch.nan))),
         ("head_size", lambda: a_mean(head_size=0)),
         ("rates", lambda: RotaryMean.of_bias(a_bias(), HALVES, RATES[:-1])),
         ("rotary", lambda: smoothing(heads=HEADS + 1)),

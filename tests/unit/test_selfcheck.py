@@ -1,5 +1,6 @@
 """What ``kvq list --check`` and ``kvq doctor`` find: modes that work, a third party's too, and modes that load and are wrong."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 
 import modes
 import odd_modes
-from kvq_core import ArgumentError, KVQError, PagedKVCache, get_backend, selfcheck
+from command_line import refused
+from kvq_core import ArgumentError, KVQError, PagedKVCache, environment, get_backend, selfcheck
 from kvq_core.call.spec import Attention
 from kvq_core.none import NoneBackend
+from kvq_core.testing import places
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("torch_path")]
 
@@ -69,3 +72,25 @@ def test_the_head_size_is_the_nearest_that_the_mode_takes() -> None:
         assert selfcheck.check(Sized(*sizes)).relative_mse < 1e-4
     with pytest.raises(selfcheck.SelfCheckError, match="takes no head size, of the multiples of 1 up to 1024"):
         selfcheck.check(Sized())
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [("3.6.0", "2.4.1", False), ("3.5.1+git", "2.10.0", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.6", True), (None, "2.4.6", True)],
+)
+def test_an_interpreter_that_fails_in_every_kernel_is_one_error(
+    triton: str | None, numpy: str, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "installed", {"triton": triton, "numpy": numpy}.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if works:
+        environment.check_interpreter()
+        return
+    told = f"TRITON_INTERPRET: got Triton {triton} and numpy {numpy}, need numpy < 2.4, or Triton 3.7 or later: "
+    with pytest.raises(ArgumentError, match=re.escape(told)):
+        places.choose_interpreter()
+    assert selfcheck.check(get_backend("int4")).relative_mse < 0.1, "without the interpreter"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ArgumentError, match=re.escape(told)):
+        selfcheck.check(get_backend("int4"))
+    assert f"Error: kvq list: {told}" in refused("list", "--check")

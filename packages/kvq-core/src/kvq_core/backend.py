@@ -217,7 +217,8 @@ class QuantKVBackend(ABC):
             key, value: [num_tokens, num_kv_heads, head_size(_v)], bf16/fp16/fp32, any token and head strides.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, packed_head_size], any strides but the last.
             slot_mapping: [num_tokens] int64, ``block * block_size + offset``; rows with a slot outside the cache (negative: padding),
-                or past the end of a shorter ``slot_mapping``, are skipped. Two rows must not name one slot.
+                or past the end of a shorter ``slot_mapping``, are skipped. Of rows that name one slot either may be stored;
+                ``KVQ_DEBUG=1`` refuses them.
             k_scale_cache, v_scale_cache: [num_blocks, block_size, num_kv_heads] float32 where :attr:`needs_scale_caches`, one
                 element each for ``fp8_per_tensor``, otherwise ``None``.
             smoothing: the layer's, with which all keys of these pages are written and read; ``None``: keys are stored as they are.

@@ -80,6 +80,16 @@ def floats(argument: str, value: object, rank: int, shape: str) -> torch.Tensor:
     return found
 
 
+def finite(argument: str, given: torch.Tensor, *, positive: bool = False) -> None:
+    """Finite numbers in ``given`` [...] floats; ``positive``: and such that both they and their reciprocals are normal ones. Waits for the
+    device."""
+    least = torch.finfo(given.dtype).tiny
+    wrong = (given < least) | (given > 1 / least) | given.isnan() if positive else ~given.isfinite()
+    if bool(wrong.any()):
+        needed = f"positive, finite numbers ({least:g} to {1 / least:g})" if positive else "finite numbers"
+        raise ArgumentError(argument, float(given[wrong][0]), needed)
+
+
 def instance(argument: str, value: object, kind: type[T]) -> T:
     """An object of ``kind``."""
     if not isinstance(value, kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_core import variables
+from kvq_core.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,16 @@ def installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def check_interpreter() -> None:
+    """Raise :class:`ArgumentError` where the interpreter of the installed Triton fails in every kernel: 3.6's, with numpy 2.4 and later."""
+    named = {name: installed(name) or "" for name in ("triton", "numpy")}
+    found = {name: re.match(r"(\d+)\.(\d+)", text) for name, text in named.items()}
+    triton, numpy = (tuple(map(int, match.groups())) if match else None for match in found.values())
+    if triton and numpy and triton < (3, 7) and numpy >= (2, 4):
+        need = f"numpy < 2.4, or Triton 3.7 or later: the interpreter of Triton {named['triton']} takes no later numpy"
+        raise ArgumentError("TRITON_INTERPRET", f"Triton {named['triton']} and numpy {named['numpy']}", need)
 
 
 def cpu_name() -> str:

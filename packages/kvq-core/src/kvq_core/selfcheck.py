@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kvq_core import variables
 from kvq_core.cache.paged import PagedKVCache
 from kvq_core.call import reference, torch_path
 from kvq_core.call.spec import Attention, Batch, Plane, Scoring
+from kvq_core.environment import check_interpreter
 from kvq_core.errors import ArgumentError, KVQError
 
 if TYPE_CHECKING:
@@ -59,7 +61,10 @@ def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens
     Raises:
         SelfCheckError: the mode takes no head size, rows decode to something else than finite values near them, or the read is not
             attention over them.
+        ArgumentError: kernels are to be interpreted, and numpy is none that the interpreter of this Triton takes.
     """
+    if variables.interpreting():
+        check_interpreter()
     device, size = torch.device(device), nearest_head_size(backend, HEAD_SIZE)
     generator = torch.Generator().manual_seed(0)
     q, key, value = (torch.randn(tokens, heads, size, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2))

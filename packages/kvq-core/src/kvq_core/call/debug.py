@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 
-from kvq_core import variables
+from kvq_core import checks, variables
 from kvq_core.call.spec import Attention, NewRows
 from kvq_core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
 
 
 def enabled() -> bool:
     """Whether ``KVQ_DEBUG=1`` is set, read at each call so that it can be switched on in a running program."""
     return variables.flag("KVQ_DEBUG")
+
+
+def check_given(backend: QuantKVBackend, call: NewRows | Attention) -> None:
+    """Raise for a layer's scale that the caller gives, or a number of its smoothing, with which rows would become NaN or infinite."""
+    halves = {"k_scale_cache": (backend.key_half, call.keys), "v_scale_cache": (backend.value_half, call.values)}
+    for name, (half, plane) in halves.items():
+        if half.takes_scales and plane.scales is not None:
+            scale = plane.scales.item()
+            if not (math.isfinite(scale) and scale > 0):
+                raise ArgumentError(name, scale, "a positive, finite float32")
+    if call.smoothing is not None:
+        checks.finite("smoothing", call.smoothing.mean)
+        if call.smoothing.factor is not None:
+            checks.finite("smoothing", call.smoothing.factor, positive=True)
 
 
 def check_slots(rows: NewRows) -> None:

@@ -53,6 +53,7 @@ def replays_on(device: torch.device) -> bool:
 def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> LaunchRecord | None:
     rows = NewRows.checked(backend, WriteArgs(*arguments), batch_invariant=batch_invariant)
     if debug.enabled():
+        debug.check_given(backend, rows)
         debug.check_slots(rows)
     if rows.key.shape[0] == 0 or rows.key.shape[1] == 0 or rows.keys.num_blocks == 0:
         return None
@@ -67,6 +68,7 @@ def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> La
     attention = Attention.checked(backend, ReadArgs(*arguments), batch_invariant=batch_invariant)
     q = attention.q
     if debug.enabled():
+        debug.check_given(backend, attention)
         debug.check_batch(attention)
     if q.shape[0] == 0 or q.shape[1] == 0 or attention.batch.num_seqs == 0:
         return None

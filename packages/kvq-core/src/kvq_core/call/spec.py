@@ -75,7 +75,10 @@ class Plane:
         if not backend.reads_scales:
             return
         if self.scales is None:
-            raise ArgumentError(scale_name, "None", f"the scale cache that mode {backend.mode} stores its scales in")
+            rows = "keys" if name[0] == "k" else "values"
+            stored = f"the scale cache that mode {backend.mode} stores its scales in"
+            given = f"a float32 tensor of one element, the scale of the layer's {rows}, which the caller of mode {backend.mode} gives"
+            raise ArgumentError(scale_name, None, stored if backend.needs_scale_caches else given)
         if backend.needs_scale_caches:
             need_tensor(self.scales, scale_name, 3, (torch.float32,), device)
             need(
@@ -335,7 +338,11 @@ class Attention:
 
 def check_output(backend: QuantKVBackend, q: torch.Tensor, out: torch.Tensor, output_scale: torch.Tensor | None) -> None:
     """Raise :class:`ArgumentError` unless a read of ``q`` [T, Hq, D] can fill ``out`` [T, Hq, Dv], scaled by ``output_scale``."""
-    need_tensor(out, "out", 3, FLOATS if output_scale is None else FLOATS + FP8_OUT, q.device)
+    if output_scale is None and getattr(out, "dtype", None) in FP8_OUT:
+        raise ArgumentError(
+            "out", out.dtype, " or ".join(map(str, FLOATS)) + ", or an output_scale beside it, without which no fp8 is stored"
+        )
+    need_tensor(out, "out", 3, FLOATS + FP8_OUT, q.device)
     need_rows(out, "out")
     need(out.shape[:2] == q.shape[:2], "out", shape_of(out), f"the {tuple(q.shape[:2])} tokens and heads of q")
     backend.check_head_size(out.shape[2], "out")

@@ -65,7 +65,10 @@ class ModelShape:
         if self.num_query_heads is not None and self.num_query_heads % gpus:
             uneven.append(f"{self.num_query_heads} query heads")
         if uneven:
-            raise ArgumentError("gpus", f"{gpus} for layers of {' and '.join(uneven)}", "a number that divides the heads evenly")
+            needed = "a divisor or a multiple of the kv heads"
+            if self.num_query_heads is not None:
+                needed = "a divisor of the query heads that divides the kv heads, too, or is a multiple of them"
+            raise ArgumentError("gpus", f"{gpus} for layers of {' and '.join(uneven)}", needed)
         layers = tuple(replace(layer, num_kv_heads=max(1, layer.num_kv_heads // gpus)) for layer in self.layers)
         return replace(self, layers=layers, num_query_heads=None if self.num_query_heads is None else self.num_query_heads // gpus)
 

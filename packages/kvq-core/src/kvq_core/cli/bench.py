@@ -37,4 +37,4 @@ def bench(modes: tuple[str, ...], quick: bool, settings: str | None, out: str | 
     for name, value in (("--settings", settings), ("--out", out), ("--compare", compare)):
         given += [name, value] if value else []
     given += ["--quick"] * quick + ["--no-peers"] * no_peers
-    run_suite("run.py", *given)
+    run_suite("run.py", "kvq bench", *given)

@@ -114,10 +114,15 @@ def calc(
     numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
     window = {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
     with_window = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode) is not None
+    notes, exact = list(shape.notes), residual_length + sink_tokens
+    if exact > context:
+        notes += [
+            f"the window of {exact:,} exact tokens is longer than the context of {context:,}: a cache sets memory aside for all of them"
+        ]
     figures, refused, broken = _figures(backends, bool(modes), shape, budget, **numbers, **window)
     faults += broken
     if form == "table":
-        _explain(config, shape, budget, source, gpus)
+        _explain(config, shape, budget, source, gpus, notes)
         output.say(_table(figures, context, concurrency, with_window=with_window))
         for line in [*refused, *(f"broken: {fault}" for fault in faults)]:
             output.say(line)
@@ -139,7 +144,7 @@ def calc(
             "weight_bytes": budget.weight_bytes if budget else None,
             "weights_from": source or None,
             "cache_bytes": budget.cache_bytes if budget else None,
-            "notes": list(shape.notes),
+            "notes": notes,
             "refused": refused,
             "broken": faults,
         }
@@ -225,7 +230,7 @@ def _figures(
     return sorted(found, key=lambda figure: -figure.bytes_per_token), refused, broken
 
 
-def _explain(config: str, shape: ModelShape, budget: Budget | None, source: str, gpus: int) -> None:
+def _explain(config: str, shape: ModelShape, budget: Budget | None, source: str, gpus: int, notes: Sequence[str]) -> None:
     from kvq_core.capacity import GIB
 
     dtype = str(shape.dtype).removeprefix("torch.")
@@ -233,7 +238,7 @@ def _explain(config: str, shape: ModelShape, budget: Budget | None, source: str,
     if budget is not None:
         room = max(budget.cache_bytes, 0) / GIB
         output.say(f"weights {budget.weight_bytes / GIB:.2f} GiB ({source}); room for the cache {room:.2f} GiB")
-    for note in shape.notes:
+    for note in notes:
         output.say(f"note: {note}")
     output.say()
 

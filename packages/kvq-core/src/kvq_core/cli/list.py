@@ -110,6 +110,10 @@ def list_modes(check: bool, modes: tuple[str, ...], form: str) -> None:
     K and V may have modes of their own: --mode int8/int4, or k8v4.
     """
     variables.check()
+    if check and variables.interpreting():
+        from kvq_core.environment import check_interpreter
+
+        check_interpreter()
     entries = tuple(map(named, modes)) if modes else list_backends()
     found = [(checked if check else listed)(entry, by_name=not modes) for entry in entries]
     if form == "json":

@@ -27,9 +27,9 @@ def suite() -> Path:
     raise CannotRunError(f"the benchmark suite is not beside {package}; need an installed wheel of kvq-core, or kvq's repository")
 
 
-def run_suite(script: str, *arguments: str) -> NoReturn:
-    """Run a script of the suite in a process of its own, and end with its exit status."""
-    raise SystemExit(subprocess.run([sys.executable, str(suite() / script), *arguments]).returncode)
+def run_suite(script: str, command: str, *arguments: str) -> NoReturn:
+    """Run a script of the suite in a process of its own, and end with its exit status. Errors are told as those of ``command``."""
+    raise SystemExit(subprocess.run([sys.executable, str(suite() / script), "--name", command, *arguments]).returncode)
 
 
 def need_gpu(what: str, instead: str) -> None:

@@ -37,4 +37,4 @@ def tune(modes: tuple[str, ...], kinds: str | None, quick: bool, out: str | None
     given = ["--modes", *modes] if modes else []
     for name, value in (("--kinds", kinds), ("--out", out), ("--processes", processes)):
         given += [name, str(value)] if value else []
-    run_suite("tune.py", *given, *["--quick"] * quick, *["--dry-run"] * dry_run)
+    run_suite("tune.py", "kvq tune", *given, *["--quick"] * quick, *["--dry-run"] * dry_run)

@@ -74,7 +74,8 @@ class ResidualRows:
     def check_room(self, num_sequences: int) -> None:
         """Raise :class:`OutOfBlocksError` unless there is room for one more sequence than there are."""
         if num_sequences >= self.max_sequences:
-            raise OutOfBlocksError(f"{num_sequences} sequences are live, and exact rows are kept of max_sequences={self.max_sequences}")
+            need = f"at most {self.max_sequences}, of which exact rows are kept: free one first"
+            raise OutOfBlocksError(f"max_sequences: got sequence number {num_sequences + 1}, need {need}")
 
     @property
     def options(self) -> dict[str, Any]:

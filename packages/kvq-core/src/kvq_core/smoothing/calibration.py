@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from typing import Final, Self, Union
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvq_core import checks
 from kvq_core.cache import tensorfile
 from kvq_core.errors import ArgumentError, described
+from kvq_core.smoothing.moments import Moments
 from kvq_core.smoothing.rotary import RotaryMean
 
 FIRST_PREFILL: Final = "first_prefill"
@@ -50,7 +52,8 @@ class KeySmoothing:
     the pages' bytes mean something else with other ones.
 
     Raises:
-        ArgumentError: a tensor has another shape or dtype, or they differ in heads or device.
+        ArgumentError: a tensor has another shape or dtype, or they differ in heads or device. Of tensors on the CPU also: ``mean`` is not
+            finite, or ``balance`` not positive and finite. On a GPU :meth:`check_numbers` tells, for which it waits.
     """
 
     mean: torch.Tensor
@@ -77,6 +80,8 @@ class KeySmoothing:
                 need = f"{wanted} on {self.mean.device}: heads, and their size"
                 raise ArgumentError("rotary", f"{got} on {rotary.steps.device}", need)
         object.__setattr__(self, "inverse", None if self.balance is None else 1 / self.balance)
+        if self.mean.device.type == "cpu":  # elsewhere it would wait, also in the middle of a forward
+            self.check_numbers()
 
     @classmethod
     def estimate(cls, keys: torch.Tensor, queries: torch.Tensor | None = None) -> Self:
@@ -123,6 +128,15 @@ class KeySmoothing:
             self.mean[heads], None if balance is None else balance[heads], None if rotary is None else rotary.of_heads(heads)
         )
 
+    def check_numbers(self, owner: str = "") -> None:
+        """Raise :class:`~kvq_core.ArgumentError`, with ``owner`` before the tensor's name, for numbers that keys cannot be smoothed with.
+        Waits for the device. Tensors without values, of meta or of a tracer, pass."""
+        if self.mean.is_meta or isinstance(self.mean, FakeTensor) or torch.compiler.is_compiling():
+            return
+        checks.finite(f"{owner}mean", self.mean)
+        if self.balance is not None:
+            checks.finite(f"{owner}balance", self.balance, positive=True)
+
     def check(self, num_kv_heads: int, head_size: int, argument: str = "smoothing") -> None:
         """Raise :class:`~kvq_core.ArgumentError` naming ``argument`` unless this is for so many heads of that size."""
         if self.mean.shape != (num_kv_heads, head_size):
@@ -142,8 +156,8 @@ class KeyStatistics:
     """
 
     def __init__(self) -> None:
-        self._keys: _Moments | None = None
-        self._queries: _Moments | None = None
+        self._keys: Moments | None = None
+        self._queries: Moments | None = None
 
     def add(self, keys: torch.Tensor, queries: torch.Tensor | None = None, real: torch.Tensor | None = None) -> None:
         """Count keys [num_tokens, num_kv_heads, head_size], those ``real`` [num_tokens] bool, and queries [any, heads, head_size]."""
@@ -160,11 +174,11 @@ class KeyStatistics:
         for name, x in (("real", real), ("queries", queries)):
             if x is not None and x.device != keys.device:
                 raise ArgumentError(name, f"a tensor on {x.device}", f"one on {keys.device}")
-        self._keys = _Moments.of(keys, real).plus(known)
+        self._keys = Moments.of(keys, real).plus(known)
         if queries is None:
             return
         grouped = queries.unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1)
-        self._queries = _Moments.of(grouped, None).plus(self._queries)
+        self._queries = Moments.of(grouped, None).plus(self._queries)
 
     def smoothing(self, *, balanced: bool = False) -> KeySmoothing:
         """The mean of the keys counted; ``balanced``: and factors that make a channel's rounding matter alike in every channel.
@@ -189,38 +203,6 @@ def channel_factors(spread: torch.Tensor, queries: torch.Tensor) -> torch.Tensor
     squares ``queries``, both of that shape."""
     ratio = (spread.double() / queries.double().clamp(min=1e-12)).clamp(min=1e-12).sqrt().log()
     return (ratio - ratio.mean(-1, keepdim=True)).exp().clamp(1 / _LARGEST_FACTOR, _LARGEST_FACTOR).float()
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """How many rows of each head are finite [heads, 1], and the sums of them and of their squares [heads, size], float64."""
-
-    count: torch.Tensor
-    total: torch.Tensor
-    squares: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: torch.Tensor, real: torch.Tensor | None) -> _Moments:
-        rows = rows.detach()
-        counted = rows.isfinite().all(-1, keepdim=True)
-        if real is not None:
-            counted = counted & real[:, None, None]
-        # Not picked, which would wait for the device.
-        x = rows.double().masked_fill(~counted, 0.0)
-        return cls(counted.sum(0, dtype=torch.float64), x.sum(0), x.square().sum(0))
-
-    def plus(self, other: _Moments | None) -> _Moments:
-        if other is None:
-            return self
-        return _Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
-
-    @property
-    def mean(self) -> torch.Tensor:
-        return self.total / self.count.clamp(min=1)
-
-    @property
-    def square(self) -> torch.Tensor:
-        return self.squares / self.count.clamp(min=1)
 
 
 class LayerSmoothings:
@@ -317,11 +299,17 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
         return hashlib.sha256(json.dumps(every).encode()).hexdigest()[:16]
 
     def for_layers(self, layers: list[int], argument: str = "smoothing") -> list[KeySmoothing]:
-        """Those of ``layers``, in order; :class:`~kvq_core.ArgumentError` naming ``argument`` and the ones that are missing."""
+        """Those of ``layers``, in order; :class:`~kvq_core.ArgumentError` naming ``argument`` and the ones that are missing, or whose
+        numbers do not serve (:meth:`KeySmoothing.check_numbers`)."""
         missing = [layer for layer in layers if layer not in self.layers]
         if missing:
-            raise ArgumentError(argument, f"none for layers {missing}", f"one for each of {layers}: calibrate on the model it is used with")
-        return [self.layers[layer] for layer in layers]
+            others = f", but for {sorted(self.layers)}" if self.layers else ""
+            need = f"one for each of {layers}: calibrate on the model it is used with"
+            raise ArgumentError(argument, f"none for layers {missing}{others}", need)
+        found = [self.layers[layer] for layer in layers]
+        for layer, one in zip(layers, found, strict=True):
+            one.check_numbers(f"{argument}[{layer}].")
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name: ``smoothing.LAYER.mean``, ``.balance``, ``.rotary.channels``, ``.rotary.steps`` and ``.rotary.bias``."""

@@ -43,7 +43,7 @@ class RotaryMean:
 
     Raises:
         ArgumentError: a tensor has another shape or dtype, ``num_pairs`` is no power of two from 16 to 128, a channel is none of a head's,
-            or two pairs with a bias share one.
+            two pairs with a bias share one, or ``bias`` is not finite.
     """
 
     channels: torch.Tensor
@@ -67,7 +67,7 @@ class RotaryMean:
         for name in ("channels", "steps", "bias"):
             object.__setattr__(self, name, getattr(self, name).detach().clone(memory_format=torch.contiguous_format))
         if self.steps.device.type != "meta":
-            self._check_channels()
+            self._check_numbers()
         object.__setattr__(self, "channel_table", self._channel_table())
         object.__setattr__(self, "pair_table", self._pair_table())
 
@@ -113,7 +113,8 @@ class RotaryMean:
         """R_j b at ``positions`` [n], any integers: [n, num_kv_heads, head_size] float64."""
         return channel_means(self.channel_table, positions)
 
-    def _check_channels(self) -> None:
+    def _check_numbers(self) -> None:
+        checks.finite("bias", self.bias)
         outside = (self.channels < 0) | (self.channels >= self.head_size)
         if bool(outside.any()):
             raise ArgumentError("channels", f"{int(self.channels[outside][0])}", f"channels of a head: 0 to {self.head_size - 1}")

@@ -254,3 +254,15 @@ class InputTests(Subject):
             with pytest.raises(ArgumentError, match=message):
                 backend.unified_attention(out=buffer["rows"], **built.read_arguments() | {name: changed})
             assert not buffer.changed()
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("door", ["write", "read"])
+    def test_debug_given_numbers(self, backend: QuantKVBackend, place: Place, monkeypatch: pytest.MonkeyPatch, door: str) -> None:
+        monkeypatch.setenv("KVQ_DEBUG", "1")
+        built = self.build(backend, _CASE, place).fill()
+        spoilt = _smoothing(built)
+        spoilt.mean[1, 3] = torch.nan
+        self.assert_refused(built, door, "smoothing", lambda a, s: a.update(smoothing=spoilt))
+        for scale in (0.0, -1.0, torch.nan, torch.inf) if backend.takes_scales else ():
+            for name in ("k_scale_cache", "v_scale_cache"):
+                self.assert_refused(built, door, name, _set(name, functools.partial(torch.full_like, fill_value=scale)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvq_core.environment import check_interpreter
 from kvq_core.testing.interpret.speedup import speed_up
 
 NAMES = ("eager", "interpret", "gpu")
@@ -57,8 +58,12 @@ def choose_interpreter() -> None:
     """Have kernels interpreted unless there is a GPU. Call it before anything imports triton, whose own functions decide at import.
 
     The knob stays set where :func:`enter` takes the variable away, so that kernels first imported there are interpreted later, too.
+
+    Raises:
+        ArgumentError: numpy is none that the interpreter of this Triton takes.
     """
     if not torch.cuda.is_available():
+        check_interpreter()
         os.environ["TRITON_INTERPRET"] = "1"
         import triton
 

@@ -23,23 +23,24 @@ def is_scale(given: object) -> bool:
     return given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, Number)
 
 
-def checked_scale(argument: str, layer: int, scale: object) -> float:
-    """``scale`` of ``layer``, a number, Python's or numpy's, or a one-element tensor, as a float. Waits for the device of a tensor.
+def checked_scale(argument: str, layer: int | None, scale: object) -> float:
+    """``scale``, a number, Python's or numpy's, or a one-element tensor, as a float; ``layer``: its layer, if that is known. Waits for the
+    device of a tensor.
 
     Raises:
         ArgumentError: it is nothing of that kind, or not positive and finite in float32.
     """
-    given = scale
+    given, of_layer = scale, "" if layer is None else f" for layer {layer}"
     if isinstance(scale, torch.Tensor):
         one = checks.tensor(argument, scale)
         if one.numel() != 1 or one.is_complex() or one.dtype == torch.bool or one.is_meta:
-            got = f"shape {tuple(one.shape)}, {one.dtype} on {one.device} for layer {layer}"
+            got = f"shape {tuple(one.shape)}, {one.dtype} on {one.device}{of_layer}"
             raise ArgumentError(argument, got, "a number or a one-element tensor")
         given = one.detach().item()
     # Checked as float32, where a tiny scale may have become 0.
     value = float(torch.tensor(checks.real(argument, given), dtype=torch.float64, device="cpu").float())
     if not (math.isfinite(value) and value > 0):
-        raise ArgumentError(argument, f"{described(given)} for layer {layer}", "a positive, finite float32")
+        raise ArgumentError(argument, f"{described(given)}{of_layer}", "a positive, finite float32")
     return value
 
 

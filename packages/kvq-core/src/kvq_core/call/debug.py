@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from kvq_core import checks, variables
 from kvq_core.call.spec import Attention, NewRows
 from kvq_core.errors import ArgumentError
+from kvq_core.scales import checked_scale
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -25,9 +25,7 @@ def check_given(backend: QuantKVBackend, call: NewRows | Attention) -> None:
     halves = {"k_scale_cache": (backend.key_half, call.keys), "v_scale_cache": (backend.value_half, call.values)}
     for name, (half, plane) in halves.items():
         if half.takes_scales and plane.scales is not None:
-            scale = plane.scales.item()
-            if not (math.isfinite(scale) and scale > 0):
-                raise ArgumentError(name, scale, "a positive, finite float32")
+            checked_scale(name, None, plane.scales)
     if call.smoothing is not None:
         checks.finite("smoothing", call.smoothing.mean)
         if call.smoothing.factor is not None:

@@ -33,7 +33,7 @@ _CHOOSING = threading.RLock()
 _KNOWN_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Versions whose launcher takes what :class:`_Again` gives it, and whose Gluon has what kernels for sm_90 need."""
 _OPTIONS = {"enable_fp_fusion": True}
-"""Of every kernel. The default is to change with Triton 3.10, and 3.9 warns of that."""
+"""Of every kernel: Triton 3.10 is to change the default, of which 3.9 warns."""
 
 Pool = list[Any]
 Pick = Callable[[Pool], Any]
@@ -42,7 +42,7 @@ _Space = tuple[int, tuple[torch.Tensor, ...]]
 
 
 def triton_is_known() -> bool:
-    """Whether launches can be repeated with this Triton, and the kernels for sm_90 compiled; with others every call goes the whole way."""
+    """Whether kvq repeats launches with this Triton, and compiles the kernels for sm_90. With others every call goes the whole way."""
     return triton.__version__.startswith(_KNOWN_TRITON)
 
 

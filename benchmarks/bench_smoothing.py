@@ -1,4 +1,4 @@
-"""What exactness costs: a rotary key mean, balanced channels, and a residual window, each against none of them:
+"""What exactness costs: a rotary key mean, balanced channels, an order of them, and a residual window, each against none of them:
 ``python benchmarks/bench_smoothing.py [MODE ...]``.
 
 Reads and writes of 8 KV heads of 128, and a layer's ``PagedKVCache.write`` and ``attend``; microseconds, as in ``run.py`` (:mod:`timing`),
@@ -51,13 +51,21 @@ def balanced(device: torch.device) -> KeySmoothing:
     return KeySmoothing(torch.zeros(HEADS, SIZE), torch.randn(HEADS, SIZE).exp()).to(device)
 
 
+def ordered(device: torch.device) -> KeySmoothing:
+    """Random factors of channels, and a random order of them."""
+    order = torch.rand(HEADS, SIZE).argsort(-1).to(torch.int32)
+    return KeySmoothing(torch.zeros(HEADS, SIZE), torch.randn(HEADS, SIZE).exp(), None, order).to(device)
+
+
 def line(mode: str, name: str, before: float, after: float) -> None:
     print(f"{mode:24} {name:34} {before:9.2f} {after:9.2f} {after / before:6.3f}", flush=True)
 
 
 def doors(backend: QuantKVBackend, timer: Timer, device: torch.device) -> None:
-    """Both doors, with keys as they are and smoothed in both ways."""
+    """Both doors, with keys as they are and smoothed in all ways that the mode takes."""
     kinds, large = {"rotary": rotary(device), "balanced": balanced(device)}, COLD_SETS * timer.l2_bytes
+    if backend.key_half.order_multiple:
+        kinds["ordered"] = ordered(device)
     for setting in READS:
         read = partial(backend.unified_attention, **problems.read(backend, setting, device))
         before = timer.measure(read, large)

@@ -30,7 +30,8 @@ from kvq_core.cache.sequences import GrownRow
 from kvq_core.evaluation.tiny_model import SEPARATOR, Attend, TinyModel, given_scales, load_model, usable_device
 from kvq_core.residual.rows import ResidualRows
 from kvq_core.residual.step import ResidualStep
-from kvq_core.smoothing.calibration import LayerSmoothings, Smoothings
+from kvq_core.smoothing.calibration import Smoothings
+from kvq_core.smoothing.layers import LayerSmoothings
 
 WEIGHTS = Path(__file__).parent / "tiny_model" / "model.safetensors"
 
@@ -131,7 +132,7 @@ class Engine:
         self.caches = self._allocate(calibration)
         config = model.config
         heads, size, layers = config.num_kv_heads, config.head_size, config.num_layers
-        self.smoothings = LayerSmoothings(smoothing, list(range(layers)), heads, size, self.device)
+        self.smoothings = LayerSmoothings(smoothing, list(range(layers)), backend, (heads, size), self.device)
         geometry = Geometry(num_blocks, block_size, heads, size, size, layers, rows_dtype, "head_major")
         self.max_sequences = max_sequences or num_blocks
         of_window = max_sequences if residual_length or sink_tokens else None

@@ -21,7 +21,7 @@ from kvq_core import get_backend
 from kvq_core.launch.replay import triton_is_known
 from kvq_core.plan import lookup
 from kvq_core.plan.lookup import SWITCH
-from kvq_core.testing.compile_matrix import CUDA_TARGETS, TARGETS, further_reads
+from kvq_core.testing.compile_matrix import CUDA_TARGETS, ORDERED, TARGETS, further_reads
 from kvq_core.testing.golden_counts import GoldenCounts
 from kvq_core.testing.table_choices import Problem
 
@@ -107,7 +107,7 @@ def build(target: str, modes: tuple[str, ...], *, further: bool = False) -> None
         reads = reads_of_tables(mode, target) if further else {}
         in_float32 = {name for name, problem in reads.items() if problem.made.case.dtype == torch.float32}
         of_mode = [one for one in built if one["mode"] == mode]
-        assert {(one["case"], one["kernel"]) for one in of_mode} == (further_kernels(mode, target) if further else KERNELS)
+        assert {(one["case"], one["kernel"]) for one in of_mode} == (further_kernels(mode, target) if further else kernels_of_cases(mode))
         for one in of_mode:
             assert one["target"] == target and one["registers"] > 0 and one["instructions"] > 50, one
             assert one["shared"] <= TARGETS[target].shared_limit, f"cannot be launched: {one}"
@@ -121,6 +121,12 @@ def build(target: str, modes: tuple[str, ...], *, further: bool = False) -> None
     # Here, since compiling is what takes time.
     if target in CUDA_TARGETS:
         compare_with_golden(target, built, modes, further=further)
+
+
+def kernels_of_cases(mode: str) -> set[tuple[str, str]]:
+    """The cases and kernels that are built for every target."""
+    ordered = {(case, kernel) for case in ORDERED for kernel in ("write", "attend", "combine_kernel")}
+    return KERNELS | (ordered if get_backend(mode).order_multiple else set())
 
 
 @functools.cache
@@ -138,7 +144,7 @@ def further_kernels(mode: str, target: str) -> set[tuple[str, str]]:
 
 
 def compare_with_golden(target: str, built: list[dict[str, Any]], modes: tuple[str, ...], *, further: bool = False) -> None:
-    golden, cases = GoldenCounts.read(GOLDEN).for_target(target), {case for case, _ in KERNELS}
+    golden, cases = GoldenCounts.read(GOLDEN).for_target(target), {*(case for case, _ in KERNELS), *ORDERED}
     named = {kernel: kernel.split() for kernel in golden.kernels}
     chosen = {kernel for kernel, (mode, _, case, _) in named.items() if mode in modes and (case in cases) != further}
     golden = GoldenCounts(golden.triton, {kernel: golden.kernels[kernel] for kernel in chosen})
@@ -154,7 +160,7 @@ def test_the_golden_counts_cover_every_kernel() -> None:
         f"{mode} {target} {case} {kernel}"
         for mode in MODES
         for target in CUDA_TARGETS
-        for case, kernel in KERNELS | further_kernels(mode, target)
+        for case, kernel in kernels_of_cases(mode) | further_kernels(mode, target)
     }
     counted = {kernel for kernel in GoldenCounts.read(GOLDEN).kernels if triton_is_known() or " groups-" not in kernel}
     assert counted == wanted

@@ -318,6 +318,19 @@ def test_other_heads(mode: str, case: Case, where: Where) -> None:
     where.read_exactly(mode, built, smoothing=smoothing)
 
 
+ORDERED = replace(ONE_HEAD, smoothing="ordered")
+
+
+@parametrize(
+    *each(STAGED, ORDERED, replace(ORDERED, head_size=64, sinks=True), interpret=(INT2,), gpu=(INT2,)),
+    *each(STAGED, replace(ORDERED, head_size=96, dtype=torch.float16, joined=True), interpret=(INT2,), gpu=(INT2,)),
+    *each(MULTIROW, replace(ROWS, smoothing="ordered"), interpret=(INT2,), gpu=(INT2,)),
+    *each(MULTIROW, replace(ROWS, smoothing="ordered", sinks=True, queries_per_kv=7), interpret=(INT2,), gpu=(INT2,)),
+)
+def test_an_order_of_channels(mode: str, case: Case, where: Where) -> None:
+    where.read_exactly(mode, where.build(mode, case, most=500))
+
+
 def _before_nan(x: torch.Tensor) -> torch.Tensor:
     memory = torch.full((x.numel() + 128,), torch.nan, device=x.device)
     memory[: x.numel()] = x.flatten()

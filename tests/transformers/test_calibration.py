@@ -63,7 +63,7 @@ def test_it_is_that_of_the_models_own_rows(family: str, kind: str | None, record
             assert scale * LARGEST_CODE == pytest.approx(float(rows.abs().max()), rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["rotary", "rotary_balanced"])
+@pytest.mark.parametrize("kind", ["rotary", "rotary_balanced", "rotary_ordered"])
 def test_a_text_tells_the_mean_before_the_embedding(kind: str) -> None:
     """In chunks, the first of padding alone: of a biased model about its bias."""
     model = biased("Qwen2", size=8.0)
@@ -72,6 +72,7 @@ def test_a_text_tells_the_mean_before_the_embedding(kind: str) -> None:
     for layer, wanted in key_biases(model).items():
         got = found[layer].rotary
         assert got is not None and wanted.rotary is not None and (found[layer].balance is None) == (kind == "rotary")
+        assert (found[layer].order is None) == (kind != "rotary_ordered")
         positions = torch.arange(0, 2000, 37)
         assert (got.at(positions) - wanted.rotary.at(positions)).norm() < 0.25 * wanted.rotary.at(positions).norm()
 

@@ -45,9 +45,9 @@ def test_the_mean_and_the_balance_are_what_they_say() -> None:
     ratio = (keys.std(0, unbiased=False) / queries.unflatten(1, (HEADS, GROUP)).square().mean((0, 2)).sqrt()).sqrt()
     for found in (KeySmoothing.estimate(keys, queries), statistics.smoothing(balanced=True)):
         torch.testing.assert_close(found.mean, keys.mean(0))
-        assert found.balance is not None and found.inverse is not None
+        assert found.balance is not None and found.write_factor is not None
         torch.testing.assert_close(found.balance, ratio / ratio.log().mean(-1, keepdim=True).exp(), rtol=1e-4, atol=0)
-        torch.testing.assert_close(found.inverse * found.balance, torch.ones(HEADS, SIZE))
+        torch.testing.assert_close(found.write_factor * found.balance, torch.ones(HEADS, SIZE))
     assert KeySmoothing.estimate(keys).balance is None
 
 
@@ -118,8 +118,8 @@ def test_smoothings_keep_no_tensor_of_the_caller_s(inference: bool) -> None:
         before, moved = found.fingerprint, found.to("cpu")
         for tensor in (*given, *rotary):
             tensor.zero_()
-    assert found.fingerprint == moved.fingerprint == before and found.balance is not None and found.inverse is not None
-    torch.testing.assert_close(found.balance * found.inverse, torch.ones(HEADS, SIZE))
+    assert found.fingerprint == moved.fingerprint == before and found.balance is not None and found.write_factor is not None
+    torch.testing.assert_close(found.balance * found.write_factor, torch.ones(HEADS, SIZE))
     assert not any(tensor.is_inference() for tensor in (*found.operands, *moved.operands))
     moved.mean.zero_()
     assert found.fingerprint == before

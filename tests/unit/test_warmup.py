@@ -58,6 +58,7 @@ def test_nothing_is_left_to_compile_in_a_mixed_run() -> None:
     plain: dict[str, Any] = {"max_num_seqs": 32}
     drafts: dict[str, Any] = {"query_rows": (1, 5), "sinks": torch.bfloat16}
     smoothed: dict[str, Any] = {"window": 127, "softcap": 30.0, "smoothed": True, "balanced": True}
+    ordered: dict[str, Any] = {"smoothed": True, "balanced": True, "ordered": True, "rotary_pairs": 16}
     packed: dict[str, Any] = {"joins": True, "key_stops": True, "first_block": 3}
     exact: dict[str, Any] = {"partial": True, "decodes": (16, 96)}
     both = (plain, drafts, smoothed)
@@ -66,7 +67,7 @@ def test_nothing_is_left_to_compile_in_a_mixed_run() -> None:
         Call(wanted, num_tokens)()
         Call(wanted, num_tokens, num_seqs, bound, wanted.longest_keys(bound))()
 
-    for mode, options in (("none", (*both, exact)), ("int8", (plain,)), ("int4", (*both, packed))):
+    for mode, options in (("none", (*both, exact)), ("int8", (plain,)), ("int4", (*both, packed)), ("int2", (ordered,))):
         for wanted in (demand(mode, **{"max_num_seqs": 8} | further) for further in options):
             assert len(launched([wanted], partial(launch, wanted))) > 50
     behind_sinks = [demand("int8", **packed | {"first_block": n}, smoothed=True, rotary_pairs=32) for n in (0, 4, 3)]

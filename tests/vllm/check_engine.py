@@ -58,9 +58,9 @@ COMMON = {"dtype": "float32", "max_num_batched_tokens": CHUNK}
 class Case:
     """An engine: ``kv_cache_dtype`` and further options of vLLM's; ``modes``: those of ``KVQCache``, ``None`` without one.
 
-    ``control``: modes that the comparison must tell from these, over keys as they are. ``smoothed``: with a calibration file, in place of
-    what the weights say. ``residual_length``: the newest tokens that are read from exact rows; the control has none. ``sink_tokens``: the
-    first ones that are, too; the control has a window then, and no sinks. ``lengths``: of the prompts.
+    ``control``: modes that the comparison must tell from these, over keys as they are. ``smoothing``: the kind in a calibration file, in
+    place of what the weights say. ``residual_length``: the newest tokens that are read from exact rows; the control has none.
+    ``sink_tokens``: the first ones that are, too; the control has a window then, and no sinks. ``lengths``: of the prompts.
     """
 
     modes: str | Mapping[Any, str] | None
@@ -69,7 +69,7 @@ class Case:
     block_size: int = 16
     options: dict[str, Any] = field(default_factory=dict)
     control: str = "none"
-    smoothed: bool = False
+    smoothing: str = ""
     residual_length: int = 0
     sink_tokens: int = 0
     lengths: tuple[int, ...] = LENGTHS
@@ -108,7 +108,7 @@ CASES = {
     "a skipped layer": Case({"default": "int8", 0: "none"}, CARRIER, options={"kv_cache_dtype_skip_layers": ["0"]}),
     "key biases": Case("int4", INT4, Tiny("qwen2"), block_size=32, control="int4"),
     "norms of queries and keys": Case("int4", INT4, Tiny("qwen3"), block_size=32, control="int4"),
-    "smoothed keys": Case("int4", INT4, Tiny("qwen2"), control="int4", smoothed=True),
+    "smoothed keys": Case("int4", INT4, Tiny("qwen2"), control="int4", smoothing="balanced"),
     "softcap": Case("int4", INT4, Tiny("gemma2")),
     "windows": Case("int8", "int8_per_token_head", Tiny("gemma3")),
     "ALiBi": Case(None, "auto", Tiny("bloom", query_heads=4, kv_heads=4), control=WITHOUT_ALIBI),
@@ -124,7 +124,7 @@ CASES = {
     "3 drafts": Case("int4", INT4, options=drafts(3)),
     "7 drafts": Case("int8", "int8_per_token_head", options=drafts(7)),
     "kvq_int4": Case("int4", "kvq_int4", block_size=32),
-    "kvq_int2": Case("int2", "kvq_int2", Tiny("qwen2"), control="int2", smoothed=True),
+    "kvq_int2": Case("int2", "kvq_int2", Tiny("qwen2"), control="int2", smoothing="rotary_ordered"),
 }
 COVERED = ("int8", "key biases", "smoothed keys", "windows", "residual window and sinks")
 """For kernels on a GPU: on a CPU other cases have all that these have, those that are asked for by name among them."""
@@ -135,10 +135,10 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [[3 + (7 * i % 41) * (1 + n % 5) for i in range(n)] for n in lengths]
 
 
-def calibrated(model: Path) -> tuple[Path, ModelSmoothing]:
+def calibrated(model: Path, kind: str = "balanced") -> tuple[Path, ModelSmoothing]:
     """A file with the smoothing of ``model``'s keys, found on a text that is none of the prompts, and what it holds."""
     text = torch.tensor([[3 + 11 * i % 401 for i in range(256)]])
-    found = calibrate(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), text, smoothing="balanced").smoothing
+    found = calibrate(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), text, smoothing=kind).smoothing
     file = model.with_suffix(".smoothing.safetensors")  # beside the model, whose files vLLM reads
     found.save(file)
     return file, found
@@ -210,8 +210,8 @@ def check(name: str, case: Case, folder: Path) -> str:
     started = time.perf_counter()
     model, further = case.model.make(folder), {}
     smoothing: Smoothings = WEIGHTS
-    if case.smoothed:
-        file, smoothing = calibrated(model)
+    if case.smoothing:
+        file, smoothing = calibrated(model, case.smoothing)
         further["additional_config"] = {"kvq": case.section | {"smoothing": str(file)}}
     engine = engine_of(case, model, **further)
     steps = recorded_steps(engine) if case.exact else {}

@@ -12,7 +12,7 @@ import torch
 
 from kvq_core import get_backend
 from kvq_core.errors import ArgumentError
-from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
+from kvq_core.smoothing.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
 from kvq_core.smoothing.qk_norm import rows_of_heads
 from kvq_vllm import smoothing
 from kvq_vllm.sharing import share
@@ -187,7 +187,7 @@ def test_layers_get_the_smoothing_of_their_heads(
         assert torch.equal(given.mean, saved[number].mean[first : first + heads])
         assert torch.equal(given.balance, saved[number].balance[first : first + heads])
         # Buffers: what vLLM keeps when it sleeps. No part of the model's state, which comes from a checkpoint.
-        assert {id(buffer) for buffer in layer.buffers()} >= {id(given.mean), id(given.inverse)} and not layer.state_dict()
+        assert {id(buffer) for buffer in layer.buffers()} >= {id(given.mean), id(given.write_factor)} and not layer.state_dict()
     assert layers["model.layers.2.attn"].impl.smoothing is layers[FIRST].impl.smoothing
 
 
@@ -225,6 +225,17 @@ def test_a_file_of_another_model_is_refused(kvq_in_vllm: Any, calibrated: Path, 
     calibrated.write_bytes(b"nothing")
     with pytest.raises(ArgumentError, match=r"got '.*keys.safetensors' \(.*\), need a file of ModelSmoothing.save"):
         load(str(calibrated))
+
+
+def test_a_file_with_an_order_of_channels_is_for_modes_that_take_one(kvq_in_vllm: Any, tmp_path: Path) -> None:
+    keys = torch.randn(64, 4, 32, generator=torch.Generator().manual_seed(0))
+    statistics = KeyStatistics()
+    statistics.add(keys, keys)
+    file = tmp_path / "keys.safetensors"
+    ModelSmoothing(dict.fromkeys((0, 1), statistics.smoothing(ordered=True))).save(file)
+    found = model_of(kvq_in_vllm, file, head_size=32)
+    with pytest.raises(ArgumentError, match=f"layer {FIRST}: got an order of channels, for heads of 32, need one without: mode int4"):
+        smooth_layers(found, 1, 0)
 
 
 # -- what weights say -------------------------------------------------------------------------------------------------------

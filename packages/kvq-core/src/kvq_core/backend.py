@@ -66,6 +66,9 @@ class QuantKVBackend(ABC):
     """How far the levels of the attention kernel are from :meth:`decode`'s, each relative to itself, where a mode takes others to save time
     (``int2``). Checks of reads allow for it."""
 
+    order_multiple: ClassVar[int] = 0
+    """What head sizes are multiples of in which keys may have an order of channels (:mod:`kvq_core.smoothing.order`). 0: none may."""
+
     @property
     def key_half(self) -> QuantKVBackend:
         """The mode that K is stored in: this one, unless the mode is composed of two (:mod:`kvq_core.composed`)."""
@@ -115,6 +118,18 @@ class QuantKVBackend(ABC):
             need = f"a multiple of {self.head_size_multiple} up to {self.max_head_size} for mode {self.mode}"
             raise ArgumentError(argument, f"head size {described(head_size)}", need)
 
+    def check_smoothing(self, smoothing: KeySmoothing, argument: str = "smoothing") -> None:
+        """Raise :class:`ArgumentError` naming ``argument`` for an order of channels, unless this mode takes one in heads of that size."""
+        if smoothing.order is not None:
+            self.check_order(smoothing.order.shape[1], argument)
+
+    def check_order(self, head_size: int, argument: str) -> None:
+        """Raise :class:`ArgumentError` naming ``argument`` unless keys of ``head_size`` may have an order of channels in this mode."""
+        multiple = self.key_half.order_multiple
+        if not multiple or head_size % multiple:
+            fits = f"one without: mode {self.mode} takes none" if not multiple else f"head sizes that are multiples of {multiple}"
+            raise ArgumentError(argument, f"an order of channels, for heads of {head_size}", fits)
+
     def allocate_scale_caches(
         self, num_blocks: int, block_size: int, num_kv_heads: int, device: torch.device | str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -142,6 +157,15 @@ class QuantKVBackend(ABC):
     def encode_value(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Quantize rows of V, as :meth:`encode` does those of K: for modes that store the two differently. One ``decode`` reads both."""
         return self.encode(x, scale=scale)
+
+    def encode_ordered(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Quantize rows of K, as :meth:`encode` does, whose channels are in the places of an order, and times its factors: for modes with
+        an :attr:`order_multiple`."""
+        raise NotImplementedError(f"mode {self.mode} takes no order of channels")
+
+    def decode_ordered(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """What :meth:`encode_ordered` stored, float32: rows [..., head_size] whose product with ordered queries is a score."""
+        raise NotImplementedError(f"mode {self.mode} takes no order of channels")
 
     @abstractmethod
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -172,7 +196,7 @@ class QuantKVBackend(ABC):
             return None
         from kvq_core.launch.store import launch_rows
 
-        return launch_rows(kernels, rows)
+        return launch_rows(kernels.for_keys(ordered=rows.is_ordered), rows)
 
     def read(self, attention: Attention) -> LaunchRecord | None:
         """Attend over the pages and fill ``attention.out``; everything in it is validated. Returns as :meth:`write` does."""
@@ -182,7 +206,7 @@ class QuantKVBackend(ABC):
             return None
         from kvq_core.launch.attention import launch_attention
 
-        return launch_attention(kernels, attention)
+        return launch_attention(kernels.for_keys(ordered=attention.is_ordered), attention)
 
     def read_joined(self, attention: Attention, first: QuantKVBackend, of_first: Attention) -> LaunchRecord | None:
         """The :meth:`read` of ``first`` for ``of_first``, and that of ``attention``, which joins its result; in one call where both modes
@@ -194,6 +218,7 @@ class QuantKVBackend(ABC):
             return None
         from kvq_core.launch.attention import Read, launch_attention
 
+        mine, its = mine.for_keys(ordered=attention.is_ordered), its.for_keys(ordered=of_first.is_ordered)
         return launch_attention(mine, attention, Read(its, of_first))
 
     # -- the two doors --------------------------------------------------------------------------------------------------
@@ -230,7 +255,7 @@ class QuantKVBackend(ABC):
         arguments: tuple[Any, ...] = (key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
         if smoothing is not None:
             given = checks.instance("smoothing", smoothing, KeySmoothing)
-            arguments += (given.mean, given.inverse)
+            arguments += (given.mean, given.write_factor)
             if given.rotary is not None:
                 arguments += (given.rotary.channel_table, positions)
         if torch.is_grad_enabled():
@@ -343,12 +368,12 @@ class QuantKVBackend(ABC):
             softmax_segm_max,
             softmax_segm_expsum,
         )
-        mean = balance = rotary = None
+        mean = factor = rotary = None
         if smoothing is not None:
             given = checks.instance("smoothing", smoothing, KeySmoothing)
-            mean, balance = given.mean, given.balance
+            mean, factor = given.mean, given.read_factor
             rotary = None if given.rotary is None else given.rotary.pair_table
-        rest: tuple[Any, ...] = (mean, balance, lse, key_stops, rotary, None if rotary is None else first_positions, other, other_lse)
+        rest: tuple[Any, ...] = (mean, factor, lse, key_stops, rotary, None if rotary is None else first_positions, other, other_lse)
         # The dispatcher takes time for each argument that it is given.
         while rest and rest[-1] is None:
             rest = rest[:-1]

@@ -59,6 +59,10 @@ class ComposedBackend(QuantKVBackend):
         """Rows of V, as ``value_half`` encodes them."""
         return self.value_half.encode_value(x, scale=scale)
 
+    def encode_ordered(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows of K, as ``key_half`` encodes them."""
+        return self.key_half.encode_ordered(x)
+
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         self._refuse("decode")
 
@@ -69,7 +73,7 @@ class ComposedBackend(QuantKVBackend):
         from kvq_core.kernels import plain
         from kvq_core.kernels.formats import Format, Kernels
 
-        return Kernels(Format(key.format.key, value.format.value), plain.write, plain.attend)
+        return Kernels(Format(key.format.key, value.format.value, ordered_key=key.format.ordered_key), plain.write, plain.attend)
 
     def _refuse(self, what: str) -> NoReturn:
         halves = " and ".join(half.mode for half in self._halves)

@@ -76,6 +76,6 @@ class TensorRange:
             if smoothing.rotary is not None:
                 reach = smoothing.rotary.channel_table[:, :2].norm(dim=1)
                 low, high = low - reach, high + reach
-            if smoothing.inverse is not None:
-                low, high = low * smoothing.inverse, high * smoothing.inverse
+            if smoothing.balance is not None:
+                low, high = low / smoothing.balance, high / smoothing.balance
         return (torch.maximum(-low, high).amax() / LARGEST_CODE).clamp(min=_SMALLEST).reshape(1)

@@ -25,7 +25,7 @@ from kvq_transformers.rows import token_rows
 from kvq_transformers.storage import Scoring
 from kvq_transformers.support import decoder_config
 
-KINDS: Final = ("mean", "balanced", "rotary", "rotary_balanced")
+KINDS: Final = ("mean", "balanced", "rotary", "rotary_balanced", "rotary_ordered")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def calibrate(
         input_ids: [batch_size, num_tokens]; attention_mask: the same shape, 0 where there is padding, which does not count.
         smoothing: ``"mean"`` takes each head's mean key off; ``"balanced"`` divides the channels by factors as well. ``"rotary"`` and
             ``"rotary_balanced"``: and before that the rotary mean, of keys before their rotary embedding, for which the text is read
-            twice. ``None``: nothing. A smoothing that is there already is kept, and scales are found for it.
+            twice. ``"rotary_ordered"``: and an order of channels as well, for modes that take one (int2). ``None``: nothing. A smoothing
+            that is there already is kept, and scales are found for it.
         chunk: tokens of each row that are read at once.
 
     Raises:
@@ -109,12 +110,13 @@ def calibrate(
         return layers
 
     rotary: dict[int, RotaryMean] = {}
-    if smoothing in ("rotary", "rotary_balanced"):
+    if isinstance(smoothing, str) and smoothing.startswith("rotary"):
         rotary_embeddings = {index: embedding for index, embedding in embeddings(model).items() if len(embedding.pairs)}
         rotary = {layer.index: layer.before.mean() for layer in counted({}, rotary_embeddings) if layer.before is not None}
     layers = counted(rotary, {})
     if isinstance(smoothing, str):
-        found = {layer.index: layer.statistics.smoothing(balanced=smoothing.endswith("balanced")) for layer in layers}
+        wanted = {"balanced": smoothing.endswith("balanced"), "ordered": smoothing.endswith("ordered")}
+        found = {layer.index: layer.statistics.smoothing(**wanted) for layer in layers}
         smoothing = ModelSmoothing({index: replace(one, rotary=rotary.get(index)) for index, one in found.items()})
     smoothed = (
         dict.fromkeys(layers) if smoothing is None else dict(zip(layers, smoothing.for_layers([x.index for x in layers]), strict=True))

@@ -101,6 +101,7 @@ class LayerPages:
             self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
         if self.smoothing is not None:
             self.smoothing.check(geometry.num_kv_heads, geometry.head_size)
+            backend.check_smoothing(self.smoothing)
         # Ops are defined at first use, which torch.compile could not trace.
         for used in (backend, get_backend("none") if self._exact is None else self._exact.backend):
             ops.write_op(used)

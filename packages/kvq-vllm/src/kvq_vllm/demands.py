@@ -57,6 +57,7 @@ def demands_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: 
         sinks=None if impl.sinks is None or impl.residual is not None else impl.sinks.dtype,
         smoothed=impl.smoothing is not None,
         balanced=impl.smoothing is not None and impl.smoothing.balance is not None,
+        ordered=impl.smoothing is not None and impl.smoothing.order is not None,
         rotary_pairs=0 if impl.smoothing is None or impl.smoothing.rotary is None else impl.smoothing.rotary.steps.shape[1],
         joins=impl.residual is not None,
         key_stops=impl.residual is not None,

@@ -98,7 +98,9 @@ def _tensors(smoothing: KeySmoothing | None) -> dict[str, torch.Tensor]:
 def _part(found: ModelSmoothing, index: int, impl: Any, world_size: int, rank: int, argument: str) -> KeySmoothing:
     if index not in found:
         raise ArgumentError(argument, f"layers {sorted(found)}", f"one with layer {index}: {_NEED}")
-    return of_rank(found[index], impl.num_kv_heads, impl.head_size, world_size, rank, argument)
+    part = of_rank(found[index], impl.num_kv_heads, impl.head_size, world_size, rank, argument)
+    impl.kvq.check_smoothing(part, argument)
+    return part
 
 
 def _is_smoothed(layer: Any) -> bool:

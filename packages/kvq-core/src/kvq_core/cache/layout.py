@@ -39,6 +39,11 @@ class Geometry:
     dtype: torch.dtype
     layout: str
 
+    @property
+    def key_heads(self) -> tuple[int, int]:
+        """(num_kv_heads, head_size)."""
+        return (self.num_kv_heads, self.head_size)
+
     def checked(self) -> Self:
         """The same with Python's own integers; :class:`kvq_core.ArgumentError` naming the first field that no cache can have."""
         counts = ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v", "num_layers")

@@ -1,7 +1,6 @@
 """``PagedKVCache``: a paged, quantized KV cache for callers that have no block manager of their own.
 
-It allocates what a mode stores, hands out blocks to sequences, and calls the two doors of :mod:`kvq_core.backend`. An engine that manages
-its own blocks needs the doors alone, with the views that :meth:`PagedKVCache.layer` gives, or caches of its own making.
+It allocates what a mode stores and hands out blocks. An engine that does so itself needs the doors of :mod:`kvq_core.backend` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from kvq_core.cache.step import Step
 from kvq_core.errors import ArgumentError, described
 from kvq_core.residual.rows import ResidualRows
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import LayerSmoothings, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
+from kvq_core.smoothing.layers import LayerSmoothings
 
 
 class PagedKVCache:
@@ -95,7 +95,7 @@ class PagedKVCache:
         self._pages = Pages(backend, geometry, device, k_scale, v_scale)
         self._table = SequenceTable(BlockPool(geometry.num_blocks), geometry.block_size)
         self.backend, self.geometry = backend, geometry
-        self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), geometry.num_kv_heads, geometry.head_size, self.device)
+        self._smoothings = LayerSmoothings(smoothing, list(range(num_layers)), backend, geometry.key_heads, self.device)
         self._exact = ResidualRows.of(residual_length, sink_tokens, max_sequences, geometry, self.device, residual_mode, self.smoothing)
 
     def __repr__(self) -> str:

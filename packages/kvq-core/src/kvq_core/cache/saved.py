@@ -20,7 +20,8 @@ from kvq_core.cache.snapshot import Header, Snapshot
 from kvq_core.errors import KVQError, SnapshotError
 from kvq_core.registry import get_backend
 from kvq_core.residual.rows import ResidualRows
-from kvq_core.smoothing.calibration import FIRST_PREFILL, LayerSmoothings, ModelSmoothing
+from kvq_core.smoothing.calibration import FIRST_PREFILL, ModelSmoothing
+from kvq_core.smoothing.layers import LayerSmoothings
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def check_given(backend: QuantKVBackend, call: NewRows | Attention) -> None:
     if call.smoothing is not None:
         checks.finite("smoothing", call.smoothing.mean)
         if call.smoothing.factor is not None:
-            checks.finite("smoothing", call.smoothing.factor, positive=True)
+            factor = call.smoothing.factor
+            checks.finite("smoothing", factor[:, 0] if call.smoothing.ordered else factor, positive=True)
 
 
 def check_slots(rows: NewRows) -> None:

@@ -8,12 +8,14 @@ import torch
 
 from kvq_core.checks import need, need_tensor, shape_of
 from kvq_core.errors import ArgumentError
+from kvq_core.smoothing.order import in_places
 from kvq_core.smoothing.rotary import channel_means
 
 
 @dataclass(frozen=True)
 class Smoothing:
     """How the keys in the pages differ from the model's (:mod:`kvq_core.smoothing.calibration`): ``mean`` and ``factor`` [Hkv, D] float32.
+    With an order of channels ``factor`` is a table [Hkv, 2, D] of places (:mod:`kvq_core.smoothing.order`).
 
     For a write, keys become ``(k - mean - R_j b) * factor``. For a read, q becomes ``q * factor``, and ``q . mean`` is what a row's scores
     lack, and ``q . R_j b`` what each does. ``rotary`` is b's table (:class:`~kvq_core.smoothing.rotary.RotaryMean`), float32: of channels
@@ -29,6 +31,11 @@ class Smoothing:
         return None if mean is None else cls(mean, factor, rotary)
 
     @property
+    def ordered(self) -> bool:
+        """Whether stored rows have their channels in an order."""
+        return self.factor is not None and self.factor.dim() == 3
+
+    @property
     def num_pairs(self) -> int:
         """The rotary pairs of channels, of a read; 0 without a rotary mean."""
         return 0 if self.rotary is None else self.rotary.shape[2]
@@ -37,11 +44,12 @@ class Smoothing:
         for tensor in (self.mean, self.factor):
             if tensor is None:
                 continue
-            need_tensor(tensor, "smoothing", 2, (torch.float32,), device)
+            need_tensor(tensor, "smoothing", 3 if tensor is self.factor and self.ordered else 2, (torch.float32,), device)
+            shape = (num_kv_heads, head_size) if tensor.dim() == 2 else (num_kv_heads, 2, head_size)
             need(
-                tensor.shape == (num_kv_heads, head_size) and tensor.is_contiguous(),
+                tensor.shape == shape and tensor.is_contiguous(),
                 "smoothing",
-                f"one for {tensor.shape[0]} heads of {tensor.shape[1]}, strides {tensor.stride()}",
+                f"one for {tensor.shape[0]} heads of {tensor.shape[-1]}, strides {tensor.stride()}",
                 f"one for the {num_kv_heads} kv heads of {head_size}, contiguous",
             )
         if self.rotary is not None:
@@ -60,14 +68,19 @@ class Smoothing:
         rows = key.float() - self.mean
         if self.rotary is not None and positions is not None:
             rows = rows - channel_means(self.rotary, positions).float()
-        return (rows if self.factor is None else rows * self.factor).to(key.dtype)
+        return self._stored(rows).to(key.dtype)
 
     def of_queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of a read: queries [T, Hq, D] of any float dtype as the stored keys need them, and q . mean [T, Hq]."""
         grouped = q.unflatten(1, (self.mean.shape[0], -1))
         shift = (grouped * self.mean.to(q.dtype)[:, None]).sum(-1).flatten(1)
-        balanced = grouped if self.factor is None else grouped * self.factor.to(q.dtype)[:, None]
-        return balanced.flatten(1, 2), shift
+        return self._stored(grouped.transpose(1, 2)).transpose(1, 2).flatten(1, 2), shift
+
+    def _stored(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., Hkv, D] times the factors, in the order of stored ones."""
+        if self.factor is None:
+            return rows
+        return in_places(rows, self.factor) if self.ordered else rows * self.factor.to(rows.dtype)
 
 
 def checked_positions(positions: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor:

@@ -108,6 +108,11 @@ class NewRows:
     smoothing: Smoothing | None = None
     positions: torch.Tensor | None = None
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether keys are stored with an order of channels."""
+        return self.smoothing is not None and self.smoothing.ordered
+
     @classmethod
     def checked(cls, backend: QuantKVBackend, args: WriteArgs, *, batch_invariant: bool = False) -> NewRows:
         """Bundle the write op's arguments; raise :class:`ArgumentError` naming the first one that does not fit."""
@@ -131,6 +136,8 @@ class NewRows:
         smoothing, positions = Smoothing.given(args.k_mean, args.k_factor, args.k_rotary), args.positions
         if smoothing is not None:
             smoothing.validate(key.shape[1], key.shape[2], key.device, of_read=False)
+            if smoothing.ordered:
+                backend.check_order(key.shape[2], "smoothing")
             if smoothing.rotary is not None:
                 positions = checked_positions(positions, count, key.device)
         return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing, positions)
@@ -301,6 +308,11 @@ class Attention:
         return self.q.shape[1] // self.keys.num_kv_heads
 
     @property
+    def is_ordered(self) -> bool:
+        """Whether keys have an order of channels."""
+        return self.smoothing is not None and self.smoothing.ordered
+
+    @property
     def sees_shift(self) -> bool:
         """Whether a number added to all scores of a row changes what it gives. The scores of smoothed keys lack one."""
         return self.scoring.softcap > 0 or any(x is not None for x in (self.scoring.sinks, self.lse, self.other))
@@ -325,6 +337,8 @@ class Attention:
             self.scratch.validate(q.shape[1], out.shape[2], device)
         if self.smoothing is not None:
             self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device, of_read=True)
+            if self.smoothing.ordered:
+                backend.check_order(q.shape[2], "smoothing")
         if (self.other is None) != (self.other_lse is None):
             missing, given = ("other", "other_lse") if self.other is None else ("other_lse", "other")
             raise ArgumentError(missing, None, f"a tensor, since {given} is one: a read's result and its log-sum-exp")

@@ -23,7 +23,7 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
     key_half, value_half = backend.key_half, backend.value_half
     for x, plane, encode in ((key, rows.keys, key_half.encode), (rows.value, rows.values, value_half.encode_value)):
         given = None if backend.needs_scale_caches else plane.scales
-        codes, scales = encode(x[kept], scale=given)
+        codes, scales = key_half.encode_ordered(x[kept]) if rows.is_ordered and plane is rows.keys else encode(x[kept], scale=given)
         block, offset = slots // plane.block_size, slots % plane.block_size
         plane.codes[block, offset] = codes.view(plane.codes.dtype)
         if backend.needs_scale_caches and plane.scales is not None:
@@ -49,15 +49,17 @@ def gathering(backend: QuantKVBackend, attention: Attention) -> reference.Gather
     """:func:`gather` from K's pages of ``attention`` as K is stored, and from V's as V is."""
 
     def gathered(plane: Plane, blocks: torch.Tensor) -> torch.Tensor:
-        return gather(backend.key_half if plane is attention.keys else backend.value_half, plane, blocks)
+        if plane is attention.values:
+            return gather(backend.value_half, plane, blocks)
+        return gather(backend.key_half, plane, blocks, ordered=attention.is_ordered)
 
     return gathered
 
 
-def gather(backend: QuantKVBackend, plane: Plane, blocks: torch.Tensor) -> torch.Tensor:
-    """Decoded rows [len(blocks) * block_size, num_kv_heads, head_size] of the given physical blocks, float32."""
+def gather(backend: QuantKVBackend, plane: Plane, blocks: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
+    """Decoded rows [len(blocks) * block_size, num_kv_heads, head_size] of the given physical blocks, float32; ``ordered``: as stored."""
     codes = plane.codes[blocks].flatten(0, 1)
     if not backend.needs_scale_caches:
         return backend.decode(codes, plane.scales)
     scales = None if plane.scales is None else plane.scales[blocks].flatten(0, 1)
-    return backend.decode(codes, scales)
+    return backend.decode_ordered(codes, scales) if ordered else backend.decode(codes, scales)

@@ -116,7 +116,7 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
     "--smoothing",
     metavar="KIND",
     help="Smooth the keys of all modes but none: none, weights, key_bias, first_prefill; from a passage that is not scored mean, balanced,"
-    " rotary or rotary_balanced; or the FILE of a ModelSmoothing.  [default: weights]",
+    " rotary, rotary_balanced or rotary_ordered; or the FILE of a ModelSmoothing.  [default: weights]",
 )
 @click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
 @click.option(

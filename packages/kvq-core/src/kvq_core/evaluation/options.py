@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 NOTHING: Final = "none"
-CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced")
+CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced", "rotary_ordered")
 """Kinds of smoothing that a text is read for."""
 _KINDS: Final = (NOTHING, WEIGHTS, KEY_BIAS, FIRST_PREFILL, *CALIBRATED)
 

@@ -16,7 +16,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.evaluation.subject import Passage, cut, fingerprint_of
 from kvq_core.evaluation.texts import Document
 from kvq_core.evaluation.tiny_model import SEPARATOR, TinyModel, dense_attention, given_scales, rotary_channels
-from kvq_core.smoothing.calibration import KEY_BIAS, WEIGHTS, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import KEY_BIAS, WEIGHTS, KeySmoothing, KeyStatistics, ModelSmoothing, Smoothings
 from kvq_core.smoothing.rotary import RotaryStatistics
 
 if TYPE_CHECKING:
@@ -116,7 +116,9 @@ class TinySubject:
                 before.add(k, positions)
                 rotary = before.mean()
                 rows = k - rotary.at(positions).to(k.dtype)
-            one = KeySmoothing.estimate(rows, q if kind.endswith("balanced") else None)
+            statistics = KeyStatistics()
+            statistics.add(rows, q)
+            one = statistics.smoothing(balanced=kind.endswith("balanced"), ordered=kind.endswith("ordered"))
             found[layer] = replace(one, rotary=rotary)
             return dense_attention(layer, q[None], k[None], v[None])[0]
 

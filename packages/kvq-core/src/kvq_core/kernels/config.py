@@ -142,7 +142,7 @@ class ReadConfig(Constant):
         width = max(shape.width(plane.ways), triton.next_power_of_2(lanes))
         chunked = tile.keys_first and plane.packed and shape.head_size == shape.head_size_v
         # Operands in channel order pay for many rows, and more than two ways.
-        return Row(size, plane.ways, tile.fold, width, chunked, joined=not tile.decode and plane.ways > 2)
+        return Row(size, plane.ways, tile.fold, width, chunked, not tile.decode and plane.ways > 2, plane.parts)
 
     @property
     def key_row(self) -> Row:
@@ -164,7 +164,7 @@ class ReadConfig(Constant):
     @property
     def key_heads(self) -> Heads:
         ways = self.format.key.ways
-        return Heads(self.shape.head_size, ways, self.shape.width(ways))
+        return Heads(self.shape.head_size, ways, self.shape.width(ways), self.format.key.parts)
 
     @property
     def value_heads(self) -> Heads:
@@ -200,7 +200,7 @@ class ReadConfig(Constant):
     def stays_rotated(self) -> bool:
         """Whether rows are staged as they are rotated: those of K and V alike, in heads for which warp groups have a rotation."""
         key, value = self.format.halves
-        alike = (key.rotated, key.ways, key.signs) == (True, value.ways, value.signs)
+        alike = (key.rotated, key.ways, key.signs, key.parts) == (True, value.ways, value.signs, value.parts)
         fits = self.shape.head_size == self.shape.head_size_v == 128 and not self.key_heads.padded
         return fits and alike and min(key.grid, value.grid) > 0
 
@@ -306,7 +306,7 @@ class WriteConfig(Constant):
 
     @property
     def key_heads(self) -> Heads:
-        return Heads(self.head_size, self.format.key.ways)
+        return Heads(self.head_size, self.format.key.ways, parts=self.format.key.parts)
 
     @property
     def value_heads(self) -> Heads:

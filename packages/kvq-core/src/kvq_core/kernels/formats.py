@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class PlaneFormat(Constant):
             ``exponent_scale`` say; elsewhere all ways have the same. Empty: 1. Values that are subnormal, rotated and have a zero point
             should have their codes in bit 4 or above, by a gain or the ``exponent_scale``: tensor cores truncate smaller ones, and
             un-rotation concentrates that bias in one or two channels.
+        parts: of K, above 1: rows have the channels that the smoothing's order says, in so many parts (kvq_core.smoothing.order), which
+            are rotated each by itself.
         zero: the zero point of all codes.
         huge_scales: of K: sums of operands times the scale of a huge row overflow unless the query's factor comes first.
         has_nan: a code can be NaN: lanes of keys that are not there are loaded as 0.
@@ -88,6 +90,7 @@ class PlaneFormat(Constant):
     exponent_scale: float = 1.0
     converts: bool = False
     gains: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    parts: int = 1
     zero: float = 0.0
     huge_scales: bool = False
     has_nan: bool = False
@@ -115,6 +118,10 @@ class PlaneFormat(Constant):
         return self.name if self.ways == 2 else ""
 
     @property
+    def ordered(self) -> bool:
+        return self.parts > 1
+
+    @property
     def way_signs(self) -> tuple[int | None, ...]:
         """``signs`` way by way: bit i of the s-th is that of channel ``ways * i + s``."""
         signs = self.signs
@@ -128,12 +135,14 @@ class PlaneFormat(Constant):
 class Format(Constant):
     """The formats of K and of V, which need not be the same.
 
-    ``narrow_n`` gives each of a few query rows two columns where a softcap makes scores expensive: for eight ways.
+    ``narrow_n`` gives each of a few query rows two columns where a softcap makes scores expensive: for eight ways. ``ordered_key``: the
+    format of K where a smoothing has an order of channels, if the mode takes one.
     """
 
     key: PlaneFormat
     value: PlaneFormat
     narrow_n: bool = False
+    ordered_key: PlaneFormat | None = None
 
     @property
     def halves(self) -> tuple[PlaneFormat, PlaneFormat]:
@@ -178,3 +187,14 @@ class Kernels:
     write: Any
     attend: Any
     sm90: Callable[[], Sm90Kernels] | None = None
+
+    def for_keys(self, *, ordered: bool) -> "Kernels":
+        """Those for keys that have an order of channels, or none."""
+        key = self.format.ordered_key
+        if not ordered or key is None:
+            return self
+        return Kernels(replace(self.format, key=key, ordered_key=None), self.write, self.attend, self._sm90_ordered)
+
+    def _sm90_ordered(self) -> Sm90Kernels:
+        """The kernels for sm_90 that rotate keys and values apart from each other."""
+        return Sm90Kernels() if self.sm90 is None else Sm90Kernels(decode_multirow=self.sm90().decode_multirow)

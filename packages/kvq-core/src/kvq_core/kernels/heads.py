@@ -7,11 +7,14 @@ import triton
 
 @dataclass(frozen=True)
 class Heads:
-    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width``, a power of two >= ``least``."""
+    """One head size as the kernels see it: ``size`` channels in ``lanes`` lanes, padded to ``width``, a power of two >= ``least``.
+
+    ``parts``: each is rotated by itself."""
 
     size: int
     ways: int
     least: int = 16
+    parts: int = 1
 
     @property
     def lanes(self) -> int:
@@ -28,7 +31,8 @@ class Heads:
     @property
     def block(self) -> int:
         """Channels in a block of the Hadamard transform."""
-        return self.size & -self.size
+        size = self.size // self.parts
+        return size & -size
 
     @property
     def block_lanes(self) -> int:
@@ -37,7 +41,7 @@ class Heads:
     @property
     def finer(self) -> "Heads":
         """The same channels in twice as many ways, or as they are where that takes more padding. A rotation's matrix is over lanes."""
-        finer = Heads(self.size, 2 * self.ways, self.least)
+        finer = Heads(self.size, 2 * self.ways, self.least, self.parts)
         fits = self.size % finer.ways == 0 and finer.width * finer.ways == self.width * self.ways
         return finer if fits else self
 
@@ -65,6 +69,7 @@ class Row:
     width: int
     chunked: bool
     joined: bool
+    parts: int = 1
 
     @property
     def lanes(self) -> int:
@@ -73,7 +78,7 @@ class Row:
     @property
     def heads(self) -> Heads:
         """A head as it lies in a row, padded."""
-        return Heads(self.size, self.ways, self.width)
+        return Heads(self.size, self.ways, self.width, self.parts)
 
     @property
     def chunks(self) -> tuple[int, ...]:

@@ -33,9 +33,15 @@ def load_queries(queries, rows, C: tl.constexpr):
     elif HEADS.width * HEADS.ways != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
     offset = rows.token.to(tl.int64) * queries.token_stride + head_offset(rows.head, queries.head_stride, C)
+    inside = channel < HEADS.size
+    if C.format.key.ordered:
+        factor_at = queries.factor + tl.program_id(1) * (2 * HEADS.size) + channel
+        channel = tl.load(factor_at + HEADS.size, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    elif queries.factor is not None:
+        factor_at = queries.factor + tl.program_id(1) * HEADS.size + channel
     x = tl.load(queries.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
     if queries.factor is not None:
-        factor = tl.load(queries.factor + tl.program_id(1) * HEADS.size + channel, mask=channel < HEADS.size, other=0.0)
+        factor = tl.load(factor_at, mask=inside, other=0.0)
         x = x.to(tl.float32) * factor[None, :]
     return x
 

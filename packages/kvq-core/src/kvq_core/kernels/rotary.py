@@ -35,8 +35,9 @@ def cosine_sine(phase, ASM: tl.constexpr):
 
 @triton.jit
 def rotary_mean(table, head, position, channel, mask, HEADS: tl.constexpr, ASM: tl.constexpr):
-    """R_j b [ROWS, channels] float32 of new keys of heads ``head`` at ``position`` [ROWS]; ``table``: a RotaryMean's channel_table."""
-    at = table + head[:, None] * (3 * HEADS.size) + channel[None, :]
+    """R_j b [ROWS, n] float32 of new keys of heads ``head`` at ``position`` [ROWS], in ``channel`` [1 or ROWS, n]; ``table``: a
+    RotaryMean's channel_table."""
+    at = table + head[:, None] * (3 * HEADS.size) + channel
     step = tl.load(at + 2 * HEADS.size, mask=mask, other=0.0).to(tl.int32, bitcast=True)
     cosine, sine = cosine_sine(step * position[:, None], ASM)
     return tl.load(at, mask=mask, other=0.0) * cosine + tl.load(at + HEADS.size, mask=mask, other=0.0) * sine

@@ -75,22 +75,28 @@ def load_rows_at(channel, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
     if HEADS.width * HEADS.ways != HEADS.size:
         mask = mask & (channel < HEADS.size)[None, :]
     offset = strides(rows.token, source.token_stride) + strides(rows.head, source.head_stride)
-    x = tl.load(source.ptr + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+    place = channel[None, :]
+    channel = place
+    if HEADS.parts > 1:
+        order = source.factor + rows.head[:, None] * (2 * HEADS.size) + HEADS.size
+        channel = tl.load(order + place, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    x = tl.load(source.ptr + offset[:, None] + channel, mask=mask, other=0.0)
     if source.mean is not None:
-        x = smooth(x, source, rows, channel, mask, HEADS, C)
+        x = smooth(x, source, rows, place, channel, mask, HEADS, C)
     return x
 
 
 @triton.jit
-def smooth(x, source, rows, channel, mask, HEADS: tl.constexpr, C: tl.constexpr):
-    """(x - mean) * factor, rounded to the rows' own dtype."""
-    at = rows.head[:, None] * HEADS.size + channel[None, :]
-    y = x.to(tl.float32) - tl.load(source.mean + at, mask=mask, other=0.0)
+def smooth(x, source, rows, place, channel, mask, HEADS: tl.constexpr, C: tl.constexpr):
+    """(x - mean) * factor, rounded to the rows' own dtype; ``place`` [1, n]: in a stored row, ``channel`` [1 or ROWS, n]: what is there."""
+    head = rows.head[:, None]
+    y = x.to(tl.float32) - tl.load(source.mean + head * HEADS.size + channel, mask=mask, other=0.0)
     if source.rotary is not None:
         position = tl.load(source.positions + rows.token, mask=rows.exists, other=0)
         y = y - rotary_mean(source.rotary, rows.head, position, channel, mask, HEADS, C.use_asm)
     if source.factor is not None:
-        y = y * tl.load(source.factor + at, mask=mask, other=0.0)
+        STRIDE: tl.constexpr = HEADS.size * 2 if HEADS.parts > 1 else HEADS.size
+        y = y * tl.load(source.factor + head * STRIDE + place, mask=mask, other=0.0)
     return to_nearest(y, x.dtype, C.upcast_dots)
 
 

@@ -56,7 +56,7 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
         packed.keys,
         packed.values,
         Staged(keys, values, k_scales, v_scales, table, firsts, stops),
-        None if smoothing is None else smoothing.factor,
+        None if smoothing is None or smoothing.ordered else smoothing.factor,
         None if smoothing is None else smoothing.rotary,
         packed.batch,
         bundle_scoring(attention),
@@ -84,4 +84,5 @@ def staged_config(config: ReadConfig) -> ReadConfig:
     if config.stays_rotated:
         key = replace(key, rotated=True, level=QUERY_SHARE.value)
         value = replace(value, rotated=True, level=config.value_number_scale)
+    key = replace(key, parts=config.format.key.parts)
     return replace(config, format=Format(key, value), shape=shape)

@@ -25,7 +25,8 @@ def launch_rows(kernels: Kernels, rows: NewRows) -> LaunchRecord:
     width = Heads(max(head_size, rows.value.shape[2]), plane.ways).width * plane.ways
     store_mma = dispatch.sm90_write(kernels, rows)
     fit = store_mma is not None
-    tile = planner.write_tile(device.arch, plane.variant, plane.ways, width, total, rows.batch_invariant, fit)
+    variant = "ordered" if form.key.ordered else plane.variant
+    tile = planner.write_tile(device.arch, variant, plane.ways, width, total, rows.batch_invariant, fit)
     config = WriteConfig(
         format=form,
         head_size=head_size,

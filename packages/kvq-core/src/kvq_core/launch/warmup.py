@@ -87,7 +87,8 @@ class Demand:
     they join such a result; ``key_stops``: whether these bound them; ``first_block``: the column of the block table that they begin with,
     behind exact rows of a sequence's first tokens. ``decodes``, of exact rows beside packed ones: the most query rows of a sequence in
     batches with a ``max_seqlen_k`` of their own, and that one.
-    ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors; ``rotary_pairs``: of its rotary mean, 0: none.
+    ``smoothed``: whether the doors are given a smoothing; ``balanced``: one with factors; ``ordered``: and with an order of channels;
+    ``rotary_pairs``: of its rotary mean, 0: none.
     """
 
     mode: str
@@ -107,6 +108,7 @@ class Demand:
     sqrt: bool = False
     smoothed: bool = False
     balanced: bool = False
+    ordered: bool = False
     rotary_pairs: int = 0
     partial: bool = False
     joins: bool = False
@@ -150,7 +152,8 @@ class Call:
         if wanted.smoothed:
             mean = floats(key_cache.shape[2], wanted.head_size)
             balance = torch.empty_like(mean) if wanted.balanced else None
-            scales["smoothing"] = KeySmoothing(mean, balance, self._rotary(len(mean)))
+            order = torch.empty_like(mean, dtype=torch.int32) if wanted.ordered else None
+            scales["smoothing"] = KeySmoothing(mean, balance, self._rotary(len(mean)), order)
         if not self.num_seqs:
             slots = torch.empty(self.num_tokens, dtype=torch.int64, device=_META)
             if wanted.rotary_pairs:

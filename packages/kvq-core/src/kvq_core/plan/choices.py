@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 FORMAT_FACTS: Final[Mapping[str, type]] = MappingProxyType(
     {
-        "variant": str,  # a mode's own name for its kernel, where its ways do not tell it from others: int8, fp8, fp8_per_tensor
+        "variant": str,  # where ways do not tell kernels apart: int8, fp8, fp8_per_tensor; of writes of ordered keys "ordered"
         "ways": int,  # channels that share a lane: 8 of int2, 4 of int4, 2 of int8 and fp8, 1 of unpacked rows
         "width": int,  # channels of a head, K's or V's, padded to a power of two
     }

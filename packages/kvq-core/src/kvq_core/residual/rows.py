@@ -253,7 +253,7 @@ class ExactPages:
 
     def _of_rows(self, smoothing: KeySmoothing | None) -> KeySmoothing | None:
         """What of a layer's ``smoothing`` its exact rows are stored with: rows that are not quantized need none."""
-        return None if self.window.mode == "none" else smoothing
+        return None if self.window.mode == "none" or smoothing is None else smoothing.unordered
 
     def _made(self, geometry: Geometry, device: torch.device) -> Pages:
         return Pages(self.backend, geometry, device, None, None)

@@ -12,11 +12,12 @@ is taken off beside mu (:mod:`kvq_core.smoothing.rotary`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self, Union
 
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kvq_core import checks
 from kvq_core.cache import tensorfile
 from kvq_core.errors import ArgumentError, described
+from kvq_core.smoothing import order as channel_order
 from kvq_core.smoothing.moments import Moments
 from kvq_core.smoothing.rotary import RotaryMean
 
@@ -40,7 +42,7 @@ Smoothings = Union["ModelSmoothing", str, None]
 """What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, :data:`WEIGHTS`, :data:`KEY_BIAS`, or nothing."""
 _KEY: Final = "kvq_smoothing"
 _FORMAT_VERSION: Final = 1
-_TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance|rotary\.(channels|steps|bias))")
+_TENSOR: Final = re.compile(r"smoothing\.([0-9]{1,9})\.(mean|balance|order|rotary\.(channels|steps|bias))")
 _LARGEST_FACTOR: Final = 16.0
 
 
@@ -48,28 +50,34 @@ _LARGEST_FACTOR: Final = 16.0
 class KeySmoothing:
     """One layer's mean key ``mean`` [num_kv_heads, head_size] and channel factors ``balance`` (the same shape, positive), float32.
 
-    ``balance`` is optional, and so is ``rotary``, a rotary mean that is taken off as well. ``inverse`` is 1 / balance. Tensors are copied:
-    the pages' bytes mean something else with other ones.
+    ``balance`` is optional, and so is ``rotary``, a rotary mean that is taken off as well, and beside a balance ``order`` [num_kv_heads,
+    head_size] int32, each head's channels by what their rounding costs (:mod:`kvq_core.smoothing.order`), for modes that take one.
+    ``read_factor`` and ``write_factor`` are what q and keys are multiplied by: balance and 1 / balance, with an order tables of places.
+    Tensors are copied: the pages' bytes mean something else with other ones.
 
     Raises:
-        ArgumentError: a tensor has another shape or dtype, or they differ in heads or device. Of tensors on the CPU also: ``mean`` is not
-            finite, or ``balance`` not positive and finite. On a GPU :meth:`check_numbers` tells, for which it waits.
+        ArgumentError: a tensor has another shape or dtype, or they differ in heads or device; an order without a balance, of heads that
+            four does not divide, or without each channel once. Of tensors on the CPU also: ``mean`` is not finite, or ``balance`` is
+            not positive and finite. On a GPU :meth:`check_numbers` tells, for which it waits.
     """
 
     mean: torch.Tensor
     balance: torch.Tensor | None = None
     rotary: RotaryMean | None = None
-    inverse: torch.Tensor | None = field(init=False)
+    order: torch.Tensor | None = None
+    read_factor: torch.Tensor | None = field(init=False)
+    write_factor: torch.Tensor | None = field(init=False)
 
     # Never inference tensors, which only inference mode may write to.
     @torch.inference_mode(False)
     def __post_init__(self) -> None:
-        for name, given in (("mean", self.mean), ("balance", self.balance)):
-            if given is None and name == "balance":
+        for name, given in (("mean", self.mean), ("balance", self.balance), ("order", self.order)):
+            if given is None and name != "mean":
                 continue
             tensor = checks.tensor(name, given)
-            if tensor.dim() != 2 or tensor.dtype != torch.float32:
-                raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype}", "[num_kv_heads, head_size] float32")
+            dtype = torch.int32 if name == "order" else torch.float32
+            if tensor.dim() != 2 or tensor.dtype != dtype:
+                raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype}", f"[num_kv_heads, head_size] {dtype}")
             if tensor.shape != self.mean.shape or tensor.device != self.mean.device:
                 raise ArgumentError(name, f"{tuple(tensor.shape)} on {tensor.device}", f"{tuple(self.mean.shape)} on {self.mean.device}")
             object.__setattr__(self, name, tensor.detach().clone(memory_format=torch.contiguous_format))
@@ -79,7 +87,19 @@ class KeySmoothing:
             if got != wanted or rotary.steps.device != self.mean.device:
                 need = f"{wanted} on {self.mean.device}: heads, and their size"
                 raise ArgumentError("rotary", f"{got} on {rotary.steps.device}", need)
-        object.__setattr__(self, "inverse", None if self.balance is None else 1 / self.balance)
+        read = write = None
+        if self.balance is not None:
+            read, write = self.balance, 1 / self.balance
+        if self.order is not None:
+            if self.balance is None or self.order.shape[1] % channel_order.PARTS:
+                beside = "no balance" if self.balance is None else f"heads of {self.order.shape[1]}"
+                raise ArgumentError("order", f"one with {beside}", f"a balance beside it, and heads that {channel_order.PARTS} divides")
+            if not (self.order.is_meta or isinstance(self.order, FakeTensor) or torch.compiler.is_compiling()):
+                # On any device: kernels take channels from where it says.
+                channel_order.check(self.order)
+            read, write = channel_order.tables(self.balance, self.order)
+        object.__setattr__(self, "read_factor", read)
+        object.__setattr__(self, "write_factor", write)
         if self.mean.device.type == "cpu":  # elsewhere it would wait, also in the middle of a forward
             self.check_numbers()
 
@@ -103,29 +123,38 @@ class KeySmoothing:
     def operands(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the doors take."""
         rotary = () if self.rotary is None else (self.rotary.channel_table, self.rotary.pair_table)
-        return tuple(tensor for tensor in (self.mean, self.balance, self.inverse, *rotary) if tensor is not None)
+        return tuple(tensor for tensor in (self.mean, self.read_factor, self.write_factor, *rotary) if tensor is not None)
 
     @property
     def fingerprint(self) -> str:
         """What the numbers are, in 16 hexadecimal digits. Waits for the device."""
         digest = hashlib.sha256(str(tuple(self.mean.shape)).encode())
-        for tensor in (self.mean, self.balance, *(self.rotary.tensors.values() if self.rotary else ())):
+        ordered = () if self.order is None else (self.order,)
+        for tensor in (self.mean, self.balance, *(self.rotary.tensors.values() if self.rotary else ()), *ordered):
             digest.update(b"none" if tensor is None else tensor.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    @functools.cached_property
+    def unordered(self) -> KeySmoothing:
+        """The same without an order, for rows beside this layer's in a mode that takes none."""
+        return self if self.order is None else KeySmoothing(self.mean, self.balance, self.rotary)
 
     def to(self, device: torch.device | str) -> KeySmoothing:
         """The same on ``device``, in tensors of its own."""
         device = checks.device("device", device)
-        balance, rotary = self.balance, self.rotary
-        return KeySmoothing(
-            self.mean.to(device), None if balance is None else balance.to(device), None if rotary is None else rotary.to(device)
-        )
+        return self._each(lambda tensor: tensor.to(device), lambda rotary: rotary.to(device))
 
     def of_heads(self, heads: slice) -> KeySmoothing:
         """That of some kv heads."""
-        balance, rotary = self.balance, self.rotary
+        return self._each(lambda tensor: tensor[heads], lambda rotary: rotary.of_heads(heads))
+
+    def _each(self, tensor: Callable[[torch.Tensor], torch.Tensor], rotary: Callable[[RotaryMean], RotaryMean]) -> KeySmoothing:
+        balance, mean, order = self.balance, self.rotary, self.order
         return KeySmoothing(
-            self.mean[heads], None if balance is None else balance[heads], None if rotary is None else rotary.of_heads(heads)
+            tensor(self.mean),
+            None if balance is None else tensor(balance),
+            None if mean is None else rotary(mean),
+            None if order is None else tensor(order),
         )
 
     def check_numbers(self, owner: str = "") -> None:
@@ -146,7 +175,7 @@ class KeySmoothing:
 
 def tensor_dtype(name: str) -> torch.dtype:
     """Of the tensor called ``name`` in :meth:`ModelSmoothing.tensors`."""
-    return torch.int32 if name.endswith((".rotary.channels", ".rotary.steps")) else torch.float32
+    return torch.int32 if name.endswith((".rotary.channels", ".rotary.steps", ".order")) else torch.float32
 
 
 class KeyStatistics:
@@ -180,13 +209,14 @@ class KeyStatistics:
         grouped = queries.unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1)
         self._queries = Moments.of(grouped, None).plus(self._queries)
 
-    def smoothing(self, *, balanced: bool = False) -> KeySmoothing:
+    def smoothing(self, *, balanced: bool = False, ordered: bool = False) -> KeySmoothing:
         """The mean of the keys counted; ``balanced``: and factors that make a channel's rounding matter alike in every channel.
 
         A channel of keys with standard deviation s_k, met by queries of root mean square s_q, has the factor sqrt(s_k / s_q), relative to
         the geometric mean of its head: quantization spreads its error evenly over k', and the scores see it times q'.
+        ``ordered``: channels by s_k s_q, too, and factors that make the parts of a row alike (:mod:`kvq_core.smoothing.order`).
         """
-        checks.flag("balanced", balanced)
+        balanced = checks.flag("balanced", balanced) or checks.flag("ordered", ordered)
         if self._keys is None:
             raise ArgumentError("keys", "none so far", "keys to estimate a mean from")
         mean = self._keys.mean
@@ -195,7 +225,13 @@ class KeyStatistics:
         if self._queries is None:
             raise ArgumentError("queries", "none so far", "queries to balance the channels by")
         spread = (self._keys.square - mean.square()).clamp(min=0).sqrt()
-        return KeySmoothing(mean.float(), channel_factors(spread, self._queries.square.sqrt()))
+        sizes = self._queries.square.sqrt()
+        balance = channel_factors(spread, sizes)
+        if not ordered:
+            return KeySmoothing(mean.float(), balance)
+        order = channel_order.order_of(spread * sizes)
+        squares = (spread / balance).square().clamp(min=1e-12).float()
+        return KeySmoothing(mean.float(), channel_order.part_balance(balance, order, squares), None, order)
 
 
 def channel_factors(spread: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -203,71 +239,6 @@ def channel_factors(spread: torch.Tensor, queries: torch.Tensor) -> torch.Tensor
     squares ``queries``, both of that shape."""
     ratio = (spread.double() / queries.double().clamp(min=1e-12)).clamp(min=1e-12).sqrt().log()
     return (ratio - ratio.mean(-1, keepdim=True)).exp().clamp(1 / _LARGEST_FACTOR, _LARGEST_FACTOR).float()
-
-
-class LayerSmoothings:
-    """What a cache of ``num_layers`` layers writes and reads with: given, found from the first keys, or nothing.
-
-    Args:
-        given: ``None``, a :class:`ModelSmoothing` with all of ``layers``, or :data:`FIRST_PREFILL`.
-        layers: numbers of the layers, as the model counts them.
-
-    Raises:
-        ArgumentError: it is for other layers, heads or head sizes.
-    """
-
-    def __init__(
-        self, given: Smoothings, layers: list[int], num_kv_heads: int, head_size: int, device: torch.device, argument: str = "smoothing"
-    ) -> None:
-        self._found: dict[int, KeySmoothing] = {}
-        self._layers, self._shape, self._device = layers, (num_kv_heads, head_size), device
-        self._estimates = given == FIRST_PREFILL if isinstance(given, str) else False
-        if isinstance(given, ModelSmoothing):
-            given.for_layers(layers, argument)
-            self._take(given, layers, argument)
-        elif given is not None and not self._estimates:
-            raise ArgumentError(argument, described(given), f'a ModelSmoothing, "{FIRST_PREFILL}" or None')
-
-    def get(self, layer: int) -> KeySmoothing | None:
-        return self._found.get(layer)
-
-    def for_write(self, layer: int, key: torch.Tensor, real: torch.Tensor | None = None) -> KeySmoothing | None:
-        """The layer's; if it is yet to be found, from keys [num_tokens, num_kv_heads, head_size], those that are ``real`` and finite.
-
-        What was found holds for good after :meth:`keep`, which follows a write that was not refused.
-        """
-        if not self._estimates or layer in self._found:
-            return self._found.get(layer)
-        statistics = KeyStatistics()
-        statistics.add(key, real=real)
-        return statistics.smoothing()
-
-    def keep(self, layer: int, smoothing: KeySmoothing | None) -> None:
-        """From now on the layer's is ``smoothing``, with which keys have been written: what :meth:`for_write` returned."""
-        if smoothing is not None:
-            self._found.setdefault(layer, smoothing)
-
-    def restore(self, found: ModelSmoothing) -> None:
-        """Those of the layers that had found one when the cache was saved; the others wait on. Raises as the constructor does."""
-        unknown = sorted(found.keys() - set(self._layers))
-        if unknown:
-            raise ArgumentError("smoothing", f"one for layers {unknown}", f"for layers of {self._layers}")
-        self._take(found, list(found), "smoothing")
-
-    def _take(self, given: ModelSmoothing, layers: list[int], argument: str) -> None:
-        for layer in layers:
-            given[layer].check(*self._shape, f"{argument} (layer {layer})")
-            self._found[layer] = given[layer].to(self._device)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there are layers that are yet to find theirs."""
-        return self._estimates and len(self._found) < len(self._layers)
-
-    @property
-    def found(self) -> ModelSmoothing | None:
-        """Those of all layers that have one by now; ``None`` if there are none."""
-        return ModelSmoothing(dict(sorted(self._found.items()))) if self._found else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,12 +283,14 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name: ``smoothing.LAYER.mean``, ``.balance``, ``.rotary.channels``, ``.rotary.steps`` and ``.rotary.bias``."""
+        """All tensors by name: ``smoothing.LAYER.mean``, ``.balance``, ``.order`` and ``.rotary.{channels,steps,bias}``."""
         found = {}
         for layer, one in self.layers.items():
             found[f"smoothing.{layer}.mean"] = one.mean
             if one.balance is not None:
                 found[f"smoothing.{layer}.balance"] = one.balance
+            if one.order is not None:
+                found[f"smoothing.{layer}.order"] = one.order
             if one.rotary is not None:
                 found |= {f"smoothing.{layer}.rotary.{name}": tensor for name, tensor in one.rotary.tensors.items()}
         return found
@@ -333,14 +306,14 @@ class ModelSmoothing(Mapping[int, KeySmoothing]):
             if f"{name}.rotary.steps" in tensors:
                 parts = {part: tensors[f"{name}.rotary.{part}"] for part in ("channels", "steps", "bias")}
                 rotary = RotaryMean(**parts, head_size=mean.shape[-1])
-            return KeySmoothing(mean, tensors.get(f"{name}.balance"), rotary)
+            return KeySmoothing(mean, tensors.get(f"{name}.balance"), rotary, tensors.get(f"{name}.order"))
 
         try:
             found = cls({layer: layer_of(layer) for layer in layers})
         except KeyError as cause:
             raise ArgumentError("tensors", f"no {cause}", "a mean for each layer, and three tensors of a rotary mean") from None
         if found.tensors().keys() != tensors.keys():
-            raise ArgumentError("tensors", sorted(tensors), "smoothing.LAYER.mean, .balance and .rotary.{channels,steps,bias}")
+            raise ArgumentError("tensors", sorted(tensors), "smoothing.LAYER.mean, .balance, .order and .rotary.{channels,steps,bias}")
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ Range = tuple[int, int]
 
 LAYOUTS = ("head_major", "token_major", "paired", "interleaved")
 ROWS = ("contiguous", "fused", "transposed")
-SMOOTHINGS = ("", "mean", "balanced", "rotary")
+SMOOTHINGS = ("", "mean", "balanced", "rotary", "ordered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,10 @@ class Case:
         fits = all(0 <= q <= k for q, k in zip(self.query_lens, self.seq_lens, strict=True))
         if not fits or self.layout not in LAYOUTS or self.rows not in ROWS or self.smoothing not in SMOOTHINGS:
             raise ValueError(f"not a case: {self}")
+
+    @property
+    def has_rotary_mean(self) -> bool:
+        return self.smoothing in ("rotary", "ordered")
 
     @property
     def value_size(self) -> int:

@@ -92,6 +92,8 @@ CASES = MappingProxyType(
 )
 """What is built for each mode: the split decode kernel and its merge, plain, and the kernel for many rows with every option on. Further
 tiles are built plain."""
+ORDERED = MappingProxyType({"ordered-decode": replace(CASES["decode"], smoothing="ordered")})
+"""Of keys with an order of channels, beside :data:`CASES` for modes that take one."""
 VARIANTS = MappingProxyType(
     {
         "decode-softcap": (replace(CASES["decode"], softcap=30.0), 2048),
@@ -140,10 +142,11 @@ def build(mode: str, target: str, every_tile: bool | None = None, cases: bool = 
     """
     backend, device = get_backend(mode), TARGETS[target].device(target)
     results = []
-    for case_name, case in _named(CASES, only).items() if cases else ():
+    wanted = {**CASES, **(ORDERED if backend.key_half.order_multiple else {})}
+    for case_name, case in _named(wanted, only).items() if cases else ():
         problem = _problem(backend, case)
         with compiling_for(device) as kernels:
-            if case_name == "decode":
+            if case_name.endswith("decode"):
                 problem.made.write()
             problem.read()
         results += [_facts(mode, target, case_name, kernel) for kernel in kernels]

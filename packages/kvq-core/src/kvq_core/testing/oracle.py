@@ -102,11 +102,23 @@ def _smoothed(q: torch.Tensor, group: int, arguments: dict[str, Any]) -> tuple[t
         return q, none, none
     mean = smoothing.mean.double().repeat_interleave(group, 0)[:, None]
     terms = q * mean * arguments["softmax_scale"]
-    if smoothing.balance is not None:
+    if smoothing.order is not None:
+        q = _in_places(q, smoothing.balance, smoothing.order, group)
+    elif smoothing.balance is not None:
         q = q * smoothing.balance.double().repeat_interleave(group, 0)[:, None]
     if not arguments["softcap"] and all(arguments.get(name) is None for name in ("sinks", "lse", "other")):
         return q, none, none  # a softmax does not see it
     return q, terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True)
+
+
+def _in_places(q: torch.Tensor, balance: torch.Tensor, order: torch.Tensor, group: int) -> torch.Tensor:
+    """``q`` [Hq, n, D] as ordered keys need it: of each head 3/4 of the channels in order, the first quarter once more, over 4."""
+    rows = []
+    for head, row in enumerate(q):
+        own = (row * balance[head // group].double())[:, order[head // group].long()]
+        whole, quarter = own.shape[1], own.shape[1] // 4
+        rows.append(torch.cat((own[:, : whole - quarter], own[:, :quarter] / 4), 1))
+    return torch.stack(rows)
 
 
 def _rotary_scores(q: torch.Tensor, num_keys: int, group: int, seq: int, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

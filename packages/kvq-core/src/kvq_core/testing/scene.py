@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvq_core.smoothing import order
 from kvq_core.smoothing.calibration import KeySmoothing
-from kvq_core.smoothing.rotary import RotaryMean
 from kvq_core.testing import layouts
 from kvq_core.testing.cases import Case
 from kvq_core.testing.poison import Poisoned, lay_out
+from kvq_core.testing.smoothings import draw_smoothing, first_positions
 from kvq_core.testing.spaces import guarded_workspaces
 
 if TYPE_CHECKING:
@@ -126,10 +127,14 @@ class Scene:
         rows = self.key.float() - self.smoothing.mean
         if self.smoothing.rotary is not None:
             rows = rows - self.smoothing.rotary.at(self.positions).float()
-        return (rows if self.smoothing.inverse is None else rows * self.smoothing.inverse).to(self.key.dtype)
+        if self.is_ordered and self.smoothing.write_factor is not None:
+            return order.in_places(rows, self.smoothing.write_factor).to(self.key.dtype)
+        return (rows if self.smoothing.balance is None else rows / self.smoothing.balance).to(self.key.dtype)
 
     def encoded(self, half: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the mode's specification makes of rows of a half, ``key`` or ``value``."""
+        if half == "key" and self.is_ordered:
+            return self.backend.key_half.encode_ordered(x)
         encode = self.backend.key_half.encode if half == "key" else self.backend.value_half.encode_value
         return encode(x, scale=self.given_scales.get(f"{half[0]}_scale_cache"))
 
@@ -143,7 +148,14 @@ class Scene:
         """The rows that the pages hold at ``slots``, by the mode's ``decode``: float64. ``half`` is ``key`` or ``value``."""
         scale_name = f"{half[0]}_scale_cache"
         scales = self.stored(scale_name, slots) if self.backend.needs_scale_caches else self.given_scales.get(scale_name)
-        return self.half(half).decode(self.stored(f"{half}_cache", slots), scales).double()
+        mode = self.half(half)
+        decode = mode.decode_ordered if half == "key" and self.is_ordered else mode.decode
+        return decode(self.stored(f"{half}_cache", slots), scales).double()
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether stored keys have their channels in an order."""
+        return self.smoothing is not None and self.smoothing.order is not None
 
     def half(self, name: str) -> QuantKVBackend:
         """The mode of ``key`` or of ``value``."""
@@ -241,13 +253,13 @@ def build(
     key = _uneven(num_keys, case.num_kv_heads, case.head_size, generator)
     value = _uneven(num_keys, case.num_kv_heads, case.value_size, generator)
     queries = torch.randn(num_rows, case.num_query_heads, case.head_size, generator=generator) * case.score_gain
-    smoothing = _smoothing(case, seed, device)
+    smoothing = draw_smoothing(case, seed, device)
     differing = key
-    firsts = _first_positions(case, seed)
+    firsts = first_positions(case, seed)
     positions = torch.tensor([first + i for first, n in zip(firsts, case.seq_lens, strict=True) for i in range(n)], dtype=torch.int32)
     if smoothing is not None:
         key = key + smoothing.mean.cpu()
-        differing = differing if smoothing.inverse is None else differing * smoothing.inverse.cpu()
+        differing = differing if smoothing.balance is None else differing / smoothing.balance.cpu()
         if smoothing.rotary is not None:
             key = key + smoothing.rotary.to("cpu").at(positions).float()
 
@@ -325,35 +337,9 @@ def _uneven(tokens: int, heads: int, size: int, generator: torch.Generator) -> t
     return (x + mean) * channels * tokens_gain
 
 
-def _smoothing(case: Case, seed: int, device: torch.device) -> KeySmoothing | None:
-    """A mean of about thirty in every seventh channel, factors around one, and as much again in rotary pairs of channels, each at a rate
-    of its own. From a generator of their own: other values stay."""
-    if not case.smoothing:
-        return None
-    generator = torch.Generator().manual_seed(seed + 1)
-    shape = (case.num_kv_heads, case.head_size)
-    mean = 30 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 1 / 7)
-    balance = torch.exp(0.5 * torch.randn(shape, generator=generator)) if case.smoothing in ("balanced", "rotary") else None
-    rotary = None
-    if case.smoothing == "rotary":
-        bias = 20 * torch.randn(shape, generator=generator)
-        pairs = torch.randperm(case.head_size, generator=generator)[: case.head_size // 2 * 2].view(-1, 2)
-        rates = torch.pi * torch.rand(len(pairs), generator=generator) ** 3
-        rotary = RotaryMean.of_bias(bias, pairs, rates, num_pairs=16 << seed % 2)
-    return KeySmoothing(mean, balance, rotary).to(device)
-
-
-def _first_positions(case: Case, seed: int) -> list[int]:
-    """Rotary positions of the sequences' first keys: of sequences that share blocks the same."""
-    if case.smoothing != "rotary":
-        return [0] * case.num_seqs
-    drawn = torch.randint(-9, 10**5, (case.num_seqs,), generator=torch.Generator().manual_seed(seed + 2)).tolist()
-    return drawn[:1] * case.num_seqs if case.shared else drawn
-
-
 def _on(case: Case, firsts: list[int], device: torch.device) -> torch.Tensor | None:
     """``firsts`` as the read door takes them."""
-    return torch.tensor(firsts, dtype=torch.int32, device=device) if case.smoothing == "rotary" else None
+    return torch.tensor(firsts, dtype=torch.int32, device=device) if case.has_rotary_mean else None
 
 
 def _given_scales(backend: QuantKVBackend, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ from kvq_core.testing.codec_tests import CodecTests
 from kvq_core.testing.determinism_tests import DeterminismTests
 from kvq_core.testing.extreme_tests import ExtremeTests
 from kvq_core.testing.fuzz_tests import FuzzTests
-from kvq_core.testing.input_tests import InputTests
 from kvq_core.testing.lse_tests import LSETests
 from kvq_core.testing.memory_tests import MemoryTests
+from kvq_core.testing.ordered_tests import OrderedTests
 from kvq_core.testing.read_tests import ReadTests
 from kvq_core.testing.subject import Subject
 from kvq_core.testing.torch_tests import TorchTests
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 
-class DoorTests(ExtremeTests, WriteTests, ReadTests, DeterminismTests, InputTests, LSETests, MemoryTests, TorchTests, FuzzTests):
+class DoorTests(ExtremeTests, WriteTests, ReadTests, DeterminismTests, OrderedTests, LSETests, MemoryTests, TorchTests, FuzzTests):
     """What a mode's two doors must pass."""
 
     # The interpreter computes with numpy, which speaks of every inf and NaN that the tests put there.

@@ -66,11 +66,15 @@ def load_queries(work, GROUP: gl.constexpr, BALANCED: gl.constexpr, ADJACENT: gl
         copy_matrix(work, GROUP, C)
     if not C.format.key.rotated:
         channel = channel_at(channel, ADJACENT, C)
+    place = channel
+    if C.format.key.ordered:
+        channel = load_channels(work.factor + C.shape.head_size, place, work, C, 2).to(gl.int32, bitcast=True)
     x = load_rows(work, channel, GROUP, C)
     tile = work.tile.index(GROUP)
     y = x
     if BALANCED:
-        y = x.to(gl.float32) * load_channels(work.factor, channel, work, C)[None, :]
+        FACTOR_ROWS: gl.constexpr = 2 if C.format.key.ordered else 1
+        y = x.to(gl.float32) * load_channels(work.factor, place, work, C, FACTOR_ROWS)[None, :]
     score_scale = gl.full([HALF], 0.0, gl.float32, ROWS) + work.score_unit
     if not C.format.key.in_float16:
         tile.store(y.to(x.dtype))
@@ -100,9 +104,11 @@ def load_rows(work, channel, GROUP: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def load_channels(table, channel, work, C: gl.constexpr):
-    """What ``table`` [kv heads, head size] has of these channels, 0 for those that a head has not."""
-    return gl.load(table + work.kv_head * C.shape.head_size + channel, mask=channel < C.shape.head_size, other=0.0)
+def load_channels(table, channel, work, C: gl.constexpr, ROWS_OF_HEAD: gl.constexpr = 1):
+    """What ``table`` [kv heads, head size], or the first of ROWS_OF_HEAD rows of each head there, has of these channels; 0 for those that a
+    head has not."""
+    SIZE: gl.constexpr = C.shape.head_size
+    return gl.load(table + work.kv_head * (ROWS_OF_HEAD * SIZE) + channel, mask=channel < SIZE, other=0.0)
 
 
 @gluon.jit

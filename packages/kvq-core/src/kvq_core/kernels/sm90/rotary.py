@@ -61,10 +61,10 @@ def load_rotary_queries(work, rotary, GROUP: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def load_rotary_channels(work, rotary, score_scale, GROUP: gl.constexpr, BALANCED: gl.constexpr, C: gl.constexpr):
     """The channels of a group's rows that a rotary mean has, in units of ``score_scale`` [HALF] as the rows are, into the group's part of
-    ``rotary.tile`` [HALF, 2 PAIRS]: for staged keys."""
+    ``rotary.tile`` [HALF, 2 PAIRS]: for staged keys. Ordered ones have their mean as it is."""
     channel = gl.load(rotary.table + gl.arange(0, 2 * PAIRS, gl.SliceLayout(0, QUERY))).to(gl.int32, bitcast=True)
     x = load_rows(work, channel, GROUP, C).to(gl.float32)
-    if BALANCED:
+    if BALANCED and not C.format.key.ordered:
         x = x * load_channels(work.factor, channel, work, C)[None, :]
     # Rows' share of the score's unit (staging.QUERY_SHARE) is off: the scale that the mean is staged over has it already.
     unit = gl.convert_layout(work.score_unit * (MEAN_SHARE / C.key_number_scale / score_scale), gl.SliceLayout(1, QUERY))

@@ -25,9 +25,15 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
     Way stands by way, in the order of :func:`~kvq_core.kernels.sm90.decode_multirow.operands.key_operands`."""
     ROWS: gl.constexpr = C.tile.rows
     KEPT: gl.constexpr = gl.SliceLayout(0, product(ROWS))
-    x, channel = load_rows(queries, work, kv_head, C)
+    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
+    place = channel
+    if C.format.key.ordered:
+        order = queries.factor + kv_head * (2 * C.shape.head_size) + C.shape.head_size
+        channel = gl.load(order + place).to(gl.int32, bitcast=True)
+    x = load_rows(queries, channel, work, kv_head, C)
     if queries.factor is not None:
-        x = x * gl.load(queries.factor + kv_head * C.shape.head_size + channel)[None, :]
+        STRIDE: gl.constexpr = C.shape.head_size * 2 if C.format.key.ordered else C.shape.head_size
+        x = x * gl.load(queries.factor + kv_head * STRIDE + place)[None, :]
     if C.format.key.rotated:
         x = rotated(x, C)
     peak = gl.maximum(gl.max(gl.abs(x), 1), 2.0**-100)
@@ -38,7 +44,7 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
         half = x.to(gl.float16)
         total = gl.sum(half.to(gl.float32), 1)
     else:
-        fold = gl.where(channel % 2 == 1, 1.0 / N.odd, 1.0)[None, :]
+        fold = gl.where(place % 2 == 1, 1.0 / N.odd, 1.0)[None, :]
         half = (x * fold).to(gl.float16)
         total = gl.sum(half.to(gl.float32) / fold, 1)
     ways = half.reshape([ROWS, C.shape.head_size // C.format.key.ways, C.format.key.ways]).permute((0, 2, 1))
@@ -57,18 +63,18 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
 
 
 @gluon.jit
-def load_rows(queries, work, kv_head, C: gl.constexpr):
-    """(the tile's query rows [ROWS, 128] float32, their channels) in QUERY."""
+def load_rows(queries, channel, work, kv_head, C: gl.constexpr):
+    """The tile's query rows [ROWS, 128] float32 in QUERY, ``channel`` [128] of them."""
     index, head, valid = rows_of(work, kv_head, gl.SliceLayout(1, QUERY), C)
-    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
     at = (work.first_token + index).to(gl.int64) * queries.token_stride + head_offset(head, queries.head_stride, C)
-    return gl.load(queries.ptr + at[:, None] + channel[None, :], mask=valid[:, None], other=0.0).to(gl.float32), channel
+    return gl.load(queries.ptr + at[:, None] + channel[None, :], mask=valid[:, None], other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def score_shift(queries, work, kv_head, unit, C: gl.constexpr):
     """What the smoothed keys' mean adds to all scores of a row, ``unit`` times q.mean, [ROWS]."""
-    x, channel = load_rows(queries, work, kv_head, C)
+    channel = gl.arange(0, C.shape.head_size, gl.SliceLayout(0, QUERY))
+    x = load_rows(queries, channel, work, kv_head, C)
     mean = gl.load(queries.mean + kv_head * C.shape.head_size + channel)
     return gl.convert_layout(gl.sum(x * mean[None, :], 1) * unit, gl.SliceLayout(0, product(C.tile.rows)))
 
@@ -87,7 +93,8 @@ def rotated(x, C: gl.constexpr):
         x = gl.where((kept & 1)[None, :] == 1, x, -x)
     # What is added lies in one thread, in one layout or in the other.
     x = gl.convert_layout(x, along(C.tile.rows))
-    for bit in gl.static_range(3, 7):
+    BITS: gl.constexpr = (C.key_heads.block - 1).bit_length()
+    for bit in gl.static_range(3, BITS):
         x = butterfly(x, 1 << bit, C)
     x = gl.convert_layout(x, QUERY)
     for bit in gl.static_range(3):

@@ -63,19 +63,19 @@ def rows_at(row, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
 
 @triton.jit
 def load_rows(source, rows, HEADS: tl.constexpr, C: tl.constexpr):
-    """[ROWS, WAYS * WIDTH] in channel order, 0 in padding. Rows that are not written are read all the same: the load need not wait
-    for their slots."""
+    """[ROWS, WAYS * WIDTH] in channel order, or in an order's places, 0 in padding. Rows that are not written are read all the same: the
+    load need not wait for their slots."""
     return load_rows_at(tl.arange(0, HEADS.width * HEADS.ways), source, rows, HEADS, C)
 
 
 @triton.jit
-def load_rows_at(channel, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
-    """:func:`load_rows` at ``channel``, 0 to WAYS * WIDTH - 1."""
+def load_rows_at(place, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
+    """:func:`load_rows` at ``place``, 0 to WAYS * WIDTH - 1."""
+    place = place[None, :]
     mask = rows.exists[:, None]
     if HEADS.width * HEADS.ways != HEADS.size:
-        mask = mask & (channel < HEADS.size)[None, :]
+        mask = mask & (place < HEADS.size)
     offset = strides(rows.token, source.token_stride) + strides(rows.head, source.head_stride)
-    place = channel[None, :]
     channel = place
     if HEADS.parts > 1:
         order = source.factor + rows.head[:, None] * (2 * HEADS.size) + HEADS.size

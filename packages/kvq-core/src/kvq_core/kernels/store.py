@@ -89,14 +89,15 @@ def load_rows_at(place, source, rows, HEADS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def smooth(x, source, rows, place, channel, mask, HEADS: tl.constexpr, C: tl.constexpr):
     """(x - mean) * factor, rounded to the rows' own dtype; ``place`` [1, n]: in a stored row, ``channel`` [1 or ROWS, n]: what is there."""
-    head = rows.head[:, None]
-    y = x.to(tl.float32) - tl.load(source.mean + head * HEADS.size + channel, mask=mask, other=0.0)
+    at = rows.head[:, None] * HEADS.size + channel
+    y = x.to(tl.float32) - tl.load(source.mean + at, mask=mask, other=0.0)
     if source.rotary is not None:
         position = tl.load(source.positions + rows.token, mask=rows.exists, other=0)
         y = y - rotary_mean(source.rotary, rows.head, position, channel, mask, HEADS, C.use_asm)
     if source.factor is not None:
-        STRIDE: tl.constexpr = HEADS.size * 2 if HEADS.parts > 1 else HEADS.size
-        y = y * tl.load(source.factor + head * STRIDE + place, mask=mask, other=0.0)
+        if HEADS.parts > 1:
+            at = rows.head[:, None] * (2 * HEADS.size) + place
+        y = y * tl.load(source.factor + at, mask=mask, other=0.0)
     return to_nearest(y, x.dtype, C.upcast_dots)
 
 

@@ -67,7 +67,8 @@ class QuantKVBackend(ABC):
     (``int2``). Checks of reads allow for it."""
 
     order_multiple: ClassVar[int] = 0
-    """What head sizes are multiples of in which keys may have an order of channels (:mod:`kvq_core.smoothing.order`). 0: none may."""
+    """What head sizes are multiples of in which keys may have an order of channels (:mod:`kvq_core.smoothing.order`). 0: none may. Others
+    need :meth:`encode_ordered` and :meth:`decode_ordered`, and a mode with kernels an ``ordered_key`` in their format."""
 
     @property
     def key_half(self) -> QuantKVBackend:

@@ -191,8 +191,10 @@ class Kernels:
     def for_keys(self, *, ordered: bool) -> "Kernels":
         """Those for keys that have an order of channels, or none."""
         key = self.format.ordered_key
-        if not ordered or key is None:
+        if not ordered:
             return self
+        if key is None:
+            raise NotImplementedError("kernels for an order of channels, without an ordered_key in their format")
         return Kernels(replace(self.format, key=key, ordered_key=None), self.write, self.attend, self._sm90_ordered)
 
     def _sm90_ordered(self) -> Sm90Kernels:

@@ -24,8 +24,6 @@ PARTS: Final = 4
 FINER: Final = 4.0
 """By what the last part's channels are larger. What a two-bit code of a Gaussian leaves is .34 of it, rms, and half a cell of .98 at most
 but for its tails: four cells of a quarter's width. A power of two, so that both codes see the same numbers."""
-
-
 FIRST: Final = 0.6
 """How large the first part is stored, relative to the next two: there is room for rows whose first part is larger."""
 

@@ -129,7 +129,8 @@ class Scene:
             rows = rows - self.smoothing.rotary.at(self.positions).float()
         if self.is_ordered and self.smoothing.write_factor is not None:
             return order.in_places(rows, self.smoothing.write_factor).to(self.key.dtype)
-        return (rows if self.smoothing.balance is None else rows / self.smoothing.balance).to(self.key.dtype)
+        # As kernels do: a quotient may round to another number.
+        return (rows if self.smoothing.write_factor is None else rows * self.smoothing.write_factor).to(self.key.dtype)
 
     def encoded(self, half: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the mode's specification makes of rows of a half, ``key`` or ``value``."""

@@ -54,13 +54,13 @@ INTERPRETED_PROMPTS = (
 BESIDE_A_SHORT_ONE = replace(ONE_HEAD, query_lens=(70, 129, 20), seq_lens=(1100, 400, 300))
 ROTARY_PROMPTS = (
     replace(ONE_HEAD, smoothing="rotary"),
-    replace(ONE_HEAD, smoothing="rotary", query_lens=(513,), seq_lens=(2900,), queries_per_kv=8, dtype=torch.float16, num_kv_heads=2),
+    replace(ONE_HEAD, smoothing="rotary", query_lens=(513,), seq_lens=(1500,), queries_per_kv=8, dtype=torch.float16, num_kv_heads=2),
 )
 OTHER_HEADS = (
     replace(ONE_HEAD, head_size=64, smoothing="balanced", sinks=True),
     replace(ONE_HEAD, head_size=80, queries_per_kv=5, dtype=torch.float16, joined=True),
     replace(ONE_HEAD, head_size=48, smoothing="rotary"),
-    replace(ONE_HEAD, head_size=96, smoothing="rotary", query_lens=(513,), seq_lens=(2900,), num_kv_heads=2, layout="token_major"),
+    replace(ONE_HEAD, head_size=96, smoothing="rotary", query_lens=(513,), seq_lens=(1500,), num_kv_heads=2, layout="token_major"),
 )
 LARGE_PROMPTS = tuple(case for case in LARGE if case.head_size == 128 and max(case.query_lens) > 16 and not case.softcap)
 

@@ -126,7 +126,7 @@ CASES = {
     "kvq_int4": Case("int4", "kvq_int4", block_size=32),
     "kvq_int2": Case("int2", "kvq_int2", Tiny("qwen2"), control="int2", smoothing="rotary_ordered"),
 }
-COVERED = ("int8", "key biases", "smoothed keys", "windows", "residual window and sinks")
+COVERED = ("int8", "key biases", "smoothed keys", "windows", "residual window", "residual window and sinks")
 """For kernels on a GPU: on a CPU other cases have all that these have, those that are asked for by name among them."""
 
 

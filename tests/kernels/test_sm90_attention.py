@@ -62,6 +62,7 @@ OTHER_HEADS = (
     replace(ONE_HEAD, head_size=48, smoothing="rotary"),
     replace(ONE_HEAD, head_size=96, smoothing="rotary", query_lens=(513,), seq_lens=(1500,), num_kv_heads=2, layout="token_major"),
 )
+ORDERED = replace(ONE_HEAD, smoothing="ordered")
 LARGE_PROMPTS = tuple(case for case in LARGE if case.head_size == 128 and max(case.query_lens) > 16 and not case.softcap)
 
 SHORT = Case(query_lens=(20,), seq_lens=(470,), head_size=128, num_kv_heads=1, queries_per_kv=2, dtype=torch.float32)
@@ -316,9 +317,6 @@ def test_other_heads(mode: str, case: Case, where: Where) -> None:
     if smoothing is not None:
         smoothing = replace(smoothing, mean=_before_nan(smoothing.mean), balance=_before_nan(smoothing.balance))
     where.read_exactly(mode, built, smoothing=smoothing)
-
-
-ORDERED = replace(ONE_HEAD, smoothing="ordered")
 
 
 @parametrize(

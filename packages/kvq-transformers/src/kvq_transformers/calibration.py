@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvq_core import checks
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import TensorRange
-from kvq_core.smoothing.calibration import KeyStatistics, ModelSmoothing
+from kvq_core.smoothing.calibration import CALIBRATED, KeyStatistics, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
 from kvq_transformers.attention import NAME, switch_off
 from kvq_transformers.cache import KVQCache
@@ -24,8 +24,6 @@ from kvq_transformers.naming import cache_argument
 from kvq_transformers.rows import token_rows
 from kvq_transformers.storage import Scoring
 from kvq_transformers.support import decoder_config
-
-KINDS: Final = ("mean", "balanced", "rotary", "rotary_balanced", "rotary_ordered")
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,8 @@ def calibrate(
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", type(model).__name__, "a transformers model")
-    if smoothing is not None and smoothing not in KINDS and not isinstance(smoothing, ModelSmoothing):
-        raise ArgumentError("smoothing", repr(smoothing), f"{' or '.join(map(repr, KINDS))}, a ModelSmoothing, or None")
+    if smoothing is not None and smoothing not in CALIBRATED and not isinstance(smoothing, ModelSmoothing):
+        raise ArgumentError("smoothing", repr(smoothing), f"{' or '.join(map(repr, CALIBRATED))}, a ModelSmoothing, or None")
     checks.tensor("input_ids", input_ids)
     if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in (torch.int64, torch.int32):
         raise ArgumentError("input_ids", f"shape {tuple(input_ids.shape)}, {input_ids.dtype}", "[batch_size, num_tokens] token ids")
@@ -115,9 +113,8 @@ def calibrate(
         rotary = {layer.index: layer.before.mean() for layer in counted({}, rotary_embeddings) if layer.before is not None}
     layers = counted(rotary, {})
     if isinstance(smoothing, str):
-        wanted = {"balanced": smoothing.endswith("balanced"), "ordered": smoothing.endswith("ordered")}
-        found = {layer.index: layer.statistics.smoothing(**wanted) for layer in layers}
-        smoothing = ModelSmoothing({index: replace(one, rotary=rotary.get(index)) for index, one in found.items()})
+        kind = smoothing
+        smoothing = ModelSmoothing({x.index: replace(x.statistics.of_kind(kind), rotary=rotary.get(x.index)) for x in layers})
     smoothed = (
         dict.fromkeys(layers) if smoothing is None else dict(zip(layers, smoothing.for_layers([x.index for x in layers]), strict=True))
     )

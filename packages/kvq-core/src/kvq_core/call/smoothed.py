@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from kvq_core.checks import need, need_tensor, shape_of
 from kvq_core.errors import ArgumentError
 from kvq_core.smoothing.order import in_places
 from kvq_core.smoothing.rotary import channel_means
+
+if TYPE_CHECKING:
+    from kvq_core.backend import QuantKVBackend
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Smoothing:
         """The rotary pairs of channels, of a read; 0 without a rotary mean."""
         return 0 if self.rotary is None else self.rotary.shape[2]
 
-    def validate(self, num_kv_heads: int, head_size: int, device: torch.device, *, of_read: bool) -> None:
+    def validate(self, backend: QuantKVBackend, num_kv_heads: int, head_size: int, device: torch.device, *, of_read: bool) -> None:
+        """Raise :class:`ArgumentError` unless it is for these heads on ``device``, and ``backend`` takes what it is."""
         for tensor in (self.mean, self.factor):
             if tensor is None:
                 continue
@@ -52,6 +57,8 @@ class Smoothing:
                 f"one for {tensor.shape[0]} heads of {tensor.shape[-1]}, strides {tensor.stride()}",
                 f"one for the {num_kv_heads} kv heads of {head_size}, contiguous",
             )
+        if self.ordered:
+            backend.check_order(head_size, "smoothing")
         if self.rotary is not None:
             need_tensor(self.rotary, "smoothing", 3, (torch.float32,), device)
             pairs = self.rotary.shape[2]

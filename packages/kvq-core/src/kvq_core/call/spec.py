@@ -135,9 +135,7 @@ class NewRows:
         need(keys.num_kv_heads == key.shape[1], "key", f"{key.shape[1]} heads", f"the {keys.num_kv_heads} heads of key_cache")
         smoothing, positions = Smoothing.given(args.k_mean, args.k_factor, args.k_rotary), args.positions
         if smoothing is not None:
-            smoothing.validate(key.shape[1], key.shape[2], key.device, of_read=False)
-            if smoothing.ordered:
-                backend.check_order(key.shape[2], "smoothing")
+            smoothing.validate(backend, key.shape[1], key.shape[2], key.device, of_read=False)
             if smoothing.rotary is not None:
                 positions = checked_positions(positions, count, key.device)
         return cls(key, value, slot_mapping, keys, values, batch_invariant, smoothing, positions)
@@ -336,9 +334,7 @@ class Attention:
         if self.scratch is not None:
             self.scratch.validate(q.shape[1], out.shape[2], device)
         if self.smoothing is not None:
-            self.smoothing.validate(self.keys.num_kv_heads, q.shape[2], device, of_read=True)
-            if self.smoothing.ordered:
-                backend.check_order(q.shape[2], "smoothing")
+            self.smoothing.validate(backend, self.keys.num_kv_heads, q.shape[2], device, of_read=True)
         if (self.other is None) != (self.other_lse is None):
             missing, given = ("other", "other_lse") if self.other is None else ("other_lse", "other")
             raise ArgumentError(missing, None, f"a tensor, since {given} is one: a read's result and its log-sum-exp")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, WEIGHTS, ModelSmoothing
+from kvq_core.smoothing.calibration import CALIBRATED, FIRST_PREFILL, KEY_BIAS, WEIGHTS, ModelSmoothing
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 NOTHING: Final = "none"
-CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced", "rotary_ordered")
-"""Kinds of smoothing that a text is read for."""
 _KINDS: Final = (NOTHING, WEIGHTS, KEY_BIAS, FIRST_PREFILL, *CALIBRATED)
 
 

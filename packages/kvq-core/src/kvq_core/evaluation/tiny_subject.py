@@ -118,8 +118,7 @@ class TinySubject:
                 rows = k - rotary.at(positions).to(k.dtype)
             statistics = KeyStatistics()
             statistics.add(rows, q)
-            one = statistics.smoothing(balanced=kind.endswith("balanced"), ordered=kind.endswith("ordered"))
-            found[layer] = replace(one, rotary=rotary)
+            found[layer] = replace(statistics.of_kind(kind), rotary=rotary)
             return dense_attention(layer, q[None], k[None], v[None])[0]
 
         self.model.hidden(tokens, positions, attend)

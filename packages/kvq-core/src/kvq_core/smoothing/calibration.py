@@ -38,6 +38,8 @@ WEIGHTS: Final = "weights"
 norms (:mod:`kvq_core.smoothing.qk_norm`), if they have some."""
 KEY_BIAS: Final = "key_bias"
 """The same of the biases alone."""
+CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced", "rotary_ordered")
+"""Kinds of smoothing that a text is read for."""
 Smoothings = Union["ModelSmoothing", str, None]
 """What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, :data:`WEIGHTS`, :data:`KEY_BIAS`, or nothing."""
 _KEY: Final = "kvq_smoothing"
@@ -208,6 +210,10 @@ class KeyStatistics:
             return
         grouped = queries.unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1)
         self._queries = Moments.of(grouped, None).plus(self._queries)
+
+    def of_kind(self, kind: str) -> KeySmoothing:
+        """The :meth:`smoothing` of one of ``CALIBRATED``, but for a rotary mean."""
+        return self.smoothing(balanced=kind.endswith("balanced"), ordered=kind.endswith("ordered"))
 
     def smoothing(self, *, balanced: bool = False, ordered: bool = False) -> KeySmoothing:
         """The mean of the keys counted; ``balanced``: and factors that make a channel's rounding matter alike in every channel.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LayerSmoothings:
-    """What a cache of ``num_layers`` layers writes and reads with: given, found from the first keys, or nothing.
+    """What the layers of a cache are written and read with: given, found from the first keys, or nothing.
 
     Args:
         given: ``None``, a :class:`ModelSmoothing` with all of ``layers``, or :data:`FIRST_PREFILL`.

@@ -157,6 +157,7 @@ def _largest_effect(exact: Exact, weights: torch.Tensor) -> torch.Tensor:
     q, k, v = exact.q, exact.k, exact.v
     effect = torch.empty_like(exact.out)
     per_row = k.shape[0] * (k.shape[1] + v.shape[2]) * k.shape[2]
+    # Few enough numbers at once that they stay near the processor, and enough for one launch on a GPU.
     step = max(1, 2**24 // max(per_row, 1))
     for first in range(0, q.shape[1], step):
         at = slice(first, first + step)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from kvq_core import checks
 from kvq_core.errors import ArgumentError
 from kvq_core.scales import TensorRange
 from kvq_core.smoothing.calibration import CALIBRATED, KeyStatistics, ModelSmoothing
 from kvq_core.smoothing.rotary import RotaryMean, RotaryStatistics
-from kvq_transformers.attention import NAME, switch_off
-from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import whole
 from kvq_transformers.key_bias import Embedding, embeddings
 from kvq_transformers.layers import GrowingLayer
-from kvq_transformers.naming import cache_argument
+from kvq_transformers.reading import check_text, read_through
 from kvq_transformers.rows import token_rows
 from kvq_transformers.storage import Scoring
-from kvq_transformers.support import decoder_config
 
 
 @dataclass(frozen=True)
@@ -88,24 +82,16 @@ def calibrate(
     Raises:
         ArgumentError: no text, an unknown ``smoothing``, or a model that kvq cannot serve.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ArgumentError("model", type(model).__name__, "a transformers model")
+    check_text(model, input_ids, attention_mask)
     if smoothing is not None and smoothing not in CALIBRATED and not isinstance(smoothing, ModelSmoothing):
         raise ArgumentError("smoothing", repr(smoothing), f"{' or '.join(map(repr, CALIBRATED))}, a ModelSmoothing, or None")
-    checks.tensor("input_ids", input_ids)
-    if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in (torch.int64, torch.int32):
-        raise ArgumentError("input_ids", f"shape {tuple(input_ids.shape)}, {input_ids.dtype}", "[batch_size, num_tokens] token ids")
-    if attention_mask is not None and checks.tensor("attention_mask", attention_mask).shape != input_ids.shape:
-        raise ArgumentError("attention_mask", f"shape {tuple(attention_mask.shape)}", f"{tuple(input_ids.shape)}, as input_ids")
-    if attention_mask is not None and not attention_mask.any():
-        raise ArgumentError("attention_mask", "0 everywhere", "a token that is no padding")
     chunk = whole("chunk", chunk)
 
     def counted(rotary: Mapping[int, RotaryMean], rotary_embeddings: Mapping[int, Embedding]) -> list[_CountingLayer]:
-        with _counting(model, rotary, rotary_embeddings) as (cache, layers):
-            for first in range(0, input_ids.shape[1], chunk):
-                _read(model, cache, input_ids, attention_mask, slice(first, first + chunk))
-        return layers
+        def counting(layer: GrowingLayer) -> _CountingLayer:
+            return _CountingLayer(layer, rotary.get(layer.index), rotary_embeddings.get(layer.index))
+
+        return read_through(model, input_ids, attention_mask, chunk, counting)
 
     rotary: dict[int, RotaryMean] = {}
     if isinstance(smoothing, str) and smoothing.startswith("rotary"):
@@ -123,31 +109,3 @@ def calibrate(
         {layer.index: float(layer.key_range.scale(one)) for layer, one in smoothed.items()},
         {layer.index: float(layer.value_range.scale()) for layer in layers},
     )
-
-
-@contextmanager
-def _counting(
-    model: PreTrainedModel, rotary: Mapping[int, RotaryMean], rotary_embeddings: Mapping[int, Embedding]
-) -> Iterator[tuple[KVQCache, list[_CountingLayer]]]:
-    """An unquantized cache of counting layers; afterwards the model has the attention implementation that it had."""
-    text = decoder_config(model.config)
-    was_on = text._attn_implementation == NAME
-    cache = KVQCache(model, "none", smoothing=None)
-    layers = []
-    for place, layer in enumerate(cache.layers):
-        if isinstance(layer, GrowingLayer):
-            layers.append(_CountingLayer(layer, rotary.get(layer.index), rotary_embeddings.get(layer.index)))
-            cache.layers[place] = layers[-1]
-    try:
-        yield cache, layers
-    finally:
-        if not was_on:
-            switch_off(text)
-
-
-def _read(model: Any, cache: KVQCache, ids: torch.Tensor, mask: torch.Tensor | None, part: slice) -> None:
-    given: dict[str, torch.Tensor] = {}
-    if mask is not None:
-        # Padding takes no position: rotated keys are those that the tokens would have without it.
-        given = {"attention_mask": mask[:, : part.stop], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, part]}
-    model(input_ids=ids[:, part], use_cache=True, **{cache_argument(model.forward): cache}, **given)

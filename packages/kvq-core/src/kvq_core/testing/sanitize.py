@@ -40,6 +40,7 @@ FOUND = 86
 ELSEWHERE = "(elsewhere)"
 """Where errors are counted that the tool names no kernel for."""
 
+_THREADS = "2"  # of torch, on the CPU
 _LIMIT = 540  # seconds a slice may take under a tool
 _WORDS = 20  # kinds of errors of a slice that are shown
 _HEAD = re.compile(r"^=+ (?:Error: |Warning: )?(?:Invalid|Uninitialized|Misaligned|Race|Potential|Barrier|Address|Out-of-range|Stack)\b")
@@ -117,6 +118,8 @@ def run_slice(tool: str, mode: str, sanitizer: str = "") -> Outcome:
     environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     # Of torch's thousands of kernels only those that run are loaded, and patched by the tool.
     environment["CUDA_MODULE_LOADING"] = "LAZY"
+    # Slices run side by side, and each would take every core for its small references.
+    environment.setdefault("OMP_NUM_THREADS", _THREADS)
     begin = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, timeout=_LIMIT)

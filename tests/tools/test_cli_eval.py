@@ -117,6 +117,7 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
         (["--dtype", "float16"], "--dtype: got 'float16', need none: the tiny model's rows are bfloat16"),
         (["--device", "abacus"], "--device: got 'abacus', need a device of this machine"),
         (["--out", "/dev/null/below"], "/dev/null"),
+        (["--balance-values", "/no/such.txt"], "--balance-values: got a tiny model, need a Hugging Face model"),
         (["--smoothing", "median"], "--smoothing: got 'median', need"),
         (["--task", "kl,gsm8k"], "--task: got 'gsm8k', need some of kl, copy, passkey, arithmetic, generate"),
         (["--task", "kl,copy", "--csv"], "--json prints both"),
@@ -178,6 +179,24 @@ def test_the_command_line_takes_a_folder_and_smooths_keys(given: tuple[str, ...]
     assert told[1]["smoothing"] == "balanced" and not told[1]["failures"]
     plain, smoothed = ({line["mode"]: line["kl"] for line in one["results"]} for one in told)
     assert smoothed["int2_per_token_head:smoothing=balanced"] != plain["int2_per_token_head"] and smoothed["none"] == plain["none"] == 0
+
+
+def test_values_are_balanced_first(given: tuple[str, ...], llama_folder: Path, tmp_path: Path) -> None:
+    """On documents of their own; a run of the model as it was does not go on with them."""
+    pytest.importorskip("kvq_transformers")
+    text, balance = tmp_path / "balance", ("--balance-values", str(tmp_path / "balance"))
+    text.write_text("#### one\n" + "A page of words. " * 20 + "\n#### another\n" + "Other words than those. " * 9)
+    given = (*given, "--model", str(llama_folder), "--modes", "int8/int2", "--length", "100")
+    plain, balanced = (kvq(*given, *more, "--json").json for more in (("--resume", tmp_path / "kept"), balance))
+    assert "values_balanced_on" not in plain and balanced["values_balanced_on"] == str(text)
+    assert balanced["results"][0]["perplexity"] == pytest.approx(plain["results"][0]["perplexity"], rel=1e-3)
+    assert 0 < balanced["results"][1]["kl"] != plain["results"][1]["kl"]
+    assert f"values balanced on {text}" in kvq(*given, *balance).out
+    assert "weights" in refused(*given, *balance, "--resume", tmp_path / "kept")
+    text.write_text("Too short.")
+    assert f"--balance-values {text}: input_ids: got rows of up to 11 tokens" in refused(*given, *balance)
+    text.unlink()
+    assert "No such file" in refused(*given, *balance)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """KVQCache on a GPU: the kernels behind generate, eagerly and as a compiled decode step in a CUDA graph; and its peak memory."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from transformers import CompileConfig
 
 from kvq_core.testing import places
-from kvq_transformers import KVQCache, calibrate
+from kvq_transformers import KVQCache, balance_values, calibrate
 from kvq_transformers.naming import GENERATE
 from transformers_families import logits_in_steps, make_model, prompts, uneven, whole_text, worst
 
@@ -53,6 +54,15 @@ def test_a_compiled_decode_step_gives_the_same_tokens(family: str, mode: str) ->
     assert torch.equal(first, again)
     # Inductor rounds elsewhere, so that near-ties may fall otherwise: most tokens agree, the first ones all.
     assert torch.equal(first[:, :25], plain[:, :25])
+
+
+def test_values_are_balanced_as_on_a_cpu() -> None:
+    """The same projections, to the rounding of the attention that the text is read with."""
+    model, text = make_model("Llama"), prompts(2, 200, (0, 60))
+    twin = balance_values(copy.deepcopy(model), **text)
+    balance_values(model.cuda(), **on_gpu(text))
+    for (name, found), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert float((found.cpu() - wanted).norm()) <= 1e-2 * float(wanted.norm()), name
 
 
 def test_no_copy_of_the_cache_is_ever_made() -> None:

@@ -1,6 +1,7 @@
 """The eight texts of docs/accuracy.md's pretrained model, of this repository's own pages and sources: ``pretrained_texts.py FOLDER``.
 
-Each is cut at the same length, for ``kvq eval`` spreads passages over all text.
+Each is cut at the same length, for ``kvq eval`` spreads passages over all text. ``--balance FILE``: also the text that values are balanced
+on, of other files.
 """
 
 import argparse
@@ -33,17 +34,30 @@ TEXTS = {
     "code-plan": (f"{CORE}/plan/*.py",),
     "code-transformers": ("packages/kvq-transformers/src/kvq_transformers/*.py",),
 }
+BALANCE = {
+    "pages": ("README.md", "CHANGELOG.md", "docs/dev/*.md"),
+    "tests": ("tests/unit/*.py",),
+    "vllm": ("packages/kvq-vllm/src/kvq_vllm/*.py",),
+    "testing": (f"{CORE}/testing/*.py",),
+}
+
+
+def text_of(patterns: tuple[str, ...], length: int) -> str:
+    files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    return "".join(file.read_text(encoding="utf-8") for file in files)[:length]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if it is not there")
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--balance", type=Path, metavar="FILE")
+    chosen = parser.parse_args()
+    chosen.folder.mkdir(parents=True, exist_ok=True)
     for name, patterns in TEXTS.items():
-        files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
-        text = "".join(file.read_text(encoding="utf-8") for file in files)
-        (folder / name).write_text(text[:LENGTH], encoding="utf-8")
+        (chosen.folder / name).write_text(text_of(patterns, LENGTH), encoding="utf-8")
+    if chosen.balance:
+        documents = (f"#### {name}\n{text_of(patterns, LENGTH // 2)}\n" for name, patterns in BALANCE.items())
+        chosen.balance.write_text("".join(documents), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from kvq_transformers.cache import KVQCache
 from kvq_transformers.calibration import Calibration, calibrate
 from kvq_transformers.forward import CacheStateError
 from kvq_transformers.switch import disable, enable
+from kvq_transformers.value_balance import balance_values
 
 register()
 
 __version__ = "0.1.0"
 
-__all__ = ["CacheStateError", "Calibration", "KVQCache", "calibrate", "disable", "enable"]
+__all__ = ["CacheStateError", "Calibration", "KVQCache", "balance_values", "calibrate", "disable", "enable"]

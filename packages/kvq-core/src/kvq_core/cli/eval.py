@@ -12,7 +12,7 @@ import click
 from kvq_core.cli import eval_report, output
 from kvq_core.cli.modes import backends_of
 from kvq_core.cli.progress import Progress
-from kvq_core.errors import ArgumentError, told
+from kvq_core.errors import ArgumentError, KVQError, told
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,12 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
     help="Smooth the keys of all modes but none: none, weights, key_bias, first_prefill; from a passage that is not scored mean, balanced,"
     " rotary, rotary_balanced or rotary_ordered; or the FILE of a ModelSmoothing.  [default: weights]",
 )
+@click.option(
+    "--balance-values",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="First balance a Hugging Face model's values (kvq_transformers.balance_values) on this text, which should not be scored.",
+)
 @click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
 @click.option(
     "--dtype",
@@ -149,6 +155,7 @@ def evaluate(
     chunk: int | None,
     batch: int | None,
     smoothing: str | None,
+    balance_values: Path | None,
     device: str | None,
     dtype: str | None,
     resume: Path | None,
@@ -174,6 +181,8 @@ def evaluate(
         eval_report.writable(out, kl=KL in tasks, tasks=bool(others))
     subject = load_subject(model, usable_device(device) if device else default_device(), dtype)
     _check(configs, subject, named=bool(modes))
+    if balance_values:
+        _balance(subject, balance_values, length)
     passages, calibration = passages_of(subject, documents_of(texts, model), length, most)
     if calibration in passages:
         click.echo("one passage: what calibrates is scored, too; more text, or a smaller --length, keeps them apart", err=True)
@@ -203,7 +212,8 @@ def evaluate(
     for task in others:
         runs.append(_run(task, subject, configs, passages, calibration, length, items, chunk, batch, journal))
         failures += [f"{task.name}, {mode}: {told(problem)}" for mode, problem in runs[-1].failures.items()]
-    facts = _facts(subject, passages, length, chunk) | ({"smoothing": smoothing} if smoothing else {})
+    facts = eval_report.facts_of(subject, passages, length, chunk) | ({"smoothing": smoothing} if smoothing else {})
+    facts |= {"values_balanced_on": str(balance_values)} if balance_values else {}
     eval_report.tell(found, runs, facts, failures, form, out)
     if failures:
         raise SystemExit(1)
@@ -228,6 +238,18 @@ def _configs(modes: Sequence[str], smoothing: str | None) -> tuple[list[CacheCon
     if smoothing:
         others = [config.with_default(SMOOTHING.name, smoothing) for config in others]
     return list({config.label: config for config in [CacheConfig(exact), *others]}.values()), faults
+
+
+def _balance(subject: Subject, text: Path, length: int) -> None:
+    from kvq_core.evaluation import read_documents
+    from kvq_core.evaluation.huggingface import HuggingFaceSubject
+
+    if not isinstance(subject, HuggingFaceSubject):
+        raise ArgumentError("--balance-values", "a tiny model", "a Hugging Face model")
+    try:
+        subject.balance_values(read_documents(text), length)
+    except ArgumentError as problem:
+        raise KVQError(f"--balance-values {text}: {problem}") from problem
 
 
 def _check(configs: Sequence[CacheConfig], subject: Subject, *, named: bool) -> None:
@@ -365,25 +387,3 @@ def passages_of(subject: Subject, documents: Sequence[Document], length: int, mo
     scored = every[:last] + every[last + 1 :] or every
     count = min(len(scored), most)
     return [scored[n * len(scored) // count] for n in range(count)], every[last]
-
-
-def _facts(subject: Subject, passages: Sequence[Passage], length: int, chunk: int) -> dict[str, Any]:
-    import torch
-
-    from kvq_core.environment import cpu_name, installed, process_peak_bytes
-
-    cuda = subject.device.type == "cuda"
-    return {
-        "model": subject.name,
-        "licence": subject.licence,
-        "baseline": f"none with {str(subject.rows_dtype).removeprefix('torch.')} rows",
-        "device": torch.cuda.get_device_name(subject.device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "passages": len(passages),
-        "tokens": sum(p.num_predicted for p in passages),
-        "length": length,
-        "chunk": chunk,
-        "times_smaller_than": "none in bfloat16",
-        "process_peak_bytes": process_peak_bytes(),
-    }

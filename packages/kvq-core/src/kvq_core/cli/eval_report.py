@@ -12,7 +12,7 @@ import click
 from kvq_core.cli import eval_tasks, output
 
 if TYPE_CHECKING:
-    from kvq_core.evaluation import Estimate, Evaluation, ModeResult
+    from kvq_core.evaluation import Estimate, Evaluation, ModeResult, Passage, Subject
     from kvq_core.evaluation.tasks import TaskRun
 
 _OF_KL: Final = ("eval.csv", "eval.png")
@@ -32,6 +32,29 @@ def writable(folder: Path, *, kl: bool, tasks: bool) -> None:
     for name in ("eval.json", *(_OF_KL if kl else ()), *(_OF_TASKS if tasks else ())):
         with (folder / name).open("ab"):
             pass
+
+
+def facts_of(subject: Subject, passages: Sequence[Passage], length: int, chunk: int) -> dict[str, Any]:
+    """What figures depend on, and where they are from."""
+    import torch
+
+    from kvq_core.environment import cpu_name, installed, process_peak_bytes
+
+    cuda = subject.device.type == "cuda"
+    return {
+        "model": subject.name,
+        "licence": subject.licence,
+        "baseline": f"none with {str(subject.rows_dtype).removeprefix('torch.')} rows",
+        "device": torch.cuda.get_device_name(subject.device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "passages": len(passages),
+        "tokens": sum(p.num_predicted for p in passages),
+        "length": length,
+        "chunk": chunk,
+        "times_smaller_than": "none in bfloat16",
+        "process_peak_bytes": process_peak_bytes(),
+    }
 
 
 def tell(
@@ -69,6 +92,7 @@ def _headline(facts: dict[str, Any]) -> str:
     """What was measured, on what."""
     parts = [f"{facts['passages']} passage{'s' * (facts['passages'] != 1)}, {facts['tokens']:,} tokens, fed {facts['chunk']} at a time"]
     parts[0] += f", keys smoothed ({facts['smoothing']})" if "smoothing" in facts else ""
+    parts[0] += f", values balanced on {facts['values_balanced_on']}" if "values_balanced_on" in facts else ""
     parts.append(f"differences are to {facts['baseline']}")
     if facts["licence"]:
         parts.append(f"licence of the weights: {facts['licence']}")

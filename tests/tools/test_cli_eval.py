@@ -186,7 +186,7 @@ def test_values_are_balanced_first(given: tuple[str, ...], llama_folder: Path, t
     pytest.importorskip("kvq_transformers")
     text, balance = tmp_path / "balance", ("--balance-values", str(tmp_path / "balance"))
     text.write_text("#### one\n" + "A page of words. " * 20 + "\n#### another\n" + "Other words than those. " * 9)
-    given = (*given, "--model", str(llama_folder), "--modes", "int8/int2", "--length", "100")
+    given = (*given, "--model", str(llama_folder), "--modes", "int8/int2:residual_length=16", "--length", "100", "--chunk", "20")
     plain, balanced = (kvq(*given, *more, "--json").json for more in (("--resume", tmp_path / "kept"), balance))
     assert "values_balanced_on" not in plain and balanced["values_balanced_on"] == str(text)
     assert balanced["results"][0]["perplexity"] == pytest.approx(plain["results"][0]["perplexity"], rel=1e-3)

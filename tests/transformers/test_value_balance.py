@@ -140,8 +140,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: make_model("GPTNeoX"), {}, "model: got GPTNeoXForCausalLM, layer 0, with 0 modules whose projections are known"),
     (
         lambda: make_model("Llama"),
-        {"input_ids": IDS[:, :20]},
-        "input_ids: got rows of up to 20 tokens, need more than residual_length=16 and",
+        {"input_ids": IDS[:, :16]},
+        "input_ids: got rows of up to 16 tokens, need more than residual_length=16 and",
     ),
     (lambda: make_model("Llama"), {"input_ids": IDS.float()}, "input_ids: got shape"),
     (lambda: make_model("Llama"), {"attention_mask": IDS[:, :3]}, "attention_mask: got shape"),

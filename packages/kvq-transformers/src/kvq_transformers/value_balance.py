@@ -161,8 +161,8 @@ def balance_values(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
-    residual_length: int = 64,
-    sink_tokens: int = 4,
+    residual_length: int = 0,
+    sink_tokens: int = 0,
     chunk: int = 512,
 ) -> PreTrainedModel:
     """Change the weights of ``model``'s value and output projections, by a matrix for each kv head, so that values of few bits cost less.
@@ -174,7 +174,8 @@ def balance_values(
         model: a decoder that a :class:`KVQCache` can serve, whose values and results pass linear layers, not quantized, and nothing else.
         input_ids: [batch_size, num_tokens], some thousand tokens of the kind that will be served, in rows longer than ``residual_length``;
             attention_mask: the same shape, 0 where there is padding.
-        residual_length: the newest tokens, whose values are exact; 0 for a cache without a residual window. sink_tokens: the first ones.
+        residual_length, sink_tokens: as the cache will have them, whose exact values do not count. The first tokens draw most weights: to
+            leave them out for a cache that rounds them costs more than balancing gains.
         chunk: tokens of each row that are read at once.
 
     Returns:

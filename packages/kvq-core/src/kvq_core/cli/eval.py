@@ -122,7 +122,8 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
     "--balance-values",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="First balance a Hugging Face model's values (kvq_transformers.balance_values) on this text, which should not be scored.",
+    help="First balance a Hugging Face model's values (kvq_transformers.balance_values) on this text, which should not be scored, for the"
+    " least residual_length and sink_tokens of the modes.",
 )
 @click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]")
 @click.option(
@@ -182,7 +183,7 @@ def evaluate(
     subject = load_subject(model, usable_device(device) if device else default_device(), dtype)
     _check(configs, subject, named=bool(modes))
     if balance_values:
-        _balance(subject, balance_values, length)
+        _balance(subject, balance_values, length, configs[1:])
     passages, calibration = passages_of(subject, documents_of(texts, model), length, most)
     if calibration in passages:
         click.echo("one passage: what calibrates is scored, too; more text, or a smaller --length, keeps them apart", err=True)
@@ -240,14 +241,18 @@ def _configs(modes: Sequence[str], smoothing: str | None) -> tuple[list[CacheCon
     return list({config.label: config for config in [CacheConfig(exact), *others]}.values()), faults
 
 
-def _balance(subject: Subject, text: Path, length: int) -> None:
+def _balance(subject: Subject, text: Path, length: int, configs: Sequence[CacheConfig]) -> None:
+    """For ``configs``, by what all of them keep exact."""
     from kvq_core.evaluation import read_documents
     from kvq_core.evaluation.huggingface import HuggingFaceSubject
+    from kvq_core.evaluation.options import RESIDUAL_LENGTH, SINK_TOKENS
 
     if not isinstance(subject, HuggingFaceSubject):
         raise ArgumentError("--balance-values", "a tiny model", "a Hugging Face model")
+    names = (RESIDUAL_LENGTH.name, SINK_TOKENS.name)
+    exact = {name: min((config.options.get(name, 0) for config in configs), default=0) for name in names}
     try:
-        subject.balance_values(read_documents(text), length)
+        subject.balance_values(read_documents(text), length, **exact)
     except ArgumentError as problem:
         raise KVQError(f"--balance-values {text}: {problem}") from problem
 

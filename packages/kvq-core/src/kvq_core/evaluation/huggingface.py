@@ -181,13 +181,16 @@ class HuggingFaceSubject:
         found: ModelSmoothing = self._calibrated(passage, kind).smoothing
         return found
 
-    def balance_values(self, documents: Sequence[Document], length: int) -> None:
-        """Change the model's weights by ``kvq_transformers.balance_values``, on documents cut into passages of ``length`` tokens."""
+    def balance_values(self, documents: Sequence[Document], length: int, **exact: int) -> None:
+        """Change the model's weights by ``kvq_transformers.balance_values``, on documents cut into passages of ``length`` tokens.
+
+        ``exact``: its ``residual_length`` and ``sink_tokens``.
+        """
         rows = [passage.tokens for passage in self.passages(documents, length)]
         longest = max(map(len, rows), default=0)
         ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=self.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.device)
-        self.kvq.balance_values(self.model, ids, None if mask.all() else mask)
+        self.kvq.balance_values(self.model, ids, None if mask.all() else mask, **exact)
 
     def _scales_from(self, passage: Passage, smoothing: Smoothings) -> dict[str, Any]:
         """For modes that take scales, of keys smoothed as they will be; the text is read once."""

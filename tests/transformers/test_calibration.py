@@ -77,6 +77,19 @@ def test_a_text_tells_the_mean_before_the_embedding(kind: str) -> None:
         assert (got.at(positions) - wanted.rotary.at(positions)).norm() < 0.25 * wanted.rotary.at(positions).norm()
 
 
+def test_an_order_of_channels_is_for_modes_that_take_one() -> None:
+    """Found out when the cache is made; layers in mode none leave it out."""
+    model = make_model("Llama")
+    ordered = calibrate(model, IDS, smoothing="rotary_ordered").smoothing
+    with pytest.raises(ArgumentError, match=r"^smoothing: got an order of channels, for heads of 64, need one without: mode int4"):
+        KVQCache(model, "int4", smoothing=ordered)
+    cache = KVQCache(model, {"default": "int2", 0: "none"}, smoothing=ordered)
+    with torch.no_grad():
+        found = model(IDS, **{GENERATE: cache}).logits
+    assert found.isfinite().all() and cache.smoothing is not None
+    assert cache.smoothing[0].order is None and cache.smoothing[1].order is not None
+
+
 def test_scales_are_found_for_a_smoothing_that_is_there() -> None:
     model = make_model("Llama")
     first = calibrate(model, IDS, smoothing="balanced")

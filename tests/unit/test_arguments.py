@@ -293,7 +293,7 @@ def test_what_would_be_right_is_told(mode: str, door: str, wrong: dict[str, Any]
 def test_rows_that_a_cache_stores_are_named(mode: str, taken: str) -> None:
     cache = PagedKVCache(mode, **GEOMETRY)
     step, rows = cache.append({cache.allocate_sequence(): 2}), torch.zeros(2, 2, 64, dtype=torch.float64)
-    with pytest.raises(ArgumentError, match=f"^key: got torch.float64, need {taken}, which this cache of mode {cache.mode} stores$"):
+    with pytest.raises(ArgumentError, match=f"^key: got torch.float64, need {taken}, as rows in mode {cache.mode} are stored here$"):
         cache.write(0, rows, rows, step)
 
 

@@ -79,12 +79,21 @@ def layers_given(
 
 def _smoothings(given: Smoothings, known: Mapping[int, KeySmoothing], backends: Mapping[int, QuantKVBackend]) -> dict[int, LayerSmoothing]:
     if isinstance(given, ModelSmoothing):
-        return dict(zip(backends, given.for_layers(list(backends)), strict=True))
+        found = zip(backends, given.for_layers(list(backends)), strict=True)
+        return {layer: _taken(one, backends[layer]) for layer, one in found}
     if given in (WEIGHTS, KEY_BIAS):
         return {layer: _fitting(known.get(layer), backend) for layer, backend in backends.items()}
     if given not in (None, FIRST_PREFILL):
         raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{WEIGHTS}", "{KEY_BIAS}", "{FIRST_PREFILL}" or None')
     return dict.fromkeys(backends, given)
+
+
+def _taken(one: KeySmoothing, backend: QuantKVBackend) -> KeySmoothing:
+    """``one`` as ``backend`` stores keys with it; exact rows need no order of channels, and other modes that take none refuse it."""
+    if one.order is None or backend.mode == "none":
+        return one.unordered
+    backend.check_order(one.order.shape[1], "smoothing")
+    return one
 
 
 def _fitting(known: KeySmoothing | None, backend: QuantKVBackend) -> KeySmoothing | None:

@@ -95,7 +95,7 @@ class Pages:
         stored, half = self.geometry.dtype, self.backend.key_half
         if rows.dtype not in FLOATS or half.cache_dtype(rows.dtype) != half.cache_dtype(stored):
             taken = [str(dtype) for dtype in FLOATS if half.cache_dtype(dtype) == half.cache_dtype(stored)]
-            raise ArgumentError(argument, rows.dtype, f"{' or '.join(taken)}, which this cache of mode {self.backend.mode} stores")
+            raise ArgumentError(argument, rows.dtype, f"{' or '.join(taken)}, as rows in mode {self.backend.mode} are stored here")
         if torch.is_grad_enabled():
             refuse_gradients((argument,), (rows,))
 

@@ -148,7 +148,10 @@ def _tell(machine: dict[str, str], versions: dict[str, str | None], switches: di
     from kvq_core.variables import VARIABLES
 
     width = max(map(len, [*machine, *versions, *switches])) + 2
-    for name, value in [*machine.items(), *((name, found or "not installed") for name, found in versions.items())]:
+    # Packages may tell of an engine themselves.
+    told = {name.casefold() for name in machine}
+    others = [(name, found or "not installed") for name, found in versions.items() if name.casefold() not in told]
+    for name, value in [*machine.items(), *others]:
         output.say(f"{name:<{width}}{value}")
     output.say()
     for name, setting in switches.items():

@@ -91,7 +91,8 @@ def test_what_cannot_be_had_by_its_name(override: str, name: str, said: str, mon
 def test_of_modes_that_are_not_installed_the_pip_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "entry_points", lambda group: ())
     for name, distribution in (*FIRST_PARTY_MODES.items(), ("int4", "kvq-int4")):
-        with pytest.raises(UnknownModeError, match=rf"'{name}.*'; installed: nothing; .*pip install {distribution}$"):
+        commands = f"pip install {distribution}, or, from a checkout, ./packages/{distribution}"
+        with pytest.raises(UnknownModeError, match=rf"'{name}.*'; installed: nothing; .*{commands}$"):
             get_backend(name)
 
 

@@ -1,6 +1,8 @@
 """Balanced values: weights that compute what they did, whose values lose less in few bits."""
 
 import copy
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvq_core import ArgumentError
 from kvq_transformers import KVQCache, balance_values
+from kvq_transformers.layers import GrowingLayer
 from kvq_transformers.naming import GENERATE
 from kvq_transformers.reading import read_through
-from kvq_transformers.value_balance import _WeighingLayer, balance
+from kvq_transformers.value_balance import _Projections, _WeighingLayer, balance
 from transformers_families import FAMILIES, eager_twin, exact_twin, logits_in_steps, make_model, prompts, worst
 
 pytestmark = pytest.mark.usefixtures("torch_path")
@@ -78,7 +81,12 @@ def test_values_of_few_bits_lose_less(mode: str) -> None:
 def test_keys_count_by_what_is_made_of_them(family: str) -> None:
     """Under windows, softcap and sinks, with padding, in chunks: the squares of the weights that the model's own attention has."""
     model = make_model(family)
-    layers = read_through(model, TEXT["input_ids"], TEXT["attention_mask"], 37, lambda layer: _WeighingLayer(layer, 5))
+    with ExitStack() as hooks:
+
+        def weighing(layer: GrowingLayer) -> _WeighingLayer:
+            return _WeighingLayer(layer, 5, _Projections.of(model, layer.index), hooks)
+
+        layers = read_through(model, TEXT["input_ids"], TEXT["attention_mask"], 37, weighing)
     twin, mask = eager_twin(model), TEXT["attention_mask"].bool()
     positions = (TEXT["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -112,6 +120,14 @@ def test_no_other_matrix_costs_less(seed: int, size: int, spread: float) -> None
         assert (cost(matrix) <= cost(matrix + scale * matrix.norm() / size * drawn(3, size, size)) * 1.001).all()
 
 
+def test_it_is_saved_as_any_checkpoint(tmp_path: Path) -> None:
+    model = balance_values(make_model("Qwen2"), **TEXT)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(TEXT["input_ids"]).logits, model(TEXT["input_ids"]).logits)
+
+
 def test_nothing_to_go_by_changes_nothing() -> None:
     """No weight on a head's keys, as behind a window shorter than the residual one; or no output that it goes to."""
     matrix, zeros = torch.eye(8, dtype=torch.float64).expand(2, -1, -1), torch.zeros(2, 8, 8, dtype=torch.float64)
@@ -133,10 +149,19 @@ def packed() -> PreTrainedModel:
     return model
 
 
+def shared() -> PreTrainedModel:
+    model = make_model("Llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.v_proj.weight = first.v_proj.weight
+    return model
+
+
 IDS = TEXT["input_ids"]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: make_model(GATED), {}, "model: got Qwen3NextForCausalLM, whose results differ by"),
-    (packed, {}, "model: got LlamaForCausalLM, layer 1, with a Packed of torch.float32"),
+    (lambda: make_model(GATED), {}, "model: got layer 1 with results of attention that are not what their projection takes"),
+    (lambda: make_model("Olmo", clip_qkv=0.5), {}, "model: got layer 0 with values that are not what their projection makes"),
+    (shared, {}, "model: got LlamaForCausalLM, of which layers share projections"),
+    (packed, {}, "model: got LlamaForCausalLM, layer 1, with a Packed for a projection"),
     (lambda: make_model("GPTNeoX"), {}, "model: got GPTNeoXForCausalLM, layer 0, with 0 modules whose projections are known"),
     (
         lambda: make_model("Llama"),

@@ -50,7 +50,7 @@ def text_of(patterns: tuple[str, ...], length: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if it is not there")
-    parser.add_argument("--balance", type=Path, metavar="FILE")
+    parser.add_argument("--balance", type=Path, metavar="FILE", help="write the text for kvq eval --balance-values there")
     chosen = parser.parse_args()
     chosen.folder.mkdir(parents=True, exist_ok=True)
     for name, patterns in TEXTS.items():

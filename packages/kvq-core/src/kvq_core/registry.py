@@ -313,11 +313,15 @@ def _choose(mode: str, distribution: str, override: str) -> InstalledMode:
 def _hint(mode: str, here: list[str]) -> str:
     """What else ``mode`` could have meant, and how to get it, or the modes that are not among those ``here``."""
     if mode in FIRST_PARTY:
-        return f"; to get it: pip install {FIRST_PARTY[mode]}, or, from a checkout, ./packages/{FIRST_PARTY[mode]}"
+        return f"; to get it: {_command([FIRST_PARTY[mode]])}"
     near = get_close_matches(mode, [*ALIASES, *FIRST_PARTY, *here], n=1)
     missing = sorted({package for first_party, package in FIRST_PARTY.items() if first_party not in here})
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return hint + (f"; more modes: pip install {' '.join(missing)}" if missing else "")
+    return hint + (f"; more modes: {_command(missing)}" if missing else "")
+
+
+def _command(packages: list[str]) -> str:
+    return f"pip install {' '.join(packages)}, or, from a checkout, {' '.join(f'./packages/{package}' for package in packages)}"
 
 
 def _names(entries: list[InstalledMode]) -> str:

@@ -52,11 +52,11 @@ def read_through(
     was_on = text._attn_implementation == NAME
     cache = KVQCache(model, "none", smoothing=None)
     layers = []
-    for place, layer in enumerate(cache.layers):
-        if isinstance(layer, GrowingLayer):
-            layers.append(watching(layer))
-            cache.layers[place] = layers[-1]
     try:
+        for place, layer in enumerate(cache.layers):
+            if isinstance(layer, GrowingLayer):
+                layers.append(watching(layer))
+                cache.layers[place] = layers[-1]
         for first in range(0, input_ids.shape[1], chunk):
             _read(model, cache, input_ids, attention_mask, slice(first, first + chunk))
     finally:

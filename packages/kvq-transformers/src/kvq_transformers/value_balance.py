@@ -11,9 +11,9 @@ for A^T A = M # S^-1, the geometric mean: A S A^T and A^-T M A^-1 are then the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -33,10 +33,6 @@ _QUERIES: Final = 256
 """Query rows whose weights are held at once."""
 _FLOOR: Final = 1e-6
 """Of a matrix's largest eigenvalue: directions that a text does not have."""
-_CHECKED: Final = 64
-"""Tokens of the text by whose results the changed model is compared."""
-_ALLOWED: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
-"""Root mean square of the difference of results, of that of the results: roundings of weights, but no other function."""
 
 
 class _Row:
@@ -77,55 +73,86 @@ def _weights(q: torch.Tensor, key: torch.Tensor, distance: torch.Tensor, scoring
 
 
 class _WeighingLayer(GrowingLayer):
-    """Unquantized pages that keep, of each row of a batch, what :class:`_Row` does."""
+    """Unquantized pages that keep, of each row of a batch, what :class:`_Row` does.
 
-    def __init__(self, layer: GrowingLayer, residual_length: int) -> None:
+    While ``hooks`` last, it raises :class:`ArgumentError` if values are not what ``projections`` make, or its results not what they take.
+    """
+
+    def __init__(self, layer: GrowingLayer, residual_length: int, projections: _Projections, hooks: ExitStack) -> None:
         super().__init__(layer.backend, layer.index, layer.window, layer.forward)
-        self.residual_length = residual_length
+        self.residual_length, self.projections = residual_length, projections
         self.rows: list[_Row] = []
+        self._made = self._result = torch.zeros(0)
+        hooks.callback(projections.value.register_forward_hook(self._keep).remove)
+        hooks.callback(projections.output.register_forward_pre_hook(self._compare).remove)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
+        flat = value.transpose(1, 2).flatten(2)
+        if not torch.equal(self._made[..., -flat.shape[-1] :], flat):
+            self._refuse("values that are not what their projection makes")
         self.rows = self.rows or [_Row(k[:, :0], v[:, :0]) for k, v in zip(key, value, strict=True)]
         for number, row in enumerate(self.rows):
             real = slice(None) if mask is None else mask[number]
             q, k, v = (x[number][:, real] for x in (query, key, value))
             if k.shape[1]:
                 row.add(q, k, v, scoring, self.residual_length)
-        return super()._attend(query, key, value, mask, scoring)
+        out = super()._attend(query, key, value, mask, scoring)
+        self._result = out.clone()
+        return out
 
     def moment(self, sink_tokens: int) -> torch.Tensor:
         return torch.stack([row.moment(sink_tokens) for row in self.rows]).sum(0)
 
+    def _keep(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], made: torch.Tensor) -> None:
+        # Some families clip it in place.
+        self._made = made.clone()
+
+    def _compare(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if not torch.equal(inputs[0], self._result.flatten(2)):
+            self._refuse("results of attention that are not what their projection takes")
+
+    def _refuse(self, found: str) -> NoReturn:
+        raise ArgumentError("model", f"layer {self.index} with {found}", "nothing but attention between its projections")
+
 
 @dataclass(frozen=True)
 class _Projections:
-    """A layer's weights from which values come, and behind its results; ``num_kv_heads`` and ``size`` of a head of values."""
+    """The linear layers of an attention layer that values come from (a fused one's last rows), and behind its results."""
 
-    value: torch.Tensor
-    """[num_kv_heads * size, hidden_size]"""
-    output: torch.Tensor
-    """[hidden_size, num_query_heads * size]"""
-    bias: torch.Tensor | None
-    """Of values, [num_kv_heads * size]."""
-    num_kv_heads: int
-    size: int
+    value: nn.Linear
+    output: nn.Linear
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What :meth:`balanced` has others for."""
-        return [self.value, self.output, *([] if self.bias is None else [self.bias])]
+    @classmethod
+    def of(cls, model: PreTrainedModel, layer: int) -> _Projections:
+        """Those of a layer of ``model``, or :class:`ArgumentError` if they are not known, or are not plain linear layers."""
+        name = f"{type(model).__name__}, layer {layer}"
+        pairs: list[Any] = []
+        for module in model.modules():
+            if getattr(module, "layer_idx", None) == layer:
+                inputs, outputs = ([getattr(module, known) for known in names if hasattr(module, known)] for names in (_INPUTS, _OUTPUTS))
+                pairs += [(inputs[0], outputs[0])] if inputs and outputs else []
+        if len(pairs) != 1:
+            need = f"one module with {' or '.join(_INPUTS)} and {' or '.join(_OUTPUTS)}"
+            raise ArgumentError("model", f"{name}, with {len(pairs)} modules whose projections are known", need)
+        for linear in pairs[0]:
+            if type(linear) is not nn.Linear or not linear.weight.is_floating_point() or linear.weight.is_meta:
+                need = "torch.nn.Linear, with weights that are here and not quantized"
+                raise ArgumentError("model", f"{name}, with a {type(linear).__name__} for a projection", need)
+        return cls(*pairs[0])
 
-    def balanced(self, moment: torch.Tensor) -> list[torch.Tensor]:
-        """:attr:`tensors` behind the matrices for ``moment``, in float64."""
-        value, output, *bias = (tensor.double() for tensor in self.tensors)
-        output = output.unflatten(1, (self.num_kv_heads, -1, self.size))  # [hidden_size, num_kv_heads, group, size]
-        metric = torch.einsum("ohgi,ohgj->hij", output, output)
-        matrix, inverse = balance(moment.to(metric.device), metric)
-        value = (matrix @ value.unflatten(0, (self.num_kv_heads, self.size))).flatten(0, 1)
-        output = torch.einsum("ohgi,hij->ohgj", output, inverse).flatten(1)
-        return [value, output, *((matrix @ b.unflatten(0, (self.num_kv_heads, self.size, 1))).flatten() for b in bias)]
+    def balance(self, moment: torch.Tensor) -> None:
+        """Change the weights by the matrices for ``moment`` [num_kv_heads, size, size]."""
+        heads, size = moment.shape[:2]
+        # [hidden_size, num_kv_heads, group, size]
+        output = self.output.weight.double().unflatten(1, (heads, -1, size))
+        matrix, inverse = balance(moment.to(output.device), torch.einsum("ohgi,ohgj->hij", output, output))
+        self.output.weight.copy_(torch.einsum("ohgi,hij->ohgj", output, inverse).flatten(1))
+        for tensor in (self.value.weight, self.value.bias):
+            if tensor is not None:
+                rows = tensor[-heads * size :]
+                rows.copy_((matrix @ rows.double().reshape(heads, size, -1)).view_as(rows))
 
 
 def balance(moment: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,55 +218,15 @@ def balance_values(
     if longest <= residual_length + sink_tokens:
         need = f"more than residual_length={residual_length} and sink_tokens={sink_tokens} in one"
         raise ArgumentError("input_ids", f"rows of up to {longest} tokens", need)
-    layers = read_through(model, input_ids, attention_mask, chunk, lambda layer: _WeighingLayer(layer, residual_length))
-    found = {layer.index: _projections(model, layer) for layer in layers}
-    changed = {layer.index: found[layer.index].balanced(layer.moment(sink_tokens)) for layer in layers}
-    kept = {index: [tensor.clone() for tensor in one.tensors] for index, one in found.items()}
-    row = 0 if attention_mask is None else int(attention_mask.sum(1).argmax())
-    sample = input_ids[row] if attention_mask is None else input_ids[row][attention_mask[row].bool()]
-    before = _results(model, sample[-_CHECKED:])
-    try:
-        _put(found, changed)
-        difference = float((_results(model, sample[-_CHECKED:]) - before).square().mean().sqrt() / before.square().mean().sqrt())
-        if not difference <= _ALLOWED.get(model.dtype, 0.0):
-            got = f"{type(model).__name__}, whose results differ by {difference:.1%} afterwards"
-            raise ArgumentError("model", got, "one in which nothing but attention lies between the projections of values and of results")
-    except BaseException:
-        _put(found, kept)
-        raise
+    with ExitStack() as hooks:
+
+        def weighing(layer: GrowingLayer) -> _WeighingLayer:
+            return _WeighingLayer(layer, residual_length, _Projections.of(model, layer.index), hooks)
+
+        layers = read_through(model, input_ids, attention_mask, chunk, weighing)
+    weights = {id(linear.weight) for layer in layers for linear in (layer.projections.value, layer.projections.output)}
+    if len(weights) < 2 * len(layers):
+        raise ArgumentError("model", f"{type(model).__name__}, of which layers share projections", "projections of its own in every layer")
+    for layer in layers:
+        layer.projections.balance(layer.moment(sink_tokens))
     return model
-
-
-def _projections(model: PreTrainedModel, layer: GrowingLayer) -> _Projections:
-    name = f"{type(model).__name__}, layer {layer.index}"
-    modules = [module for module in model.modules() if getattr(module, "layer_idx", None) == layer.index]
-    pairs: list[Any] = []
-    for module in modules:
-        inputs, outputs = ([getattr(module, known) for known in names if hasattr(module, known)] for names in (_INPUTS, _OUTPUTS))
-        pairs += [(inputs[0], outputs[0])] if inputs and outputs else []
-    if len(pairs) != 1:
-        need = f"one module with {' or '.join(_INPUTS)} and {' or '.join(_OUTPUTS)}"
-        raise ArgumentError("model", f"{name}, with {len(pairs)} modules whose projections are known", need)
-    for linear in pairs[0]:
-        if type(linear) is not nn.Linear or not linear.weight.is_floating_point() or linear.weight.is_meta:
-            raise ArgumentError("model", f"{name}, with a {type(linear).__name__} of {linear.weight.dtype}", "linear layers, not quantized")
-    (inputs, outputs), sizes = pairs[0], layer.pages.geometry
-    rows = sizes.num_kv_heads * sizes.head_size_v
-    if inputs.out_features < rows or outputs.in_features % rows:
-        got = f"{name}, from {inputs.out_features} to {outputs.in_features} channels"
-        raise ArgumentError("model", got, f"{sizes.num_kv_heads} heads of {sizes.head_size_v}, and a multiple of that")
-    # Of a fused projection, values are the last rows.
-    bias = None if inputs.bias is None else inputs.bias[-rows:]
-    return _Projections(inputs.weight[-rows:], outputs.weight, bias, sizes.num_kv_heads, sizes.head_size_v)
-
-
-def _put(projections: Mapping[int, _Projections], tensors: Mapping[int, list[torch.Tensor]]) -> None:
-    for index, one in projections.items():
-        for tensor, fresh in zip(one.tensors, tensors[index], strict=True):
-            tensor.copy_(fresh)
-
-
-def _results(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits, or hidden states of a model without a head, as float64."""
-    found: torch.Tensor = model(input_ids=tokens[None], use_cache=False)[0]
-    return found.double()

@@ -242,7 +242,7 @@ def _configs(modes: Sequence[str], smoothing: str | None) -> tuple[list[CacheCon
 
 
 def _balance(subject: Subject, text: Path, length: int, configs: Sequence[CacheConfig]) -> None:
-    """For ``configs``, by what all of them keep exact."""
+    """Balance the model's values on ``text``, for caches that keep exact what every one of ``configs`` does."""
     from kvq_core.evaluation import read_documents
     from kvq_core.evaluation.huggingface import HuggingFaceSubject
     from kvq_core.evaluation.options import RESIDUAL_LENGTH, SINK_TOKENS

@@ -22,8 +22,8 @@ from kvq_core.launch import attention as launcher
 from kvq_core.launch import dispatch, staging
 from kvq_core.launch.offline import planning_for
 from kvq_core.plan import Entry, Groups, Table, planner
+from kvq_core.plan.invariance import batch_invariant
 from kvq_core.plan.lookup import listening
-from kvq_core.plan.planner import batch_invariant
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import oracle, places, scene
 from kvq_core.testing.cases import LARGE, Case

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvq_core.plan.planner
+import kvq_core.plan.invariance
 from kvq_core import ArgumentError, KVQError, PagedKVCache, get_backend
 from kvq_core.cache.layout import cell_views, page_views
 from kvq_core.call import ops
@@ -248,7 +248,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSmoothing.load, {}, {"path": nothing}),
         (ModelSmoothing({}).save, {}, {"path": lambda x: True}),
     )
-    monkeypatch.setattr(kvq_core.plan.planner._BATCH_INVARIANT, "value", None)  # put back at the end, whatever the calls make of it
+    monkeypatch.setattr(kvq_core.plan.invariance._BATCH_INVARIANT, "value", None)  # put back at the end, whatever the calls make of it
     try_each(entries)
     kvq_core.unregister_backend("none")
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from command_line import kvq
 from kvq_core.cli import doctor
 from kvq_core.errors import ArgumentError, PlanTableError
-from kvq_core.plan import Decode, Entry, Measurement, Range, Run, Table, choose, lookup, planner, tables_for
-from kvq_core.plan.planner import KernelFamily, Problem, combine_tile, is_batch_invariant, plan, power_of_two, write_tile
+from kvq_core.plan import Decode, Entry, Measurement, Range, Run, Table, choose, invariance, lookup, planner, tables_for
+from kvq_core.plan.planner import KernelFamily, Problem, combine_tile, plan, power_of_two, write_tile
 from kvq_core.plan.table import Alternative
 
 pytestmark = pytest.mark.quick
@@ -182,14 +182,14 @@ def test_writes_of_the_shipped_tables(words: str) -> None:
 def test_batch_invariance_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process; what the environment says is test_variables.py's."""
     # Whatever an earlier test of this process has set.
-    monkeypatch.setattr(planner._BATCH_INVARIANT, "value", None)
+    monkeypatch.setattr(invariance._BATCH_INVARIANT, "value", None)
     monkeypatch.delenv("KVQ_BATCH_INVARIANT", raising=False)
-    with planner.batch_invariant():
-        assert is_batch_invariant()
-        with planner.batch_invariant(False):
-            assert not is_batch_invariant()
-        assert is_batch_invariant()
-    assert not is_batch_invariant()
+    with invariance.batch_invariant():
+        assert invariance.is_batch_invariant()
+        with invariance.batch_invariant(False):
+            assert not invariance.is_batch_invariant()
+        assert invariance.is_batch_invariant()
+    assert not invariance.is_batch_invariant()
 
 
 INT4 = {

@@ -26,7 +26,7 @@ from kvq_core.call import ops, replay_cache
 from kvq_core.kernels.combine import combine_kernel
 from kvq_core.launch import replay
 from kvq_core.launch.offline import compiling_for
-from kvq_core.plan import planner
+from kvq_core.plan import invariance
 from kvq_core.testing import places, scene
 from kvq_core.testing.cases import Case
 from kvq_core.testing.compile_matrix import TARGETS
@@ -102,7 +102,7 @@ def outcome(dry: DryDriver, call: Callable[..., object], arguments: Arguments, e
     dry.started, dry.stream = [], 7 if environment == "stream" else 0
     knobs.runtime.debug = environment == "debug"
     try:
-        with planner.batch_invariant(environment == "batch invariant"):
+        with invariance.batch_invariant(environment == "batch invariant"):
             call(**arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ from command_line import kvq, refused
 from kvq_core import ArgumentError, PagedKVCache, get_backend, variables
 from kvq_core.call import debug
 from kvq_core.none import NoneBackend
-from kvq_core.plan import planner
+from kvq_core.plan import invariance
 
 pytestmark = pytest.mark.quick
 
@@ -31,14 +31,14 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in variables.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     # Whatever an earlier test of this process has set.
-    monkeypatch.setattr(planner._BATCH_INVARIANT, "value", None)
+    monkeypatch.setattr(invariance._BATCH_INVARIANT, "value", None)
 
 
 def test_flags_take_the_usual_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (*ON, *OFF):
         for name in FLAGS:
             monkeypatch.setenv(name, text)
-        assert debug.enabled() == planner.is_batch_invariant() == (text in ON), text
+        assert debug.enabled() == invariance.is_batch_invariant() == (text in ON), text
         assert not variables.faults()
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvq_core.cache.paged import PagedKVCache
     from kvq_core.call.cascade import combine
     from kvq_core.hadamard import fast_hadamard_transform, single_rht
-    from kvq_core.plan.planner import batch_invariant, set_batch_invariant
+    from kvq_core.plan.invariance import batch_invariant, set_batch_invariant
 
 __version__ = "0.1.0"
 
@@ -57,8 +57,8 @@ def __getattr__(name: str) -> object:
         "combine": "call.cascade",
         "fast_hadamard_transform": "hadamard",
         "single_rht": "hadamard",
-        "batch_invariant": "plan.planner",
-        "set_batch_invariant": "plan.planner",
+        "batch_invariant": "plan.invariance",
+        "set_batch_invariant": "plan.invariance",
     }.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
-from kvq_core.plan.planner import set_batch_invariant
+from kvq_core.plan.invariance import set_batch_invariant
 from kvq_core.residual.reads import PagedRead, attend
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata

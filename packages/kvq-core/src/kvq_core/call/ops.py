@@ -26,7 +26,7 @@ from kvq_core.call.replay_cache import Facts, ReplayCache, facts_of
 from kvq_core.call.spec import Attention, NewRows
 from kvq_core.errors import ArgumentError
 from kvq_core.launch import target
-from kvq_core.plan import planner
+from kvq_core.plan import invariance, planner
 from kvq_core.plan.lookup import asking_first
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class _Bound:
             return
         device = arguments[0].device
         # Read once for each call: another thread may turn the switch before the call is over.
-        batch_invariant = planner.is_batch_invariant()
+        batch_invariant = invariance.is_batch_invariant()
         if not replays_on(device):
             verb.check_memory(self.backend, arguments)
             verb.body(self.backend, batch_invariant, *arguments)
@@ -168,7 +168,7 @@ class _Bound:
 
     def call_joined(self, arguments: tuple[Any, ...], first: _Bound, of_first: tuple[Any, ...]) -> None:
         """The read ``first`` with arguments ``of_first``, and one with ``arguments`` that joins its result, as one call."""
-        batch_invariant = planner.is_batch_invariant()
+        batch_invariant = invariance.is_batch_invariant()
         written = _READ.written(self.backend) | _READ.written(first.backend)
         tensors = {id(x): index for index, x in enumerate(of_first) if isinstance(x, torch.Tensor)}
         # A tensor that both read is one of the call's.
@@ -323,7 +323,7 @@ def define(backend: QuantKVBackend) -> None:
 def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
     if target.current() is not None:
         # Tensors may lie where ops do not go.
-        return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, planner.is_batch_invariant())
+        return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, invariance.is_batch_invariant())
     define(backend)
     op: Callable[..., None] = getattr(torch.ops.kvq, _op_name(backend.mode, verb)).default
     return op

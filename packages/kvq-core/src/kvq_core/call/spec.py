@@ -243,7 +243,7 @@ class Attention:
     """One read: ``q`` [T, Hq, D] against the pages of ``batch``, into ``out`` [T, Hq, Dv] and, where it is given, ``lse`` [T, Hq] float32.
 
     ``other`` [T, Hq, Dv] and ``other_lse`` [T, Hq], float32: what another read of the rows found in other keys; ``None``: there is none.
-    ``batch_invariant`` is the switch of ``kvq_core.plan.planner`` as the call found it.
+    ``batch_invariant`` is the switch of ``kvq_core.plan.invariance`` as the call found it.
     """
 
     q: torch.Tensor

@@ -9,13 +9,10 @@ the other, so that the two may mix in one batch without either setting the pace.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvq_core import checks, variables
 from kvq_core.plan import choices, lookup
 
 # Query lengths up to this are served by the decode launch.
@@ -169,37 +166,6 @@ class Launch:
     segments: int = 0
     combine_waits: bool = False
     staged: int = 0
-
-
-class _Switch:
-    def __init__(self) -> None:
-        self.value: bool | None = None
-
-
-_BATCH_INVARIANT = _Switch()
-
-
-def is_batch_invariant() -> bool:
-    """Whether bytes and results must not depend on what else is in a batch: the switch below, or ``KVQ_BATCH_INVARIANT=1``."""
-    if _BATCH_INVARIANT.value is None:
-        return variables.flag("KVQ_BATCH_INVARIANT")
-    return _BATCH_INVARIANT.value
-
-
-def set_batch_invariant(on: bool) -> None:
-    """Make each sequence's result bit-identical whatever else is in its batch (a fixed split; a few per cent slower)."""
-    _BATCH_INVARIANT.value = checks.flag("on", on)
-
-
-@contextlib.contextmanager
-def batch_invariant(on: bool = True) -> Iterator[None]:
-    """:func:`set_batch_invariant` for a ``with`` block."""
-    before = _BATCH_INVARIANT.value
-    set_batch_invariant(on)
-    try:
-        yield
-    finally:
-        _BATCH_INVARIANT.value = before
 
 
 def power_of_two(n: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core.plan.planner import batch_invariant
+from kvq_core.plan.invariance import batch_invariant
 from kvq_core.testing import places
 from kvq_core.testing.cases import LARGE, Case
 from kvq_core.testing.places import Place

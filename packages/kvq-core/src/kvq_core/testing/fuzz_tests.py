@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from kvq_core.plan.planner import batch_invariant
+from kvq_core.plan.invariance import batch_invariant
 from kvq_core.testing import oracle, scenarios
 from kvq_core.testing.places import Place
 from kvq_core.testing.scenarios import Scenario, Staged

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvq_core.plan.planner import INVARIANT_CHUNK, batch_invariant
+from kvq_core.plan.invariance import batch_invariant
+from kvq_core.plan.planner import INVARIANT_CHUNK
 from kvq_core.testing import budgets, oracle, places, strategies
 from kvq_core.testing.cases import LARGE, OPTIONS, QUICK, SHAPES, SMOOTHED, Case, Range
 from kvq_core.testing.places import Place

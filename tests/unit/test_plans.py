@@ -81,7 +81,7 @@ def test_what_every_plan_holds_to(problem: Problem) -> None:
             multirow = tile.family is KernelFamily.SM90_DECODE_MULTIROW
             assert (problem.multirow_fits and problem.uniform and problem.may_split) if multirow else problem.sm90_fits or launch.staged
             assert not problem.batch_invariant, "which kernel a row is in would follow from the batch"
-            assert tile.programs_per_sm * tile.warps * 32 * (tile.registers or 255) <= 65536, "programs that share a multiprocessor"
+            assert tile.programs_per_sm * tile.warps * 32 * (tile.register_limit or 255) <= 65536, "programs that share a multiprocessor"
         assert tile.rows == power_of_two(tile.rows) >= 8
         if tile.decode and tile.family is KernelFamily.TRITON and problem.ways > 1:
             assert tile.query_rows <= max(planner.PACKED_ROWS, power_of_two(problem.group)), (
@@ -119,7 +119,7 @@ def in_words(problem: Problem) -> Iterator[str]:
     for launch in plan.__wrapped__(problem):
         tile = launch.tile
         words = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages} {'K' if tile.keys_first else 'Q'}"
-        words += f" r{tile.registers}" if tile.registers else ""
+        words += f" r{tile.register_limit}" if tile.register_limit else ""
         words += f" {tile.programs_per_sm}/SM {tile.loops}L" if tile.decode else ""
         words += " fold" * (tile.fold > 1) + f" {tile.family.name}" * (tile.groups > 0)
         if launch.split:
@@ -133,26 +133,27 @@ def in_words(problem: Problem) -> Iterator[str]:
 BF16: dict[str, Any] = {"ways": 1, "scaled": False}
 MIXED: dict[str, Any] = {"num_seqs": 9, "max_seqlen_q": 500, "max_seqlen_k": 4096, "uniform": False}
 SM90: dict[str, Any] = {"sm90_fits": True, "multirow_fits": True}
+PROMPTS: dict[str, Any] = {**BF16, **MIXED, **SM90, "lanes": 64}
 INVARIANT: dict[str, Any] = {"max_seqlen_q": 20, "batch_invariant": True}
 LONG: dict[str, Any] = {"num_seqs": 1, "max_seqlen_k": 131072}
 DRAFTS: dict[str, Any] = {"max_seqlen_q": 8, "ways": 2, "variant": "int8", **SM90}
 FOLD: dict[str, Any] = {"ways": 8, "head_lanes": 24, "foldable": True, "group": 8}
 PLANS: dict[str, dict[str, Any]] = {
     # On a GPU that no table knows.
-    "8x32 w1 s2 K 8/SM 1L; equal 132/133 least 4; 1,128,1,1 w8": {**BF16, **LONG, "arch": "", "lanes": 64},
+    "8x32 w1 s2 K r255 8/SM 1L; equal 132/133 least 4; 1,128,1,1 w8": {**BF16, **LONG, "arch": "", "lanes": 64},
     "64x16 w4 s2 K 4/SM 1L; chunks 256/320 chunk 2048; 8,32,8,1 w4 + 32x32 w4 s2 Q": {**BF16, **INVARIANT, "arch": "", "lanes": 512},
     "8x64 w1 s2 K r168 12/SM 1L; equal 4/5 least 2 waits; 1,32,1,1 w4": {"arch": "", "num_seqs": 1, "max_seqlen_k": 512, "lanes": 16},
     "8x64 w1 s2 K r168 12/SM 1L; segments 1024/1024 least 0; 8,32,8,1 w4": {"arch": "", "engine_segments": 16},
     "16x32 w1 s2 Q r168 12/SM 1L; equal 198/234 least 4; 8,32,8,1 w4 + 64x64 w4 s2 Q": {**MIXED, "arch": "", "lanes": 32, "ways": 2},
     # On an H200.
-    "64x32 w2 s2 K 4/SM 1L; equal 66/75 least 4; 8,128,64,4 w4 + 128x128 w4 s2 Q r232 SM90_PREFILL": {**BF16, **MIXED, **SM90, "lanes": 64},
-    "8x32 w1 s5 K 6/SM 2L; equal 64/68 least 2 waits; 1,32,1,2 w2": {**BF16, "num_seqs": 4, "max_seqlen_k": 1024, "lanes": 128},
+    "64x32 w2 s2 K r255 4/SM 1L; equal 66/75 least 4; 8,128,64,4 w4 + 128x128 w4 s2 Q r232 SM90_PREFILL": PROMPTS,
+    "8x32 w1 s5 K r255 6/SM 2L; equal 64/68 least 2 waits; 1,32,1,2 w2": {**BF16, "num_seqs": 4, "max_seqlen_k": 1024, "lanes": 128},
     "128x128 w8 s2 Q": {**BF16, "num_seqs": 1, "max_seqlen_q": 8192, "lanes": 128},
     "32x64 w4 s4 K r248 2/SM 2L SM90_DECODE_MULTIROW; equal 33/97 least 2; 8,32,64,1 w4": DRAFTS,
-    "8x64 w1 s5 K 8/SM 2L; equal 132/133 least 2; 1,128,1,2 w4": LONG,
+    "8x64 w1 s5 K r255 8/SM 2L; equal 132/133 least 2; 1,128,1,2 w4": LONG,
     "8x64 w1 s2 K r168 12/SM 1L; equal 198/262 least 2; 8,128,64,4 w4": {"max_seqlen_k": 131072},
-    "16x64 w1 s7 K 8/SM 2L fold; equal 132/133 least 2; 1,128,1,2 w4": {**LONG, **FOLD},
-    "8x64 w1 s5 K 8/SM 2L; equal 132/196 least 2; 8,128,64,4 w4": {"lanes": 16, "ways": 8, "side_bytes": True},
+    "16x64 w1 s7 K r255 8/SM 2L fold; equal 132/133 least 2; 1,128,1,2 w4": {**LONG, **FOLD},
+    "8x64 w1 s5 K r255 8/SM 2L; equal 132/196 least 2; 8,128,64,4 w4": {"lanes": 16, "ways": 8, "side_bytes": True},
 }
 
 

@@ -220,8 +220,8 @@ def _attend(
 
 def _options(tile: planner.Tile, config: ReadConfig) -> dict[str, Any]:
     """Triton's own, where they are not its defaults."""
-    limited = tile.registers and config.features.use_asm and tile.family is not KernelFamily.SM90_PREFILL
-    return ({"maxnreg": tile.registers} if limited else {}) | ({"launch_pdl": True} if config.tile.waits else {})
+    limited = tile.register_limit and config.features.use_asm and tile.family is not KernelFamily.SM90_PREFILL
+    return ({"maxnreg": tile.register_limit} if limited else {}) | ({"launch_pdl": True} if config.tile.waits else {})
 
 
 def _combine(

@@ -1,6 +1,6 @@
 """Builds the reads of heads whose lanes are no power of two: ``python tests/kernels/odd_heads.py MODE ...``.
 
-``--loads`` instead: reads of rows that do not start at multiples of 32 bytes -> JSON, counts by kind of load for each.
+``--loads`` instead: reads of rows that do not start at multiples of 32 bytes -> JSON, counts by kind of load for each, of copies by bytes.
 
 For sm_90, in a process of its own: that of the tests interprets.
 """
@@ -37,7 +37,9 @@ def build(mode: str, case: Case) -> dict[str, Any]:
 
 def loads(mode: str, layout: str, head_size: int) -> Counter[str]:
     case = Case(query_lens=(1,), seq_lens=(300,), head_size=head_size, layout=layout, padding=0, queries_per_kv=4, dtype=torch.bfloat16)
-    return Counter(re.findall(r"cp\.async\.c[ag]|ld\.global\.(?:v\d\.)?b\d+", build(mode, case)["attend"].asm["ptx"]))
+    ptx = build(mode, case)["attend"].asm["ptx"]
+    found = re.findall(r"(cp\.async)\.c[ag]\.\S* \[.*?\], \[.*?\], 0x(\w+),|(ld\.global\.(?:v\d\.)?b\d+)", ptx)
+    return Counter(f"{copy} {int(size, 16)}" if copy else load for copy, size, load in found)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,16 @@ class Shape(Constant):
     block_size: int
     group: int  # query heads per KV head
     same_strides: bool  # of the two planes
-    row_alignment: int  # what every row of codes starts at a multiple of: a power of two up to 16
+    key_alignment: int  # what every row of keys' codes starts at a multiple of: a power of two up to 16
+    value_alignment: int  # and of values', which may lie between scales
     wide_planes: bool  # offsets in a plane need 64 bits
     wide_pages: bool  # those inside a page do, too
     wide_rows: bool  # those of a row's heads
+
+    @property
+    def row_alignment(self) -> int:
+        """What rows of either plane start at a multiple of."""
+        return min(self.key_alignment, self.value_alignment)
 
     def width(self, ways: int) -> int:
         """Lanes of a tile: the same for K and V where they have as many ways. Triton 3.6 addresses shared memory wrongly where they
@@ -136,21 +142,31 @@ class ReadConfig(Constant):
             return 1
         return math.gcd(self.shape.block_size, max(1, tile.keys // (32 * tile.warps)))
 
-    def _row(self, plane: PlaneFormat, size: int) -> Row:
+    def _row(self, plane: PlaneFormat, size: int, alignment: int) -> Row:
         shape, tile = self.shape, self.tile
         lanes = tile.fold * max(shape.head_size, shape.head_size_v) // plane.ways
         width = max(shape.width(plane.ways), triton.next_power_of_2(lanes))
         chunked = tile.keys_first and plane.packed and shape.head_size == shape.head_size_v
         # Operands in channel order pay for many rows, and more than two ways.
-        return Row(size, plane.ways, tile.fold, width, chunked, not tile.decode and plane.ways > 2, plane.parts)
+        joined = not tile.decode and plane.ways > 2
+        return Row(size, plane.ways, tile.fold, width, chunked, joined, alignment, self._most_loaded(alignment), plane.parts)
+
+    def _most_loaded(self, alignment: int) -> int:
+        """Bytes that a thread loads at once of rows that start at a multiple of ``alignment``.
+
+        In decode of rows with side bytes at most 8. Such a row ends in the middle of one of the 32-byte sectors that the L2 sends, and two
+        loads need that sector. Copies of 16 bytes bypass the L1, and would have the L2 send it twice: decode is a fifth slower so (H100).
+        """
+        has_side_bytes = self.format.key.side_bytes or self.format.value.side_bytes
+        return min(alignment, 8) if has_side_bytes and self.tile.decode else alignment
 
     @property
     def key_row(self) -> Row:
-        return self._row(self.format.key, self.shape.head_size)
+        return self._row(self.format.key, self.shape.head_size, self.shape.key_alignment)
 
     @property
     def value_row(self) -> Row:
-        return self._row(self.format.value, self.shape.head_size_v)
+        return self._row(self.format.value, self.shape.head_size_v, self.shape.value_alignment)
 
     @property
     def rematerialized(self) -> bool:
@@ -170,21 +186,6 @@ class ReadConfig(Constant):
     def value_heads(self) -> Heads:
         ways = self.format.value.ways
         return Heads(self.shape.head_size_v, ways, self.shape.width(ways))
-
-    @property
-    def row_vector(self) -> int:
-        """The most bytes of a row that a thread loads at once: what rows start at a multiple of.
-
-        In decode of rows with side bytes it is 8. Such a row ends in the middle of one of the 32-byte sectors that the L2 sends, and two
-        loads need that sector. Copies of 16 bytes bypass the L1, and would have the L2 send it twice: decode is a fifth slower so (H100).
-        """
-        has_side_bytes = self.format.key.side_bytes or self.format.value.side_bytes
-        return min(self.shape.row_alignment, 8) if has_side_bytes and self.tile.decode else self.shape.row_alignment
-
-    @property
-    def side_alignment(self) -> int:
-        """What the bytes beside a row's lanes start at a multiple of: they follow the lanes."""
-        return math.gcd(self.shape.row_alignment, 2 * self.key_heads.lanes, 2 * self.value_heads.lanes)
 
     @property
     def channels(self) -> int:

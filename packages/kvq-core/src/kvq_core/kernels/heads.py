@@ -1,5 +1,6 @@
 """How the channels of a head lie in lanes, and lanes in the rows of a tile."""
 
+import math
 from dataclasses import dataclass
 
 import triton
@@ -61,6 +62,7 @@ class Row:
     """A row of lanes in a tile: of one key's or value's ``size`` channels, or of ``fold`` ones side by side, padded to ``width`` lanes.
 
     ``chunked``: it is multiplied in chunks without padding if it can be (:mod:`.lane_chunks`). ``joined``: its ways are one operand.
+    ``alignment``: bytes that it starts at a multiple of; ``vector``: that a thread loads of it at once, at most.
     """
 
     size: int
@@ -69,11 +71,18 @@ class Row:
     width: int
     chunked: bool
     joined: bool
+    alignment: int
+    vector: int
     parts: int = 1
 
     @property
     def lanes(self) -> int:
         return self.fold * self.size // self.ways
+
+    @property
+    def side_alignment(self) -> int:
+        """What the bytes beside its lanes, of 16 bits, start at a multiple of: they follow the lanes."""
+        return math.gcd(self.alignment, 2 * (self.size // self.ways))
 
     @property
     def heads(self) -> Heads:

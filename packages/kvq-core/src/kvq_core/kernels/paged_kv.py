@@ -207,36 +207,37 @@ def page_offset(block, slot, block_stride, slot_stride, C: tl.constexpr):
 @triton.jit
 def tile_offsets(keys, values, tile, C: tl.constexpr):
     """Offsets of a tile's codes in both planes; computed once where the planes have the same strides."""
-    k = row_offset(tile, keys, C)
+    K: tl.constexpr = C.key_row.vector
+    V: tl.constexpr = C.value_row.vector
     if C.shape.same_strides:
+        k = row_offset(tile, keys, K if K > V else V, C)
         v = k
     else:
-        v = row_offset(tile, values, C)
+        k = row_offset(tile, keys, K, C)
+        v = row_offset(tile, values, V, C)
     return k, v
 
 
 @triton.jit
-def row_offset(tile, plane, C: tl.constexpr):
-    """Where a tile's rows of codes start."""
-    LANES: tl.constexpr = C.row_vector // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
+def row_offset(tile, plane, VECTOR: tl.constexpr, C: tl.constexpr):
+    """Where a tile's rows of codes start, VECTOR bytes or a multiple of them apart."""
+    LANES: tl.constexpr = VECTOR // (plane.codes.dtype.element_ty.primitive_bitwidth // 8)
     # Of a stride Triton sees only whether 16 divides it: rows of 48 bytes, say, would be loaded lane by lane. Hints get lost on the way.
     return page_offset(tile.row_block, tile.row_slot, plane.block_stride // LANES, plane.slot_stride * C.tile.fold // LANES, C) * LANES
 
 
 @triton.jit
 def load_lanes(
-    plane, tile, offset, kv_head, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr = False, CLEAR: tl.constexpr = False,
-    FIRST: tl.constexpr = 0, COUNT: tl.constexpr = 0,
+    plane, tile, offset, kv_head, HEADS: tl.constexpr, ALIGNMENT: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr,
+    CLEAR: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """COUNT lanes (0: all) of a tile's rows, from lane FIRST on, [KEYS // FOLD, COUNT], or transposed if TRANSPOSED.
+    """COUNT lanes of a tile's rows, from lane FIRST on, [KEYS // FOLD, COUNT], or transposed if TRANSPOSED.
 
     Invalid keys read some existing block's bytes, or 0 with CLEAR: modes whose codes can be NaN need that, since 0 * NaN is NaN.
     """
-    WIDTH: tl.constexpr = COUNT if COUNT > 0 else HEADS.width
     LANES: tl.constexpr = C.tile.fold * HEADS.lanes
-    lane = FIRST + tl.arange(0, WIDTH)
-    ROW_ALIGNMENT: tl.constexpr = C.shape.row_alignment
-    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ROW_ALIGNMENT)
+    lane = FIRST + tl.arange(0, COUNT)
+    base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride, ALIGNMENT)
     inside = lane < LANES
     place = lane
     if C.tile.fold > 1 and C.format.key.side_bytes:
@@ -250,7 +251,7 @@ def load_lanes(
         inside = inside[None, :]
     if CLEAR:
         lanes = tl.load(at, mask=valid_lanes(tile, lane, TRANSPOSED, HEADS, C) & inside, other=0)
-    elif FIRST + WIDTH > LANES:
+    elif FIRST + COUNT > LANES:
         lanes = tl.load(at, mask=inside, other=0)
     else:
         lanes = tl.load(at)
@@ -283,11 +284,11 @@ def load_chunks(
     SIDE: of pairs, with :func:`load_side_bytes`; ``selectors``: :func:`.side_bytes.side_selectors`."""
     result = ()
     for i in tl.static_range(len(ROW.chunks)):
-        chunk = load_lanes(plane, tile, offset, kv_head, HEADS, C, TRANSPOSED, CLEAR, ROW.chunk_starts[i], ROW.chunks[i])
+        chunk = load_lanes(plane, tile, offset, kv_head, HEADS, ROW.alignment, C, TRANSPOSED, CLEAR, ROW.chunk_starts[i], ROW.chunks[i])
         if SIDE:
-            side = load_side_bytes(
-                plane, offset, kv_head, selectors[i], HEADS, C, TRANSPOSED, tl.constexpr(ROW.chunk_starts[i]), tl.constexpr(ROW.chunks[i])
-            )
+            FIRST: tl.constexpr = ROW.chunk_starts[i]
+            COUNT: tl.constexpr = ROW.chunks[i]
+            side = load_side_bytes(plane, offset, kv_head, selectors[i], HEADS, ROW.side_alignment, C, TRANSPOSED, FIRST, COUNT)
             chunk = (chunk, side)
         result = result + (chunk,)
     return result

@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def load_side_bytes(
-    plane, offset, kv_head, selector, HEADS: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
+    plane, offset, kv_head, selector, HEADS: tl.constexpr, ALIGNMENT: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr,
+    FIRST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The bytes beside COUNT lanes of a tile's rows, from lane FIRST on, as uint16 in the shape of :func:`load_lanes`.
 
@@ -15,7 +15,6 @@ def load_side_bytes(
     register, in the same half: so a row of 16 or 32 lanes needs no exchange. Of invalid keys some existing block's bytes.
     """
     HALF: tl.constexpr = HEADS.lanes // 2
-    ALIGNMENT: tl.constexpr = C.side_alignment
     base = tl.multiple_of(plane.codes + kv_head.to(tl.int64) * plane.head_stride + HEADS.lanes, ALIGNMENT)
     if COUNT == C.tile.fold * HEADS.lanes or (C.tile.decode and HALF % 2 == 0):
         words = load_side_words(base, offset, HEADS, C, TRANSPOSED, FIRST, COUNT)

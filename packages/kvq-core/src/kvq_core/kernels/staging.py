@@ -247,7 +247,7 @@ def loaded_operands(plane, tile, kv_head, num_blocks, IS_VALUE: tl.constexpr, C:
     selectors = None
     if P.side_bytes:
         selectors = side_selectors(plane, num_blocks, HEADS, ROW)
-    offset = row_offset(tile, plane, C)
+    offset = row_offset(tile, plane, ROW.vector, C)
     lanes = load_chunks(plane, tile, offset, kv_head, HEADS, ROW, P.side_bytes, C, TRANSPOSED=False, CLEAR=CLEAR, selectors=selectors)
     scale, zero = row_scales(plane, tile, kv_head, P, C)
     return P.unpack(lanes[0], C), scale, zero

@@ -78,7 +78,9 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
 
 def staged_config(config: ReadConfig) -> ReadConfig:
     """Of a kernel that reads the rows that one of ``config`` has staged."""
-    shape = replace(config.shape, block_size=GROUPS_TILE, same_strides=True, row_alignment=16, wide_planes=False, wide_pages=False)
+    shape = replace(
+        config.shape, block_size=GROUPS_TILE, same_strides=True, key_alignment=16, value_alignment=16, wide_planes=False, wide_pages=False
+    )
     key = PlaneFormat("staged", 1, staged=True, one_scale=config.stays_rotated or config.format.key.scales == "plane")
     value = PlaneFormat("staged", 1, staged=True)
     if config.stays_rotated:

@@ -116,6 +116,15 @@ LOOKUPS: tuple[tuple[int, Decode, Case], ...] = (
     (4, WIDE, replace(RAGGED, query_lens=(3, 1, 2), seq_lens=(700, 97, 321), window=200, sinks=True, joined=True)),
 )
 
+# -- apart: the small tiles of sm_90's table where something lies between the rows of a head's keys ---------------------------------
+
+TILES_APART = {INT8: 16, "fp8_per_token_head": 16, f"{INT8}/{INT4}": 16, INT4: 32, f"{INT4}/{INT2}": 32, INT2: 64}
+APART = (
+    replace(RAGGED, layout="token_major", dtype=BF16),
+    replace(RAGGED, layout="interleaved", query_lens=(2, 1, 2), seq_lens=(700, 97, 321), window=200, sinks=True, joined=True),
+    replace(RAGGED, layout="paired", queries_per_kv=8, seq_lens=(700, 16, 33), block_size=32, alibi=True),
+)
+
 TABLE = [
     *reads(ALL, ALONE, alone=True),
     *reads(ALL, COMBINED, table=sliced(2), slices=2),
@@ -133,6 +142,11 @@ TABLE = [
         one
         for together, choice, case in LOOKUPS
         for one in reads([INT4, INT2], [case], table=("decode", choice), keys_an_id=together, loops=2)
+    ),
+    *(
+        one
+        for mode, keys in TILES_APART.items()
+        for one in reads([mode], APART, table=("decode", replace(WIDE, keys=keys, stages=5)), keys=keys)
     ),
 ]
 

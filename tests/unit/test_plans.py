@@ -37,7 +37,7 @@ def nobody_s_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lookup, "_TABLES", lookup._Tables())
 
 
-FLAGS = ("uniform", "scaled", "may_split", "batch_invariant", "foldable", "in_chunks", "sm90_fits", "multirow_fits")
+FLAGS = ("uniform", "scaled", "may_split", "batch_invariant", "foldable", "apart", "in_chunks", "sm90_fits", "multirow_fits")
 SHAPE: dict[str, Any] = {"max_seqlen_q": 1, "uniform": True, "num_kv_heads": 8, "lane_bytes": 2, "num_sms": 132}
 A = Problem(num_seqs=64, max_seqlen_k=8192, max_keys=8192, group=4, lanes=32, ways=4, arch="sm_90", **SHAPE)
 """int4 at batch 64, context 8192, 32/8 heads of 128 on an H200."""
@@ -152,6 +152,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "32x64 w4 s4 K r248 2/SM 2L SM90_DECODE_MULTIROW; equal 33/97 least 2; 8,32,64,1 w4": DRAFTS,
     "8x64 w1 s5 K r255 8/SM 2L; equal 132/133 least 2; 1,128,1,2 w4": LONG,
     "8x64 w1 s2 K r168 12/SM 1L; equal 198/262 least 2; 8,128,64,4 w4": {"max_seqlen_k": 131072},
+    "8x32 w1 s5 K r255 8/SM 2L; equal 132/196 least 4; 8,128,64,4 w4": {"apart": True},
     "16x64 w1 s7 K r255 8/SM 2L fold; equal 132/133 least 2; 1,128,1,2 w4": {**LONG, **FOLD},
     "8x64 w1 s5 K r255 8/SM 2L; equal 132/196 least 2; 8,128,64,4 w4": {"lanes": 16, "ways": 8, "side_bytes": True},
 }
@@ -195,7 +196,7 @@ def test_batch_invariance_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 INT4 = {
     **{"variant": "", "ways": 4, "width": 128, "lane_bytes": 2, "scaled": True, "side_bytes": False},
-    **{"rows": 8, "folded": False, "keys_per_sm": 31775, "longest": 8192},
+    **{"rows": 8, "folded": False, "apart": False, "keys_per_sm": 31775, "longest": 8192},
 }
 """Of setting A of the benchmarks on an H200."""
 FEW = Decode(keys=32, warps=1, stages=3, programs_per_sm=8, registers=None, min_keys=256, loops=1)

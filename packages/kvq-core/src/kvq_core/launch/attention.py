@@ -171,6 +171,7 @@ def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> planner
         num_sms=device.num_sms,
         head_lanes=head.lanes,
         foldable=_foldable(attention, form),
+        apart=attention.keys.codes.stride(1) > attention.keys.codes.shape[3],
         in_chunks=plane.packed and multiplied_lanes(head.lanes) < head.width,
         engine_segments=segments,
         scaled=attention.keys.scales is not None and attention.keys.scales.dim() == 3,

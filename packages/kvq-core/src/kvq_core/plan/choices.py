@@ -87,6 +87,7 @@ class Decode(Choice):
             **_PLANE_FACTS,
             "rows": int,  # of a tile: tokens x query heads of a group, a power of two
             "folded": bool,  # whether two keys share a row of lanes
+            "apart": bool,  # whether something lies between the rows of a head's keys, as in token-major pages
             "keys_per_sm": int,  # that all sequences and kv heads have at most, on each multiprocessor; 0 for a batch-invariant call
             "longest": int,  # keys of the longest sequence at most; 0 for a batch-invariant call
         }

@@ -59,8 +59,8 @@ class Problem:
     """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
 
     ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
-    ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``in_chunks``: they
-    are multiplied in chunks, without padding. ``arch``: ``sm_90``, ``gfx942``;
+    ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``apart``: something
+    lies between a head's rows. ``in_chunks``: lanes are multiplied in chunks, without padding. ``arch``: ``sm_90``, ``gfx942``;
     "" for what is no GPU. ``variant``: the format's own. ``side_bytes``: a byte beside each lane.
     ``sm90_fits``, ``multirow_fits``: warp groups can take many rows; one can take few. ``most_staged``: tiles of every kv head that there
     is room to stage; 0 where none can be.
@@ -79,6 +79,7 @@ class Problem:
     num_sms: int
     head_lanes: int = 0
     foldable: bool = False
+    apart: bool = False
     in_chunks: bool = False
     engine_segments: int = 0
     scaled: bool = True
@@ -269,7 +270,8 @@ def decode_tile(problem: Problem, query_rows: int) -> Tile:
     longest = 0 if problem.batch_invariant else problem.max_seqlen_k
     keys = problem.num_seqs * longest * problem.num_kv_heads // problem.num_sms
     fold = 2 if problem.foldable and 2 * query_rows <= PACKED_ROWS else 1
-    facts = {**problem.plane_facts, "rows": max(8, query_rows), "folded": fold > 1, "keys_per_sm": keys, "longest": longest}
+    facts = {**problem.plane_facts, "rows": max(8, query_rows), "folded": fold > 1, "apart": problem.apart}
+    facts |= {"keys_per_sm": keys, "longest": longest}
     choice = lookup.choose(problem.arch, choices.Decode, facts)
     rows = max(8, fold * query_rows)
     # As many lanes in a tile as without, or fewer.

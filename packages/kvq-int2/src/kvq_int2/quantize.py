@@ -12,10 +12,13 @@ from kvq_core.kernels.api import (
     reciprocal,
     rotated_pairs,
     rounded_scale,
+    square_root,
     store_lanes,
     store_scales,
     ways_of,
 )
+from kvq_int2.backend import Int2PerTokenHead
+from kvq_int2.bound import fewest_outer
 from kvq_int2.codec import BOUNDARY as _BOUNDARY
 from kvq_int2.codec import INNER as _INNER
 from kvq_int2.codec import LARGEST_FACTOR as _LARGEST_FACTOR
@@ -27,16 +30,9 @@ OUTER = tl.constexpr(_OUTER)
 LARGEST_FACTOR = tl.constexpr(_LARGEST_FACTOR)
 LARGEST_SCALE = tl.constexpr(_LARGEST_SCALE)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
-FEW_SHARE, FEW_LESS = tl.constexpr(0.29), tl.constexpr(7.0)
-"""Keys with fewer outer cells than FEW_SHARE d - FEW_LESS are written again, with the bound; no other key needs it.
-
-The bound holds a key's scale back where f < 1 / LARGEST_FACTOR, f the cosine of y and c. For n outer cells of d, ||c|| is fixed, and
-<y, c> = sum c_i sqrt(u_i) is a concave function of u = y^2, which lies in the polytope sum u = ||y||^2, u_i >= B^2 in outer cells and
-u_i <= B^2 in inner ones, B = 0.9816 ||y|| / sqrt(d). So f is least at a vertex: all but one of u are at an end of their ranges. As B^2 is
-below the mean of u, that one is an outer cell's, and u = B^2 in the other n - 1, B^2 in k inner cells and 0 in d - n - k. There f has a
-closed form, concave in k: least at k = d - n, where |y| >= B throughout and f > 0.8, or at k = 0. tests/kernels/test_int2_bound.py
-evaluates it for all n and each d up to 256: without the bound f LARGEST_FACTOR is above 1.02, which float32 and the
-placing of cells do not reach."""
+MULTIPLE = tl.constexpr(Int2PerTokenHead.head_size_multiple)
+# For each multiple of MULTIPLE channels the fewest outer cells of keys whose scales need no bound. Others are written again, with it.
+ENOUGH_OUTER = tl.constexpr(tuple(fewest_outer(size) for size in range(0, Int2PerTokenHead.max_head_size + 1, MULTIPLE.value)))
 SHORTEST = tl.constexpr(2.0**-90)
 
 
@@ -62,7 +58,7 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
     extreme = (squares < SHORTEST) | (squares == float("inf"))
     rare = extreme
     if not IS_VALUE:
-        rare = extreme | (num_outer < HEADS.size * FEW_SHARE - FEW_LESS)
+        rare = extreme | (num_outer < ENOUGH_OUTER[HEADS.size // MULTIPLE])
     if tl.sum(rare.to(tl.int32), 0) != 0:
         unit = tl.where(extreme, tl.maximum(peaks(y), SMALLEST_NORMAL), 1.0)
         y = scaled(y, 1.0 / unit)
@@ -76,10 +72,11 @@ def cells(y, squares, IS_VALUE: tl.constexpr, BOUNDED: tl.constexpr, HEADS: tl.c
     """The cells that eight ways lie in, as lanes, and scales; ``squares``: squared lengths of rows, neither huge nor tiny. And how many
     values lie in outer cells.
 
-    BOUNDED: scales are as codec.py bounds them. Those of keys that have enough outer cells (FEW_SHARE) are anyway."""
+    BOUNDED: scales are as codec.py bounds them. Those of keys that have enough outer cells (bound.py) are anyway."""
     ROOT: tl.constexpr = HEADS.size**0.5
     # Above 0, so that a row of zeros has inner levels.
-    boundary = tl.maximum(tl.sqrt(squares) * (BOUNDARY / ROOT), SMALLEST_NORMAL)
+    length = square_root(squares, C.use_asm)
+    boundary = tl.maximum(length * (BOUNDARY / ROOT), SMALLEST_NORMAL)
     for s in tl.static_range(8):
         beyond = tl.abs(y[s]) - boundary[:, None]
         # The sign of |y| - boundary is clear in the outer cells.
@@ -97,10 +94,10 @@ def cells(y, squares, IS_VALUE: tl.constexpr, BOUNDED: tl.constexpr, HEADS: tl.c
                 total += tl.abs(y[s])
                 apart += tl.abs(beyond)
     outer = inner ^ 0xFF
-    num_outer = tl.sum(in_head(bits_set(outer, C.use_asm).to(tl.float32), 0.0, HEADS), 1)
+    num_outer = tl.sum(in_head(bits_set(outer, C.use_asm), 0, HEADS), 1).to(tl.float32)
     level_squares = num_outer * (OUTER * OUTER - INNER * INNER) + INNER * INNER * HEADS.size
     inverse = reciprocal(level_squares, C.use_asm)
-    factor = tl.sqrt(squares * inverse)
+    factor = length * square_root(inverse, C.use_asm)
     if BOUNDED:
         # Of |y| - b the positive part is half of itself and its magnitude; b more each, and that is what lies in the outer cells.
         total = tl.sum(total, 1)
@@ -108,7 +105,7 @@ def cells(y, squares, IS_VALUE: tl.constexpr, BOUNDED: tl.constexpr, HEADS: tl.c
         outside = (total - boundary * HEADS.size + apart) * 0.5 + num_outer * boundary
         shadow = tl.maximum(total * INNER + outside * (OUTER - INNER), SMALLEST_NORMAL)
         if IS_VALUE:
-            factor = squares / shadow
+            factor = squares * reciprocal(shadow, C.use_asm)
         factor = least(factor, shadow * (inverse * LARGEST_FACTOR))
     # A NaN of the row is in the sum of its squares.
     return (negative << 8 | outer).to(tl.uint16), factor * (1.0 / (ROOM * HEADS.block)), num_outer

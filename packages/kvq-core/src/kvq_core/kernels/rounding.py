@@ -32,6 +32,16 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def square_root(x, ASM: tl.constexpr):
+    """The root of 0, of x >= 2^-126, infinity and NaN, as near as Triton's (a unit in the last place), without its care for other x."""
+    if ASM:
+        result = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        result = tl.sqrt(x)
+    return result
+
+
+@triton.jit
 def rounded_scale(x):
     """kvq_core.hadamard.rounded_scale of finite scales and NaN, float32 of any shape."""
     bits = (x.to(tl.int32, bitcast=True) + LAST_SCALE_BIT // 2) & -LAST_SCALE_BIT

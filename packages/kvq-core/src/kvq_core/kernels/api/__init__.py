@@ -13,7 +13,7 @@ from kvq_core.kernels.hadamard import ROOM, rotated_pairs, ways_of
 from kvq_core.kernels.heads import Heads
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.packing import deinterleave, interleave
-from kvq_core.kernels.rounding import e4m3_pair, floor_bits, largest, least, reciprocal, rounded_scale, to_float, widest
+from kvq_core.kernels.rounding import e4m3_pair, floor_bits, largest, least, reciprocal, rounded_scale, square_root, to_float, widest
 from kvq_core.kernels.store import in_head, load_rows, store_lanes, store_scales, store_side_bytes, write_kernel
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "reciprocal",
     "rotated_pairs",
     "rounded_scale",
+    "square_root",
     "store_lanes",
     "store_scales",
     "store_side_bytes",

@@ -247,6 +247,11 @@ def _reciprocal(a: Word) -> Word:
         return _word(1.0 / _float(a))
 
 
+def _square_root(a: Word) -> Word:
+    """Correctly rounded, as :func:`_reciprocal`."""
+    return _word(np.sqrt(_float(a)))
+
+
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -264,6 +269,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "fma.rz.f32": lambda a, b, c: _toward_zero(_float(a) * _float(b), _float(c)),
     "fma.rn.sat.f32": lambda a, b, c: _saturated(_float(a) * _float(b) + _float(c)),
     "rcp.approx.ftz.f32": _reciprocal,
+    "sqrt.approx.ftz.f32": _square_root,
     "mul.f32": lambda a, b: _word(_float(a) * _float(b)),
     "sub.f32": lambda a, b: _word(_float(a) - _float(b)),
     "setp.neu.f32": lambda a, b: ~(_float(a) == _float(b)),

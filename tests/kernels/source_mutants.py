@@ -80,7 +80,7 @@ EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ids outside the cache are read", "[-        valid = valid & block_exists(block, num_blocks)\n-]"),
         ("block table's row of the first sequence", "{+0 * +}work.seq.to(tl.int64) * table_stride\n    if C.tile.decode"),
         ("entries wrong where blocks do not divide tiles", "entry, offset = [-(-]number * COUNT{+ // SIZE+} + i[-)-] //", BLOCKS_OF_24),
-        ("value codes at the keys' strides", "v = row_offset(tile, [-values-]{+keys+}, V, C)", TWO_SIZES),
+        ("value codes at the keys' strides", "v = row_offset(tile, [-values-]{+keys+}, V_VECTOR, C)", TWO_SIZES),
         ("scales at the codes' head stride", "k_at = head * keys.[-scale_-]head_stride + k_offset"),
     ),
     "int8 kernels/masks.py": (

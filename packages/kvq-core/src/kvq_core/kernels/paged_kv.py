@@ -207,14 +207,15 @@ def page_offset(block, slot, block_stride, slot_stride, C: tl.constexpr):
 @triton.jit
 def tile_offsets(keys, values, tile, C: tl.constexpr):
     """Offsets of a tile's codes in both planes; computed once where the planes have the same strides."""
-    K: tl.constexpr = C.key_row.vector
-    V: tl.constexpr = C.value_row.vector
+    K_VECTOR: tl.constexpr = C.key_row.vector
+    V_VECTOR: tl.constexpr = C.value_row.vector
     if C.shape.same_strides:
-        k = row_offset(tile, keys, K if K > V else V, C)
+        # Strides are multiples of either: rows of values may only begin elsewhere.
+        k = row_offset(tile, keys, K_VECTOR if K_VECTOR > V_VECTOR else V_VECTOR, C)
         v = k
     else:
-        k = row_offset(tile, keys, K, C)
-        v = row_offset(tile, values, V, C)
+        k = row_offset(tile, keys, K_VECTOR, C)
+        v = row_offset(tile, values, V_VECTOR, C)
     return k, v
 
 

@@ -13,7 +13,6 @@ from kvq_core.testing import scene
 from kvq_core.testing.cases import LAYOUTS, Case
 
 MODES = (*sorted(FIRST_PARTY), "int8/int4", "int4/int2")
-SIZES = {"head_size": (64, 80, 128), "spare_columns": (0, 1), "queries_per_kv": (1,)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -32,6 +31,7 @@ def test_addresses_are_multiples_of_what_kernels_say(
             assert not np.any(handle.data % np.uint64(multiple)), f"multiples of {multiple} were said to be {handle.data}"
 
     monkeypatch.setattr(TensorHandle, "set_attr", set_attr)
-    for sizes in product(*SIZES.values()):
-        scene.build(Case(layout=layout, **dict(zip(SIZES, sizes, strict=True))), get_backend(mode), interpreted).fill().read()
+    for head_size, spare_columns in product((64, 80, 128), (0, 1)):
+        case = Case(layout=layout, head_size=head_size, spare_columns=spare_columns)
+        scene.build(case, get_backend(mode), interpreted).fill().read()
     assert said

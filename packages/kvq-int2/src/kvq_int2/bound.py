@@ -2,9 +2,9 @@
 
 The bound holds a key's scale back where f < 1 / LARGEST_FACTOR, f the cosine of its rotated row y and its levels c. For n outer cells of
 d, ||c|| is fixed, and <y, c> = sum c_i sqrt(u_i) is a concave function of u = y^2, which lies in the polytope sum u = ||y||^2, u_i >= B^2
-in outer cells and u_i <= B^2 in inner ones, B = 0.9816 ||y|| / sqrt(d). So f is least at a vertex: all but one of u are at an end of their
-ranges. As B^2 is below the mean of u, that one is an outer cell's, and u = B^2 in the other n - 1, B^2 in k inner cells and 0 in
-d - n - k. There f is concave in k: least at k = d - n, where |y| >= B throughout and f > 0.8, or at k = 0.
+in outer cells and u_i <= B^2 in inner ones, B = BOUNDARY ||y|| / sqrt(d). So f is least at a vertex: all but one of u are at an end of
+their ranges. As B^2 is below the mean of u, that one is an outer cell's, and u = B^2 in the other n - 1, B^2 in k inner cells and 0 in d
+- n - k. There f is concave in k: least at k = d - n, where |y| >= B throughout and f > 0.8, or at k = 0.
 """
 
 import math

@@ -23,7 +23,7 @@ def floor_bits(x, ASM: tl.constexpr):
 
 @triton.jit
 def reciprocal(x, ASM: tl.constexpr):
-    """1 / x for 2^-126 <= x <= 2^126, infinity and NaN: Triton's quotient (two units in the last place), without its care for other x."""
+    """1 / x for 2^-126 <= x <= 2^126, infinity and NaN: Triton's quotient (two units in the last place), but for other x."""
     if ASM:
         result = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -33,7 +33,7 @@ def reciprocal(x, ASM: tl.constexpr):
 
 @triton.jit
 def square_root(x, ASM: tl.constexpr):
-    """The root of 0, of x >= 2^-126, infinity and NaN, as near as Triton's (a unit in the last place), without its care for other x."""
+    """The root of 0, of x >= 2^-126, infinity and NaN, as near as Triton's (a unit in the last place), but for other x."""
     if ASM:
         result = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:

@@ -270,8 +270,14 @@ def decode_tile(problem: Problem, query_rows: int) -> Tile:
     longest = 0 if problem.batch_invariant else problem.max_seqlen_k
     keys = problem.num_seqs * longest * problem.num_kv_heads // problem.num_sms
     fold = 2 if problem.foldable and 2 * query_rows <= PACKED_ROWS else 1
-    facts = {**problem.plane_facts, "rows": max(8, query_rows), "folded": fold > 1, "apart": problem.apart}
-    facts |= {"keys_per_sm": keys, "longest": longest}
+    facts = {
+        **problem.plane_facts,
+        "rows": max(8, query_rows),
+        "folded": fold > 1,
+        "apart": problem.apart,
+        "keys_per_sm": keys,
+        "longest": longest,
+    }
     choice = lookup.choose(problem.arch, choices.Decode, facts)
     rows = max(8, fold * query_rows)
     # As many lanes in a tile as without, or fewer.

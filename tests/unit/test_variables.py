@@ -1,5 +1,6 @@
 """The environment variables: what each takes, that nothing else is believed, and that doors, caches and commands say so."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,10 @@ def test_flags_take_the_usual_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (*ON, *OFF):
         for name in FLAGS:
             monkeypatch.setenv(name, text)
-        assert debug.enabled() == invariance.is_batch_invariant() == (text in ON), text
+        with monkeypatch.context() as another:
+            for environ in (os.environ, dict(os.environ)):
+                another.setattr(os, "environ", environ)
+                assert debug.enabled() == invariance.is_batch_invariant() == (text in ON), text
         assert not variables.faults()
 
 

@@ -79,6 +79,11 @@ def flag(name: str) -> bool:
     Raises:
         ArgumentError: its value is none of those that it takes.
     """
+    # Mostly it is not set. os.environ would raise an error and catch it, which takes 0.7 us; its own dictionary, if Python still has it,
+    # tells in 0.1.
+    held = getattr(os.environ, "_data", None)
+    if held is not None and os.environ.encodekey(name) not in held:
+        return False
     text = os.environ.get(name)
     if text is None:
         return False

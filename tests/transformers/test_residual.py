@@ -1,13 +1,16 @@
 """KVQCache with a residual window: the keys that a row reads exact, in models of each kind."""
 
 import copy
+import io
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from kvq_core.cache.pages import Pages
 from kvq_transformers import KVQCache
 from kvq_transformers.fixed_window import FixedWindow
 from kvq_transformers.naming import GENERATE
@@ -69,6 +72,23 @@ def test_rows_that_moved_are_read_as_before(window: dict[str, Any], capacity: di
     # Batches of other sizes round differently, by some 1e-5; logits with another window are 1 to 5 apart.
     for row, found in zip(order, told(ids, order), strict=True):
         torch.testing.assert_close(found, told(ids[row : row + 1], [0])[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@torch.no_grad()
+def test_all_rows_go_where_a_loaded_cache_is_mapped(device: str, capacity: dict[str, Any]) -> None:
+    """A device is saved with no part of it."""
+    model, saved = make_model("Llama").to(device), io.BytesIO()
+    cache = KVQCache(model, "int4", **SINKS, **capacity)
+    model(prompts(2, 40)["input_ids"].to(device), **{GENERATE: cache})
+    with patch.object(Pages, "__getstate__", side_effect=AssertionError("pages that remember their device")):
+        torch.save(cache, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, map_location="cpu", weights_only=False)
+    for layer, before in zip(loaded.layers, cache.layers, strict=True):
+        assert {x.device for x in (layer.pages.caches.key_cache, *layer.pages.exact_tensors)} == {layer.device} == {torch.device("cpu")}
+        for x, y in zip(layer.pages.exact_tensors, before.pages.exact_tensors, strict=True):
+            assert torch.equal(x.view(torch.uint8), y.cpu().view(torch.uint8))
 
 
 def test_sinks_may_take_all_of_a_fixed_cache() -> None:

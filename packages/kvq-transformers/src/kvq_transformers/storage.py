@@ -95,7 +95,7 @@ class LayerPages:
         with torch.inference_mode(False):
             if self.estimates:
                 # What is found is put here, so that compiled code finds it at the same address.
-                mean = torch.zeros(geometry.num_kv_heads, geometry.head_size, device=device)
+                mean = torch.zeros(geometry.num_kv_heads, geometry.head_size, dtype=torch.float32, device=device)
                 smoothing = KeySmoothing(mean, None, None if given.rotary is None else given.rotary.to(device))
             # A copy: pages must be read with what they were written with.
             self.smoothing = smoothing.to(device) if isinstance(smoothing, KeySmoothing) else None
@@ -118,7 +118,8 @@ class LayerPages:
     def __getstate__(self) -> dict[str, Any]:
         # Bytes without the typed views of them; copies, since multiprocessing would share the memory.
         bytes_of = {name: buffer.clone() for name, buffer in self._buffers(self._pages).items()}
-        return self.__dict__ | {"backend": SharedBackend(self.backend), "_pages": bytes_of}
+        exact = None if self._exact is None else (self._exact.window, {name: x.clone() for name, x in self._exact.tensors.items()})
+        return self.__dict__ | {"backend": SharedBackend(self.backend), "_pages": bytes_of, "_exact": exact}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state["_pages"]
@@ -128,6 +129,11 @@ class LayerPages:
         self._pages = self._allocated(replace(self.geometry, num_blocks=next(iter(saved.values())).shape[1]))
         for name, buffer in self._buffers(self._pages).items():
             buffer.copy_(saved[name])
+        if state["_exact"] is not None:
+            window, rows = state["_exact"]
+            self._exact = ExactPages(window, self.geometry, next(iter(rows.values())).shape[1], self.device)
+            for name, tensor in self._exact.tensors.items():
+                tensor.copy_(rows[name])
         if self.smoothing is not None:
             with torch.inference_mode(False):
                 smoothing = self.smoothing.to(self.device)

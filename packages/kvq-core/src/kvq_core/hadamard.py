@@ -33,7 +33,8 @@ def block_of(head_size: int) -> int:
 def sign_bits(round_index: int = 0, length: int = 1024) -> int:
     """The RHT's sign vector as an integer whose bit i is 1 where ``D[i] = +1``. A prefix serves every smaller block."""
     generator = torch.Generator("cpu").manual_seed(_SEED + round_index * _SEED_STEP)
-    bits = torch.bernoulli(torch.full((length,), 0.5), generator=generator).to(torch.int64).tolist()
+    half = torch.full((length,), 0.5, dtype=torch.float32, device="cpu")
+    bits = torch.bernoulli(half, generator=generator).to(torch.int64).tolist()
     return sum(bit << i for i, bit in enumerate(bits))
 
 
@@ -41,7 +42,7 @@ def rht_signs(head_size: int, round_index: int = 0, device: torch.device | str =
     """The +-1 vector D [head_size] float32 of the RHT: the block's signs, repeated for each block."""
     block = block_of(head_size)
     bits = sign_bits(round_index)
-    signs = torch.tensor([1.0 if bits >> i & 1 else -1.0 for i in range(block)], device=device)
+    signs = torch.tensor([1.0 if bits >> i & 1 else -1.0 for i in range(block)], dtype=torch.float32, device=device)
     return signs.repeat(head_size // block)
 
 
@@ -50,7 +51,7 @@ def hadamard_matrix(size: int, device: torch.device | str = "cpu") -> torch.Tens
     """The Sylvester matrix [size, size] float32, entries +-1. ``size`` is a power of two. Shared: do not write to it."""
     if size < 1 or size & (size - 1):
         raise ArgumentError("size", size, "a power of two")
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return matrix
@@ -104,7 +105,8 @@ def rounded_scale(scale: torch.Tensor) -> torch.Tensor:
 
 def headroom(x: torch.Tensor) -> torch.Tensor:
     """The power of two [..., 1] by which to multiply float32 rows [..., d], so that no sum over one overflows; 1 but for huge rows."""
-    return torch.where(x.abs().amax(-1, keepdim=True) > 2.0**100, 2.0**-20, 1.0)
+    peak = x.abs().amax(-1, keepdim=True)
+    return torch.ones_like(peak).masked_fill(peak > 2.0**100, 2.0**-20)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

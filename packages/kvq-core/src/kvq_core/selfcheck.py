@@ -66,8 +66,9 @@ def check(backend: QuantKVBackend, device: torch.device | str = "cpu", *, tokens
     if variables.interpreting():
         check_interpreter()
     device, size = torch.device(device), nearest_head_size(backend, HEAD_SIZE)
-    generator = torch.Generator().manual_seed(0)
-    q, key, value = (torch.randn(tokens, heads, size, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2))
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = (torch.randn(tokens, heads, size, generator=generator, dtype=torch.float32, device="cpu") for heads in (4, 2, 2))
+    q, key, value = (rows.to(device, torch.bfloat16) for rows in drawn)
     given = 6 / 448 if backend.takes_scales else None  # of the whole tensor; rows stay within 6
     cache = PagedKVCache(backend, num_blocks=4, num_kv_heads=2, head_size=size, device=device, k_scale=given, v_scale=given)
     step = cache.append({cache.allocate_sequence(): tokens})

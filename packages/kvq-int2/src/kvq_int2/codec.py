@@ -68,17 +68,22 @@ def quantize(x: torch.Tensor, *, unbiased: bool) -> tuple[torch.Tensor, torch.Te
 def fitted(y: torch.Tensor, outer: torch.Tensor, unbiased: bool) -> torch.Tensor:
     """The factor [..., 1] with which the levels taken for rotated rows [..., d] are as long as y, or have no bias, if it is not too large;
     0 for a zero row."""
-    level = torch.where(outer, OUTER, INNER)
+    level = levels(outer)
     squares, level_squares = y.square().sum(-1, keepdim=True), level.square().sum(-1, keepdim=True)
     shadow = (y.abs() * level).sum(-1, keepdim=True)
     wanted = squares / torch.where(shadow == 0, 1.0, shadow) if unbiased else (squares / level_squares).sqrt()
     return torch.minimum(wanted, LARGEST_FACTOR * shadow / level_squares)
 
 
+def levels(outer: torch.Tensor) -> torch.Tensor:
+    """The magnitudes of channels [...] bool, float32."""
+    return torch.full(outer.shape, INNER, dtype=torch.float32, device=outer.device).masked_fill(outer, OUTER)
+
+
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Bytes [..., d / 4] uint8 and scales [...] -> rows [..., d] float32."""
     negative, outer = unpack(codes)
-    level = torch.where(outer, OUTER, INNER)
+    level = levels(outer)
     y = torch.where(negative, -level, level)
     return block_hadamard(y * scales[..., None])
 

@@ -26,7 +26,7 @@ import torch
 
 from kvq_core.hadamard import LARGEST_SCALE, block_hadamard, block_of, headroom, rounded_scale
 from kvq_core.smoothing.order import FINER, FIRST, PARTS
-from kvq_int2.codec import BOUNDARY, INNER, OUTER, pack, unpack
+from kvq_int2.codec import BOUNDARY, levels, pack, unpack
 
 GAIN = 1.02
 """Of the scale over a row's size. At 1.06 the levels of a Gaussian row are as long as it is. From 1 to 1.06 SmolLM2 loses the same; at .94
@@ -50,7 +50,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     outer = y.abs() >= BOUNDARY * torch.where(size > 0, size, 1.0)
     step = scale * (block * room) / unit
     fine = y[..., 3 * part :]
-    coarse = torch.where(outer[..., :part], OUTER, INNER) * step * FINER
+    coarse = levels(outer[..., :part]) * step * FINER
     left = fine - torch.where(fine < 0, -coarse, coarse)
     outer[..., 3 * part :] = left.abs() >= BOUNDARY * step
     return pack(torch.cat((y[..., : 3 * part], left), -1) < 0, outer), scale.squeeze(-1)
@@ -59,7 +59,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Bytes [..., d / 4] uint8 and scales [...] -> rows [..., d] float32, in places."""
     negative, outer = unpack(codes)
-    level = torch.where(outer, OUTER, INNER)
+    level = levels(outer)
     return rotated(torch.where(negative, -level, level) * scales[..., None])
 
 

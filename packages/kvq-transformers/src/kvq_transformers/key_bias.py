@@ -87,11 +87,13 @@ def embeddings(model: PreTrainedModel) -> dict[int, Embedding]:
     projections = key_projections(model)
     if not projections:
         raise ArgumentError("model", f"{type(model).__name__}, without {' or '.join(_PROJECTIONS)}", "one whose key projections are known")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     try:
         # Packed weights have other shapes.
         sizes = {one: getattr(one, "out_features", one.weight.shape[0]) for one in projections}
-        keys = _rotary_keys(model, {one: torch.randn(size, generator=generator) for one, size in sizes.items()})
+        keys = _rotary_keys(
+            model, {one: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for one, size in sizes.items()}
+        )
         found = {layer: _explained(rotary_keys.double(), _positions(model), _rates(model)) for layer, rotary_keys in keys.items()}
     except UnknownEmbeddingError as problem:
         raise ArgumentError("model", f"{type(model).__name__}: {problem}", "one whose rotary embeddings are known") from problem
@@ -138,7 +140,7 @@ def _rates(model: PreTrainedModel) -> list[torch.Tensor]:
 def _positions(model: PreTrainedModel) -> torch.Tensor:
     """Positions to ask the model at, all that it has."""
     most = getattr(decoder_config(model.config), "max_position_embeddings", None) or max(_POSITIONS) + 1
-    return torch.tensor([position for position in _POSITIONS if position < most])
+    return torch.tensor([position for position in _POSITIONS if position < most], device="cpu")
 
 
 def _changing_kinds(text: Any) -> list[str]:

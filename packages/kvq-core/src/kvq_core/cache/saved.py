@@ -43,7 +43,9 @@ def save(path: str | os.PathLike[str], parts: Parts) -> None:
     """Write all of ``parts``, atomically. Raises :class:`OSError` as :func:`kvq_core.cache.snapshot.save` does."""
     package = type(parts.backend).__module__.partition(".")[0]
     versions = {"kvq_core": __version__, package: str(getattr(sys.modules.get(package), "__version__", "unknown"))}
-    tensors = parts.pages.tensors | {name: torch.tensor(values, dtype=torch.int64) for name, values in parts.table.saved().items()}
+    tensors = parts.pages.tensors | {
+        name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in parts.table.saved().items()
+    }
     fingerprint = residual = None
     smoothing = parts.smoothings.found
     if smoothing is not None:

@@ -149,7 +149,8 @@ class RotaryStatistics:
 
     def __init__(self, pairs: torch.Tensor, rates: torch.Tensor) -> None:
         self.pairs, self.rates = pairs, rates
-        self._num_tokens, self._count, self._total = 0, torch.zeros(()), torch.zeros(())
+        nothing = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._num_tokens, self._count, self._total = 0, nothing, nothing
 
     def add(self, keys: torch.Tensor, positions: torch.Tensor) -> None:
         """Count keys [num_tokens, num_kv_heads, head_size] at ``positions`` [num_tokens]."""

@@ -102,6 +102,21 @@ def test_rows_before_the_first_sequence_and_past_the_last_are_not_written(built:
         assert bool((rows[[0, 1, 6, 7]] == 7).all()) and bool((rows[2:6] != 7).any(-1).all())
 
 
+@pytest.mark.parametrize("place", places.params("eager", "interpret", "gpu"))
+@pytest.mark.parametrize("sinks", [False, True])
+def test_of_a_cache_without_blocks_nothing_is_seen(place: str, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = scene.build(
+        Case(query_lens=(3, 1), seq_lens=(20, 9), sinks=sinks, **SMALL), get_backend("int4"), places.enter(place, monkeypatch).device
+    )
+    arguments = built.read_arguments()
+    arguments |= {name: arguments[name][:0] for name in ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")}
+    out, lse = torch.full_like(built.q, 7.0), torch.full(built.q.shape[:2], 7.0, device=built.q.device)
+    built.backend.unified_attention(out=out, lse=lse, **arguments)
+    rows = sum(built.case.query_lens)
+    nothing = arguments["sinks"].float() if sinks else torch.full_like(lse[0], -torch.inf)
+    assert not out[:rows].any() and torch.equal(lse[:rows], nothing.expand(rows, -1))
+
+
 @pytest.mark.quick
 def test_output_scale_clamps() -> None:
     x = torch.tensor([0.0, 1.0, -3.0, 1e9, -1e9])

@@ -72,7 +72,12 @@ def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> La
         debug.check_batch(attention)
     if q.shape[0] == 0 or q.shape[1] == 0 or attention.batch.num_seqs == 0:
         return None
-    if kernels_run_on(q.device):
+    return _launched(backend, attention)
+
+
+def _launched(backend: QuantKVBackend, attention: Attention) -> LaunchRecord | None:
+    # Kernels read block 0 in place of those that are missing: there has to be one.
+    if kernels_run_on(attention.q.device) and attention.keys.num_blocks > 0:
         return backend.read(attention)
     torch_path.read(backend, attention)
     return None
@@ -87,6 +92,10 @@ def _read_joined(
         for mode, given in ((first, of_first), (backend, arguments))
     )
     if attention.q.shape[0] == 0 or attention.q.shape[1] == 0 or attention.batch.num_seqs == 0:
+        return None
+    if 0 in (attention.keys.num_blocks, before.keys.num_blocks):
+        _launched(first, before)
+        _launched(backend, attention)
         return None
     return backend.read_joined(attention, first, before)
 

@@ -43,34 +43,43 @@ def attention_and_lse(attn: Attention, gather: Gather, dtype: torch.dtype = torc
     starts, used = batch.cu_seqlens_q.tolist(), batch.seqused_k.tolist()
     for seq in range(batch.num_seqs):
         first, last, num_keys = starts[seq], starts[seq + 1], used[seq]
-        if last <= first or num_keys <= 0:
+        # Of keys past the table's last column none is seen, but positions count them.
+        held = min(num_keys, batch.block_table.shape[1] * keys.block_size)
+        if last <= first or held <= 0 or keys.num_blocks == 0:
             continue
-        blocks = batch.block_table[seq, : -(-num_keys // keys.block_size)].long()
+        blocks = batch.block_table[seq, : -(-held // keys.block_size)].long()
         inside = (blocks >= 0) & (blocks < keys.num_blocks)
         blocks = blocks.where(inside, 0)
-        stored = inside.repeat_interleave(keys.block_size)[:num_keys]
-        k = gather(keys, blocks)[:num_keys].to(dtype)
-        v = gather(attn.values, blocks)[:num_keys].to(dtype)
+        stored = inside.repeat_interleave(keys.block_size)[:held]
+        k = gather(keys, blocks)[:held].to(dtype)
+        v = gather(attn.values, blocks)[:held].to(dtype)
         if batch.key_stops is not None:
             stored[max(0, int(batch.key_stops[seq])) :] = False
         rows = slice(first, last)
         row_shift = shift[rows].t()[:, :, None]
         if attn.smoothing is not None and attn.smoothing.rotary is not None:
             start = 0 if batch.first_positions is None else int(batch.first_positions[seq])
-            positions = torch.arange(start, start + num_keys, device=q.device)
+            positions = torch.arange(start, start + held, device=q.device)
             row_shift = row_shift + pair_scores(attn.smoothing.rotary, attn.q[rows].to(dtype), positions)
-        out[rows], lse[rows] = _one_sequence(q[rows], row_shift, k, v, stored, attn.scoring, seq)
+        out[rows], lse[rows] = _one_sequence(q[rows], row_shift, k, v, stored, num_keys - (last - first), attn.scoring, seq)
     return out, lse
 
 
 def _one_sequence(
-    q: torch.Tensor, shift: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stored: torch.Tensor, scoring: Scoring, seq: int
+    q: torch.Tensor,
+    shift: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stored: torch.Tensor,
+    context: int,
+    scoring: Scoring,
+    seq: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``context``: the position of the first row."""
     num_rows, num_query_heads, _ = q.shape
     num_keys, num_kv_heads, _ = k.shape
     group = num_query_heads // num_kv_heads
-    context = num_keys - num_rows
-    p = torch.arange(context, num_keys, device=q.device)[:, None]
+    p = torch.arange(context, context + num_rows, device=q.device)[:, None]
     j = torch.arange(num_keys, device=q.device)[None, :]
     seen = _visible(p, j, scoring, seq) & stored
 
@@ -88,7 +97,8 @@ def _one_sequence(
     if scoring.qq_bias is not None:
         n = scoring.qq_bias.shape[0]
         bias = torch.zeros(num_rows, num_keys, dtype=s.dtype, device=s.device)
-        rows, start, cols = min(n, num_rows), max(context, 0), min(n, num_rows)
+        rows, start = min(n, num_rows), max(context, 0)
+        cols = max(0, min(rows, num_keys - start))
         bias[:rows, start : start + cols] = scoring.qq_bias[:rows, :cols].to(s.dtype)
         s = s + bias
     top = s.amax(-1, keepdim=True)

@@ -35,6 +35,8 @@ _MANY_PIECES = Case(query_lens=(1, 1), seq_lens=(1500, 200), num_kv_heads=1, que
 """Their rows are merged one by one, where a merge of few pieces takes eight together."""
 _WINDOWED = Case(query_lens=(1, 1), seq_lens=(70, 45), window=9)
 _ROWS_WINDOWED = Case(query_lens=(4, 20), seq_lens=(70, 65), window=9)
+_BIASED = Case(query_lens=(3, 8), seq_lens=(65, 48), alibi=True, qq_bias=8, sinks=True)
+_ROTARY = Case(query_lens=(2, 20), seq_lens=(40, 45), smoothing="rotary")
 _RANGES = replace(_ROWS_WINDOWED, mm_prefix=(((12, 69), (0, 1)), ((2, 9), (48, 60))), seq_lens=(90, 65))
 
 
@@ -114,6 +116,16 @@ class ReadTests(Subject):
             for far in (3 * INVARIANT_CHUNK, 2**31 - 1):
                 lens = held.masked_fill(arguments["seqused_k"] > held, far)
                 assert torch.equal(built.read(block_table=narrow, seqused_k=lens), wanted)
+
+    @places.each((_ROWS, _ROWS_WINDOWED, _BIASED, _ROTARY))
+    def test_columns_that_the_table_lacks(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
+        """Rows are where their sequence's length says, whether the blocks of its newest keys are missing or have no column."""
+        built = self.build(backend, case, place).fill()
+        missing = built.read_arguments()["block_table"].clone()
+        missing[:, 2:] = -1
+        wanted = built.read(block_table=missing)
+        assert not torch.equal(wanted, built.read())
+        torch.testing.assert_close(built.read(block_table=missing[:, :2].contiguous()), wanted)
 
     @places.each((_DECODE, _ROWS), large=LARGE[3:4])
     def test_placement_does_not_matter(self, backend: QuantKVBackend, place: Place, case: Case) -> None:

@@ -51,3 +51,21 @@ def test_compiled_code_combines(torch_path: None) -> None:
     torch.testing.assert_close(combined(*given), combine(*given))
     result = torch.empty_like(OUT)
     assert combined(*given, result=result)[0] is result and torch.equal(result, combine(*given)[0])
+
+
+@pytest.mark.usefixtures("torch_path")
+def test_a_result_takes_the_place_of_an_input_or_lies_apart() -> None:
+    memory, lse = torch.randn(5, 2, 4), torch.randn(2, 4, 2)
+    out, other = memory[:4], torch.randn(4, 2, 4)
+    wanted, _ = combine(out.clone(), lse[0], other, lse[1])
+    for result in (memory[1:], memory.view(-1)[1:33].view(4, 2, 4)):
+        before = memory.clone()
+        with pytest.raises(ArgumentError, match=r"^result: got memory that out has as well"):
+            combine(out, lse[0], other, lse[1], result=result)
+        assert torch.equal(memory, before)
+    with pytest.raises(ArgumentError, match=r"^result: got memory that lse has as well"):
+        combine(out[:, :, :1].contiguous(), lse[0], other[:, :, :1].contiguous(), lse[1], result=lse[0][..., None])
+    for kept in (out, other):
+        before = kept.clone()
+        assert torch.equal(combine(out, lse[0], other, lse[1], result=kept)[0], wanted)
+        kept.copy_(before)

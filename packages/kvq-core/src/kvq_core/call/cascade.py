@@ -11,10 +11,13 @@ sinks to one of the reads only, since each read counts them. The second of two r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from kvq_core import checks
 from kvq_core.call.gradients import refuse_gradients
+from kvq_core.call.memory import Extent, shares_bytes
 from kvq_core.call.ops import kernels_run_on
 from kvq_core.call.reference import joined, to_output_dtype
 from kvq_core.call.spec import FLOATS
@@ -29,7 +32,8 @@ def combine(
     Args:
         out, other: [num_tokens, num_query_heads, head_size_v], the results of ``unified_attention`` without an ``output_scale``.
         lse, other_lse: [num_tokens, num_query_heads] float32, what it filled ``lse`` with.
-        result: a contiguous tensor of ``out``'s shape to fill, bfloat16, float16 or float32. Default: a new one of ``out``'s dtype.
+        result: a contiguous tensor of ``out``'s shape to fill, bfloat16, float16 or float32; ``out`` or ``other`` itself, or one that
+            shares no memory with the others. Default: a new one of ``out``'s dtype.
 
     Returns:
         ``result``, and a new tensor like ``lse``, computed in float32. A row that saw nothing in either read is 0, its LSE -inf.
@@ -56,6 +60,8 @@ def combine(
     elif result.shape != out.shape or result.device != out.device or result.dtype not in FLOATS or not result.is_contiguous():
         got = f"shape {tuple(result.shape)} of {result.dtype} on {result.device}, strides {result.stride()}"
         raise ArgumentError("result", got, f"shape {tuple(out.shape)} of floats on {out.device}, contiguous")
+    else:
+        _check_apart(result, named)
     if kernels_run_on(out.device) and not torch.compiler.is_compiling():
         from kvq_core.launch.reads import combine_reads
 
@@ -63,3 +69,15 @@ def combine(
     both, total = joined(out, lse, other, other_lse)
     result.copy_(to_output_dtype(both, result.dtype, None))
     return result, total
+
+
+def _check_apart(result: torch.Tensor, named: Mapping[str, torch.Tensor]) -> None:
+    """Raise :class:`ArgumentError` if ``result`` covers bytes of an input, unless each of its elements takes the place of its own input."""
+    if torch.compiler.is_compiling():
+        return
+    mine = Extent.of(result)
+    for name, tensor in named.items():
+        in_place = (tensor.data_ptr(), tensor.dtype, tensor.stride()) == (result.data_ptr(), result.dtype, result.stride())
+        between = tensor.data_ptr() - result.data_ptr()
+        if tensor is not result and not in_place and shares_bytes(mine, Extent.of(tensor), between):
+            raise ArgumentError("result", f"memory that {name} has as well", f"{name} itself, or memory of its own: it is written")

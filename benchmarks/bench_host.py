@@ -41,7 +41,7 @@ from shapes import Read, Write  # noqa: E402
 
 WRITE, READ = Write("w32", 32, scattered=True), Read("b32-2048", (2048,) * 32)
 GOAL_US = 60.0
-"""For both calls together, with a GPU."""
+"""For both calls together, on a machine with a GPU: the exit status says whether it was met."""
 CALLS, ROUNDS = 50, 60
 """Calls at a stretch, and how often each stretch comes: many short ones see the machine at all its speeds."""
 Call = Callable[[], None]
@@ -137,7 +137,7 @@ def main() -> None:
     print(tabulate([(mode, door, *times) for mode, door, times in table], headers=headers, floatfmt=".1f"))
     median, quickest, slowest = max(times[-3:] for _, door, times in table if door == "both")
     print(f"\nrepeated write + read: at most {median:.1f} us, {quickest:.1f} to {slowest:.1f} by the round; the goal is {GOAL_US:.0f}")
-    sys.exit(median > GOAL_US)
+    sys.exit(has_gpu and median > GOAL_US)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import json
+import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -241,6 +242,19 @@ def test_the_oldest_call_is_forgotten() -> None:
     for n in (1, 2, 3, 1, 4, 4):
         repeats.keep((n,), lambda addresses: True)
     assert [repeats.get((n,)) is not None for n in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+@pytest.mark.quick
+def test_the_newest_repeat_of_a_call_is_taken() -> None:
+    """Whichever call was found before it."""
+    repeats, kept = replay_cache.ReplayCache(), dict[int, replay_cache.Repeat]()
+    order = random.Random(0)
+    for _ in range(200):
+        n = order.randrange(4)
+        if order.random() < 0.5:
+            kept[n] = lambda addresses: True
+            repeats.keep((n,), kept[n])
+        assert repeats.get((n,)) is kept.get(n)
 
 
 @pytest.mark.gpu

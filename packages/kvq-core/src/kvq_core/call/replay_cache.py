@@ -51,7 +51,7 @@ def facts_of(arguments: Sequence[object]) -> tuple[Facts, list[int]]:
 class ReplayCache:
     """The calls of one op that can be repeated, by their facts. The oldest is dropped when there are too many.
 
-    The call that was asked for last comes first: most are like it, and facts are compared in a quarter of the time that their hash takes.
+    The last call found is compared first: most are like it, and comparing facts takes a quarter of the time that their hash takes.
     """
 
     def __init__(self, most: int = MOST_KNOWN) -> None:

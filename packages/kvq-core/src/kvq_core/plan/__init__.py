@@ -1,4 +1,4 @@
-"""Launch plans as data: tables of choices by GPU architecture and class of problem, with the measurement behind each.
+"""Launch plans as data: tables of choices by GPU architecture and class of problem, with the measurements behind them, if there are any.
 
 :mod:`~kvq_core.plan.choices` says what is chosen for each kind of kernel, and by which facts; :mod:`~kvq_core.plan.table` is a table and
 its file; :mod:`~kvq_core.plan.lookup` finds the table to ask. ``*.json`` beside them are the tables that kvq ships: ``generic.json`` has

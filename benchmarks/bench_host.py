@@ -117,7 +117,7 @@ def profile(call: Call) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modes", nargs="*", metavar="MODE", default=["none", "int8", "fp8", "fp8_per_tensor", "int4", "int2"])
+    parser.add_argument("modes", nargs="*", metavar="MODE", default=["none", "int8", "fp8", "fp8_per_tensor", "int4", "int3", "int2"])
     parser.add_argument("--profile", choices=STAGES, help="print where the time of this stage goes instead")
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()

@@ -271,7 +271,7 @@ def kinds_of(text: str) -> list[str]:
     kinds = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in kinds if name not in KINDS]
     if unknown or not kinds:
-        raise ArgumentError("--kinds", text, f"some of {', '.join(KINDS)}")
+        raise ArgumentError("--kinds", repr(text), f"some of {', '.join(KINDS)}")
     return [kind for kind in KINDS if kind in kinds]
 
 

@@ -135,6 +135,16 @@ def test_the_wheel_carries_the_command_with_benchmarks_and_plans(tmp_path: Path)
         (["bench", "--compare", "/no/such.json"], "'/no/such.json' does not exist"),
         (["tune", "--quick"], "kvq tune --dry-run"),
         (["tune", "--modes", "int9"], "int9"),
+        *(
+            (["list", "--mode", name], f"mode: got {name!r}, need one mode, or that of K")
+            for name in ("int4/", "/int4", "int4/int2/int8", "/")
+        ),
+        *((["list", "--modes", names], f"--mode: got {names!r}, need names of modes") for names in ("", " ", "int4,,int8", "int4,")),
+        (["list", "--mode", "INT4"], "did you mean 'int4'?"),
+        *(
+            ([*given, "/no/such/file"], "need a file in a folder that exists")
+            for given in (["calc", LLAMA, "--plot"], ["eval", "--resume"])
+        ),
     ],
 )
 def test_bad_input_is_refused(arguments: list[Any], said: str) -> None:
@@ -168,6 +178,14 @@ def test_a_mode_that_cannot_be_had_by_its_name_is_not_ok(monkeypatch: pytest.Mon
         assert "takes mode 'int4_per_token_head' from nope, which does not provide it; kvq-int4" in ran.out
     assert kvq("list", "--check", "--mode", "kvq-int4:int4").status == 0
     assert "from nope, which does not provide it" in refused("list", "--mode", "int4")
+
+
+def test_doctor_reads_tables_for_other_gpus_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_PLANS", str(tmp_path))
+    assert kvq("doctor").status == 0
+    (tmp_path / "sm_75.json").write_text("{")
+    done = kvq("doctor")
+    assert "plans" in done.out and f"broken: {tmp_path / 'sm_75.json'}: " in done.out
 
 
 def test_doctor_tells_machine_switches_and_the_path_of_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,11 +131,11 @@ def test_what_would_fail_last_is_tried_first(given: tuple[str, ...], monkeypatch
     """Packages and folders that are missing, files that cannot be written."""
     monkeypatch.setattr(TinyModel, "hidden", None)  # nothing is computed
     monkeypatch.setitem(sys.modules, "kvq_transformers", None)  # as if it were not installed
-    assert "pip install kvq-transformers" in refused(*given, "--model", "Qwen/Qwen3-0.6B")
+    assert "pip install ./packages/kvq-transformers" in refused(*given, "--model", "Qwen/Qwen3-0.6B")
     (tmp_path / "eval.png").mkdir()
     assert "eval.png" in refused(*given, "--out", tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert 'pip install "kvq-core[plots]"' in refused(*given, "--out", tmp_path / "new") and not (tmp_path / "new").exists()
+    assert "pip install matplotlib" in refused(*given, "--out", tmp_path / "new") and not (tmp_path / "new").exists()
     monkeypatch.setattr(tiny_subject, "_FOLDER", Path("nowhere"))
     assert "need a checkout of kvq's repository" in refused("eval")
     assert "--text: got none, need a UTF-8 text file" in refused(*given[:3])
@@ -258,7 +258,7 @@ def test_models_that_are_none_or_need_what_is_missing_are_refused(
         opened = write_gguf(tmp_path / "bos.gguf", add_bos_token=True)
         assert "does not open texts with the token that the file asks for" in refused(*given, "--model", opened)
     monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
-    assert 'pip install "kvq-core[models]"' in refused(*given, "--model", file)
+    assert 'pip install "./packages/kvq-core[models]"' in refused(*given, "--model", file)
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
     for name, one in pretrained.PRETRAINED.items():
         said = refused(*given, "--model", name)

@@ -125,7 +125,7 @@ def get_backend(mode: str) -> QuantKVBackend:
         BrokenBackendError: its package fails to import, or what it offers is no backend of that mode.
         ArgumentError: an environment variable of kvq's is misspelled, or has a value that it does not take; or two modes do not compose.
     """
-    pair = halves_of(mode)
+    pair = checked_halves(mode)
     if pair is not None:
         return _with_ops(compose(*map(get_backend, pair)))
     distribution, full = _parse(mode)
@@ -229,6 +229,18 @@ def halves_of(name: object) -> tuple[str, str] | None:
     return (key, value) if separator else None
 
 
+def checked_halves(name: str) -> tuple[str, str] | None:
+    """:func:`halves_of` a name that was asked for.
+
+    Raises:
+        ArgumentError: a half is missing, or there are more than two.
+    """
+    pair = halves_of(name)
+    if pair is not None and not all(half.strip() and SEPARATOR not in half for half in pair):
+        raise ArgumentError("mode", repr(name), "one mode, or that of K and that of V as in 'int8/int4'")
+    return pair
+
+
 def _withdraw(mode: str) -> bool:
     with _REGISTRY.lock:
         gone = [entry for entry in _REGISTRY.backends if entry.mode == mode and entry.distribution == IN_PROCESS]
@@ -314,7 +326,7 @@ def _hint(mode: str, here: list[str]) -> str:
     """What else ``mode`` could have meant, and how to get it, or the modes that are not among those ``here``."""
     if mode in FIRST_PARTY:
         return f"; to get it: {_command([FIRST_PARTY[mode]])}"
-    near = get_close_matches(mode, [*ALIASES, *FIRST_PARTY, *here], n=1)
+    near = get_close_matches(mode.lower(), [*ALIASES, *FIRST_PARTY, *here], n=1)
     missing = sorted({package for first_party, package in FIRST_PARTY.items() if first_party not in here})
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return hint + (f"; more modes: {_command(missing)}" if missing else "")

@@ -84,7 +84,8 @@ def _smoothings(given: Smoothings, known: Mapping[int, KeySmoothing], backends: 
     if given in (WEIGHTS, KEY_BIAS):
         return {layer: _fitting(known.get(layer), backend) for layer, backend in backends.items()}
     if given not in (None, FIRST_PREFILL):
-        raise ArgumentError("smoothing", repr(given), f'a ModelSmoothing, "{WEIGHTS}", "{KEY_BIAS}", "{FIRST_PREFILL}" or None')
+        need = f'a ModelSmoothing, as kvq_transformers.calibrate finds it on a text, "{WEIGHTS}", "{KEY_BIAS}", "{FIRST_PREFILL}" or None'
+        raise ArgumentError("smoothing", repr(given), need)
     return dict.fromkeys(backends, given)
 
 

@@ -35,6 +35,6 @@ def bench(modes: tuple[str, ...], quick: bool, settings: str | None, out: str | 
     if modes:
         given += ["--modes", *modes]
     for name, value in (("--settings", settings), ("--out", out), ("--compare", compare)):
-        given += [name, value] if value else []
+        given += [] if value is None else [name, value]
     given += ["--quick"] * quick + ["--no-peers"] * no_peers
     run_suite("run.py", "kvq bench", *given)

@@ -109,12 +109,14 @@ def _plans() -> tuple[list[dict[str, Any]], str]:
 
     from kvq_core.environment import architecture
     from kvq_core.errors import KVQError
-    from kvq_core.plan import tables_for
-    from kvq_core.plan.lookup import SHIPPED
+    from kvq_core.plan import Table, tables_for
+    from kvq_core.plan.lookup import SHIPPED, own_files
 
     arch = architecture(torch.cuda.get_device_properties(0)) if torch.cuda.is_available() else ""
     try:
         tables = tables_for(arch)
+        for path in own_files():
+            Table.read(path)  # those for other GPUs, too
     except KVQError as problem:
         return [], f"broken: {problem}"
     return [
@@ -148,14 +150,16 @@ def _tell(machine: dict[str, str], versions: dict[str, str | None], switches: di
     from kvq_core.variables import VARIABLES
 
     width = max(map(len, [*machine, *versions, *switches])) + 2
+    settings = {name: "not set" if setting is None else repr(setting) for name, setting in switches.items()}
+    of_settings = max(map(len, settings.values()), default=0) + 2
     # Packages may tell of an engine themselves.
     told = {name.casefold() for name in machine}
     others = [(name, found or "not installed") for name, found in versions.items() if name.casefold() not in told]
     for name, value in [*machine.items(), *others]:
         output.say(f"{name:<{width}}{value}")
     output.say()
-    for name, setting in switches.items():
-        output.say(f"{name:<{width}}{'not set' if setting is None else repr(setting):<9}{VARIABLES[name].does} ({VARIABLES[name].takes})")
+    for name, setting in settings.items():
+        output.say(f"{name:<{width}}{setting:<{of_settings}}{VARIABLES[name].does} ({VARIABLES[name].takes})")
     for fault in faults.values():
         output.say(f"wrong: {fault}")
 

@@ -11,7 +11,7 @@ from kvq_core import variables
 from kvq_core.cli import output
 from kvq_core.cli.modes import mode_option
 from kvq_core.errors import DuplicateModeError, KVQError, told
-from kvq_core.registry import IN_PROCESS, InstalledMode, alias_of, find_backend, get_backend, halves_of, list_backends
+from kvq_core.registry import IN_PROCESS, InstalledMode, alias_of, checked_halves, find_backend, get_backend, halves_of, list_backends
 
 FIRST_PARTY_BITS: Final = {
     "none": 16.0,
@@ -47,13 +47,15 @@ class Listed:
 def listed(entry: InstalledMode, *, by_name: bool = True) -> Listed:
     """What metadata says of ``entry``; ``by_name``: and whether its mode can be had by that name alone."""
     status, error = _choice(entry.mode) if by_name else ("installed", "")
-    bits = FIRST_PARTY_BITS.get(entry.mode)
+    each = [FIRST_PARTY_BITS.get(half) for half in halves_of(entry.mode) or (entry.mode,)]
+    known = [bits for bits in each if bits is not None]
+    bits = sum(known) / len(each) if len(known) == len(each) else None
     return Listed(entry.mode, alias_of(entry.mode), bits, entry.distribution, entry.version, entry.value, status, error)
 
 
 def named(name: str) -> InstalledMode:
     """The offer of a mode that was asked for by name; of a mode composed of two, both offers in one."""
-    pair = halves_of(name)
+    pair = checked_halves(name)
     if pair is None:
         return find_backend(name)
     offers = [find_backend(half) for half in pair]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq_core import variables
-from kvq_core.errors import KVQError
+from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.registry import get_backend, list_backends
 
 if TYPE_CHECKING:
@@ -24,7 +24,10 @@ def mode_option(command: F) -> F:
 
 
 def _split(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name.strip() for part in given for name in part.split(",") if name.strip())
+    names = tuple(name.strip() for part in given for name in part.split(","))
+    if "" in names:
+        raise ArgumentError("--mode", repr(",".join(given)), "names of modes, with commas between them")
+    return names
 
 
 def backends_of(names: Sequence[str]) -> tuple[list[QuantKVBackend], list[str]]:

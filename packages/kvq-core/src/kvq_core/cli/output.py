@@ -11,10 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final, TextIO, TypeVar, cast
 
 import click
 from tabulate import tabulate
+
+from kvq_core.errors import ArgumentError
 
 Record = Mapping[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,6 +39,17 @@ def output_options(command: F) -> F:
     for name in ("csv", "json"):
         of_one_form = click.option(f"--{name}", f"as_{name}", is_flag=True, help=f"Print {name.upper()} instead of a table.")(of_one_form)
     return cast(F, of_one_form)
+
+
+def in_a_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """``path``, the file that an option names for something to be written.
+
+    Raises:
+        ArgumentError: its folder does not exist.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ArgumentError(f"--{parameter.name}", repr(str(path)), "a file in a folder that exists")
+    return path
 
 
 def say(text: str = "") -> None:

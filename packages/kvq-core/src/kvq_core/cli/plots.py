@@ -19,7 +19,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib
     except ImportError:
-        raise PlotError('plots need matplotlib: pip install "kvq-core[plots]", or matplotlib') from None
+        raise PlotError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
 
 

@@ -36,5 +36,5 @@ def tune(modes: tuple[str, ...], kinds: str | None, quick: bool, out: str | None
         need_gpu("it times kernels on a CUDA GPU", "see what it would try: kvq tune --dry-run")
     given = ["--modes", *modes] if modes else []
     for name, value in (("--kinds", kinds), ("--out", out), ("--processes", processes)):
-        given += [name, str(value)] if value else []
+        given += [] if value is None else [name, str(value)]
     run_suite("tune.py", "kvq tune", *given, *["--quick"] * quick, *["--dry-run"] * dry_run)

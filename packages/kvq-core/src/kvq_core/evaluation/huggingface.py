@@ -75,7 +75,7 @@ def _load(name: str, source: str, options: dict[str, str], dtype: torch.dtype | 
 
         import kvq_transformers
     except ImportError as missing:
-        need = "pip install kvq-transformers (which brings transformers)"
+        need = "pip install ./packages/kvq-transformers, in a checkout (which brings transformers)"
         raise MissingPackageError(f"a Hugging Face model ({name}) needs kvq-transformers: {missing}; {need}") from None
     showed = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

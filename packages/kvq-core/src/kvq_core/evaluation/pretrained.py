@@ -17,7 +17,7 @@ class MissingPackageError(KVQError):
     """What a model needs is not installed."""
 
 
-READER: Final = 'pip install "kvq-core[models]"'
+READER: Final = 'pip install "./packages/kvq-core[models]", in a checkout'
 """What reads a GGUF file."""
 
 

@@ -51,6 +51,16 @@ def own_file(arch: str) -> Path | None:
     return place / f"{arch}.json" if place is not None and place.is_dir() else place
 
 
+def own_files() -> list[Path]:
+    """All tables of one's own, for whichever architecture.
+
+    Raises:
+        ArgumentError: the switch names something that does not exist.
+    """
+    place = own_folder() if SWITCH not in os.environ else variables.place(SWITCH)
+    return [] if place is None or not place.exists() else sorted(place.glob("*.json")) if place.is_dir() else [place]
+
+
 class _Tables:
     def __init__(self) -> None:
         self._chains: dict[str, tuple[Table, ...]] = {}

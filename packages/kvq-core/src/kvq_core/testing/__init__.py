@@ -1,6 +1,6 @@
 """kvq's conformance suite, shipped so that a mode written elsewhere is held to the same tests as ours.
 
-It needs pytest and hypothesis: ``pip install "kvq-core[testing]"``. ::
+It needs pytest and hypothesis: ``pip install "./packages/kvq-core[testing]"`` in a checkout. ::
 
     # conftest.py of a mode that has kernels, before anything imports triton
     from kvq_core.testing.places import choose_interpreter

@@ -79,5 +79,5 @@ def _check_apart(result: torch.Tensor, named: Mapping[str, torch.Tensor]) -> Non
     for name, tensor in named.items():
         in_place = (tensor.data_ptr(), tensor.dtype, tensor.stride()) == (result.data_ptr(), result.dtype, result.stride())
         between = tensor.data_ptr() - result.data_ptr()
-        if tensor is not result and not in_place and shares_bytes(mine, Extent.of(tensor), between):
+        if not in_place and shares_bytes(mine, Extent.of(tensor), between):
             raise ArgumentError("result", f"memory that {name} has as well", f"{name} itself, or memory of its own: it is written")

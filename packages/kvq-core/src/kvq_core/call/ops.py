@@ -236,7 +236,7 @@ class _Ops:
         # Reentrant: a thread that was interrupted while it held the lock can take it again.
         self._lock = threading.RLock()
         self._bound: dict[str, _Bound] = {}
-        self._callables: dict[tuple[str, str], Callable[..., None]] = {}
+        self._defined: dict[tuple[str, str], Callable[..., None]] = {}
 
     def bind(self, backend: QuantKVBackend) -> None:
         """Make ``kvq::<mode>_*`` call ``backend``; define them if this is the first of its mode."""
@@ -284,7 +284,7 @@ class _Ops:
                     raise ArgumentError(argument, "a tensor on meta", "one on a CPU or CUDA device")
 
         torch.library.register_fake(f"kvq::{name}", no_result, lib=library)
-        self._callables[mode, verb.name] = getattr(torch.ops.kvq, name).default
+        self._defined[mode, verb.name] = getattr(torch.ops.kvq, name).default
 
     def forget(self) -> None:
         with self._lock:
@@ -294,8 +294,8 @@ class _Ops:
         bound = self._bound.get(mode)
         return bound.backend if bound else None
 
-    def callable(self, mode: str, verb: str) -> Callable[..., None]:
-        return self._callables[mode, verb]
+    def op(self, mode: str, verb: str) -> Callable[..., None]:
+        return self._defined[mode, verb]
 
 
 _OPS = _Ops()
@@ -339,7 +339,7 @@ def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
         # Tensors may lie where ops do not go.
         return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, invariance.is_batch_invariant())
     define(backend)
-    return _OPS.callable(backend.mode, verb)
+    return _OPS.op(backend.mode, verb)
 
 
 def write_op(backend: QuantKVBackend) -> Callable[..., object]:

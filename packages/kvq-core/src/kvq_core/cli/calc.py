@@ -70,13 +70,7 @@ _TOKENS: Final = click.IntRange(0, 2**30)
 @click.option(
     "--ignore-windows", is_flag=True, help="Count windowed layers as if they kept every token, as a cache that evicts nothing does."
 )
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=output.in_a_folder,
-    metavar="FILE.png",
-    help="Also draw the figures.",
-)
+@click.option("--plot", type=output.NewFile(), metavar="FILE.png", help="Also draw the figures.")
 @output.output_options
 def calc(
     config: str,

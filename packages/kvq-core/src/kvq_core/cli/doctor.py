@@ -50,7 +50,7 @@ def doctor(form: str) -> None:
     elif form == "csv":
         output.say(output.as_csv(modes))
     else:
-        _tell({**machine, "plans": wrong or ", then ".join(map(_in_words, plans))}, versions, switches, told)
+        _tell({**machine, "plans": "; ".join(filter(None, (", then ".join(map(_in_words, plans)), wrong)))}, versions, switches, told)
         _tell_kernels(families, modes)
     if wrong or told or any(mode["status"] in FAILED for mode in modes):
         raise SystemExit(1)
@@ -113,13 +113,15 @@ def _plans() -> tuple[list[dict[str, Any]], str]:
     from kvq_core.plan.lookup import SHIPPED, own_files
 
     arch = architecture(torch.cuda.get_device_properties(0)) if torch.cuda.is_available() else ""
+    tables: tuple[Table, ...] = ()
+    wrong = ""
     try:
         tables = tables_for(arch)
         for path in own_files():
             Table.read(path)  # those for other GPUs, too
     except KVQError as problem:
-        return [], f"broken: {problem}"
-    return [
+        wrong = f"broken: {problem}"
+    found = [
         {
             "arch": table.arch,
             "file": table.source,
@@ -128,7 +130,8 @@ def _plans() -> tuple[list[dict[str, Any]], str]:
             "measured": sorted({f"{run.gpu}, triton {run.triton}" for run in table.runs.values()}),
         }
         for table in tables
-    ], ""
+    ]
+    return found, wrong
 
 
 def _in_words(table: dict[str, Any]) -> str:

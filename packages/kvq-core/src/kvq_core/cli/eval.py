@@ -134,8 +134,7 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, given: Sequence[str])
 )
 @click.option(
     "--resume",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=output.in_a_folder,
+    type=output.NewFile(),
     metavar="FILE",
     help="Keep what is done in FILE (JSON lines), and go on from it if the run was interrupted.",
 )

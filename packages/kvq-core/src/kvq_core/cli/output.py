@@ -17,8 +17,6 @@ from typing import Any, Final, TextIO, TypeVar, cast
 import click
 from tabulate import tabulate
 
-from kvq_core.errors import ArgumentError
-
 Record = Mapping[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,15 +39,17 @@ def output_options(command: F) -> F:
     return cast(F, of_one_form)
 
 
-def in_a_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """``path``, the file that an option names for something to be written.
+class NewFile(click.Path):
+    """The type of an option that names a file to be written: its folder exists."""
 
-    Raises:
-        ArgumentError: its folder does not exist.
-    """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ArgumentError(f"--{parameter.name}", repr(str(path)), "a file in a folder that exists")
-    return path
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = cast(Path, super().convert(value, param, ctx))
+        if not path.absolute().parent.is_dir():
+            self.fail(f"got {str(path)!r}, need a file in a folder that exists", param, ctx)
+        return path
 
 
 def say(text: str = "") -> None:

@@ -1,18 +1,16 @@
-"""What decode and prefill have in common: the read door as the call that is timed, with others' bf16 kernels beside it."""
+"""What decode and prefill have in common: the read door as the call that is timed, with others' kernels beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-import baselines
-import flash_attention
+import peers
 import problems
-from kvq_core import QuantKVBackend, get_backend
-from rows import FLASHATTENTION, FLASHINFER, Row, measured
+from kvq_core import QuantKVBackend
+from rows import Row, measured
 from shapes import Read, Setting
 from timing import Call, Timer
 
@@ -29,22 +27,12 @@ def unmeasured(op: str, backend: QuantKVBackend, setting: Read) -> Row:
 
 
 def run(
-    op: str,
-    peer: Callable[[Read, torch.device], Call],
-    backends: Sequence[QuantKVBackend],
-    settings: Sequence[Setting],
-    timer: Timer,
-    *,
-    peers: bool = True,
+    op: str, backends: Sequence[QuantKVBackend], settings: Sequence[Setting], timer: Timer, *, with_peers: bool = True
 ) -> Iterator[Row]:
-    """A row for each mode in each setting, after those of FlashAttention 3 and of FlashInfer's ``peer``."""
+    """A row for each mode in each setting, after those of others' kernels."""
     for setting in settings:
         assert isinstance(setting, Read)
-        unquantized = unmeasured(op, get_backend("none"), setting)
-        if peers and flash_attention.serves(setting):
-            known = replace(unquantized, mode=FLASHATTENTION)
-            yield measured(timer, known, partial(flash_attention.attend, setting, timer.device), allow_eager=True)
-        if peers and baselines.flashinfer_serves(setting):
-            yield measured(timer, replace(unquantized, mode=FLASHINFER), partial(peer, setting, timer.device), allow_eager=True)
+        for peer in peers.beside(op, setting) if with_peers else ():
+            yield measured(timer, peer.unmeasured(setting), partial(peer.call, setting, timer.device), allow_eager=True)
         for backend in backends:
             yield measured(timer, unmeasured(op, backend, setting), partial(attend, backend, setting, timer.device))

@@ -3,6 +3,5 @@
 from functools import partial
 
 import attention
-import baselines
 
-run = partial(attention.run, "decode", baselines.decode)
+run = partial(attention.run, "decode")

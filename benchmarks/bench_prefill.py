@@ -3,6 +3,5 @@
 from functools import partial
 
 import attention
-import baselines
 
-run = partial(attention.run, "prefill", baselines.prefill)
+run = partial(attention.run, "prefill")

@@ -1,4 +1,4 @@
-"""What exactness costs: a rotary key mean, balanced channels, an order of them, and a residual window, each against none of them:
+"""What exactness costs: a rotary key mean, balanced channels, an order of them, and residual windows, each against none of them:
 ``python benchmarks/bench_smoothing.py [MODE ...]``.
 
 Reads and writes of 8 KV heads of 128, and a layer's ``PagedKVCache.write`` and ``attend``; microseconds, as in ``run.py`` (:mod:`timing`),
@@ -34,7 +34,11 @@ READS = (
     Read("prefill, 2048 of 32768", (32768,), query_len=2048),
 )
 WRITES = (Write("write, 64", 64), Write("write, 8192", 8192))
-WINDOW: dict[str, Any] = {"residual_length": 64, "sink_tokens": 4}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window and sinks": {"residual_length": 64, "sink_tokens": 4},
+    "window": {"residual_length": 64},
+    "window in int8": {"residual_length": 64, "residual_mode": "int8"},
+}
 STEPS = ((64, 8191, 1), (1, 8191, 1), (1, 1023, 1), (32, 4092, 4))
 """(sequences, tokens that they have, tokens that a step adds to each)."""
 
@@ -114,9 +118,11 @@ def main() -> None:
     for backend in map(get_backend, modes):
         doors(backend, timer, device)
         for step in STEPS:
-            before, after = (layer(backend, timer, step, device, **window) for window in ({}, {**WINDOW, "max_sequences": step[0]}))
-            for name, plain, exact in zip(("read", "write"), before, after, strict=True):
-                line(backend.mode, f"window, {name}, {step[0]} x {step[1]} + {step[2]}", plain, exact)
+            before = layer(backend, timer, step, device)
+            for kind, window in WINDOWS.items():
+                after = layer(backend, timer, step, device, **window, max_sequences=step[0])
+                for name, plain, exact in zip(("read", "write"), before, after, strict=True):
+                    line(backend.mode, f"{kind}, {name}, {step[0]} x {step[1]} + {step[2]}", plain, exact)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,22 @@ def read(backend: QuantKVBackend, setting: Read, device: torch.device) -> dict[s
     return attention_arguments(setting, caches, block_table(setting, device))
 
 
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of a sequence's last rows in float32: ``q`` [rows, query heads, size] over ``k`` and ``v`` [keys, heads, size]."""
+    group, rows, keys = q.shape[1] // k.shape[1], len(q), len(k)
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("rhd,khd->hrk", q.float(), k) * q.shape[2] ** -0.5
+    unseen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(keys - rows + 1)
+    return torch.einsum("hrk,khd->rhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v)
+
+
+def hold(whose: str, found: torch.Tensor, expected: torch.Tensor, most_error: float) -> None:
+    """:class:`ArithmeticError` unless ``found`` is within ``most_error`` of ``expected``, relative, as a whole."""
+    error = torch.linalg.vector_norm(found.float() - expected) / torch.linalg.vector_norm(expected)
+    if not error < most_error:
+        raise ArithmeticError(f"{whose} is {float(error):.1e} from the result, need less than {most_error}")
+
+
 def slots(setting: Write, device: torch.device) -> torch.Tensor:
     """[tokens] int64: whole blocks in shuffled order, or one random slot in each of as many blocks."""
     blocks = torch.randperm(setting.num_blocks, device=device)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from rows import COPY, FLASHATTENTION, FLASHINFER, PEERS, Row
+from rows import COPY, FLASHATTENTION, FLASHINFER, OTHERS, Row
 
 FORMAT = 1
 SAME = 0.05
@@ -177,7 +177,7 @@ def plot(everything: Sequence[Line], title: str, path: Path) -> None:
         # What has no such figure, as a setting that the peer does not serve, has no place in the panel.
         shown = {(line.row.mode, line.row.setting): height for line in mine if (height := _height(line, panel, peer)) is not None}
         settings = list(dict.fromkeys(setting for _, setting in shown))
-        modes = [mode for mode in dict.fromkeys(mode for mode, _ in shown) if panel == "hbm" or mode not in PEERS]
+        modes = [mode for mode in dict.fromkeys(mode for mode, _ in shown) if panel == "hbm" or mode not in OTHERS]
         width = 0.84 / max(len(modes), 1)
         for i, mode in enumerate(modes):
             at = [j + (i - (len(modes) - 1) / 2) * width for j, setting in enumerate(settings) if (mode, setting) in shown]

@@ -12,7 +12,8 @@ import torch
 from timing import Call, Timer
 
 FLASHATTENTION, FLASHINFER, COPY = "flash_attention 3 bf16", "flashinfer bf16", "torch copy bf16"
-PEERS = (FLASHATTENTION, FLASHINFER, COPY)
+TURBOMIND = ("turbomind bf16", "turbomind int8", "turbomind int4")
+OTHERS = (FLASHATTENTION, FLASHINFER, *TURBOMIND, COPY)
 """Rows of the table that are no mode of ours."""
 
 

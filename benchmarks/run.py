@@ -1,8 +1,9 @@
 """The whole table, from one command: ``python benchmarks/run.py``.
 
-Decode, prefill and write of every installed mode, in the same run as ``none``, FlashInfer's bf16 kernels and FlashAttention 3's (those of
-an installed vLLM). Nothing is timed before every mode has passed the correctness gate. Prints the tables; writes ``benchmarks.json``,
-setting by setting, so that a run that is cut off leaves what it has, and ``benchmarks.png``.
+Decode, prefill and write of every installed mode, in the same run as ``none``, FlashAttention 3's kernels (those of an installed vLLM),
+FlashInfer's and TurboMind's (an installed lmdeploy's, also over 8 and 4 bits). Nothing is timed before every mode has passed the
+correctness gate. Prints the tables; writes ``benchmarks.json``, setting by setting, so that a run that is cut off leaves what it has, and
+``benchmarks.png``.
 
 Exit status: 0; 1 if a row ended in an error; 2 for a machine without CUDA or a wrong command line; 3 if the gate is red.
 """
@@ -29,9 +30,9 @@ import baselines  # noqa: E402
 import bench_decode  # noqa: E402
 import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
-import flash_attention  # noqa: E402
 import gate  # noqa: E402
 import modes  # noqa: E402
+import peers  # noqa: E402
 import precompile  # noqa: E402
 import report  # noqa: E402
 import shapes  # noqa: E402
@@ -53,7 +54,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--settings", metavar="A,B,...", help="only these, or all of decode, prefill or write; see shapes.py")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), metavar="DIR", help="for the JSON and the PNG")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show the difference to an earlier run")
-    parser.add_argument("--no-peers", action="store_true", help="leave FlashAttention 3, FlashInfer and the plain copy out")
+    parser.add_argument("--no-peers", action="store_true", help="leave others' kernels and the plain copy out")
     parser.add_argument("--name", default="run.py", help=argparse.SUPPRESS)  # the command that errors are of
     return parser.parse_args(argv)
 
@@ -73,6 +74,7 @@ def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": installed("triton"),
         "flashinfer": installed("flashinfer-python"),
+        "lmdeploy": installed("lmdeploy"),
         "commit": source_version(checkout.ROOT),
         "hbm": timer.read_bandwidth(),
         "floor_us": timer.floor(),
@@ -81,7 +83,7 @@ def machine(device: torch.device, timer: Timer) -> dict[str, Any]:
 
 def header(facts: dict[str, Any]) -> str:
     """The facts, and how to read the figures."""
-    named = ("driver", "python", "torch", "triton", "flashinfer", "commit")
+    named = ("driver", "python", "torch", "triton", "flashinfer", "lmdeploy", "commit")
     versions = ", ".join(f"{name} {facts[name] or 'not installed'}" for name in named)
     return "\n".join(
         (
@@ -93,16 +95,16 @@ def header(facts: dict[str, Any]) -> str:
     )
 
 
-def compile_kernels(jobs: Sequence[precompile.Job], peers: Sequence[shapes.Setting], bar: tqdm[Any]) -> None:
-    """All kernels that the gate and the rows need, at once, FlashInfer's for ``peers`` among them. What does not compile shows there."""
+def compile_kernels(jobs: Sequence[precompile.Job], flashinfer: Sequence[shapes.Setting], bar: tqdm[Any]) -> None:
+    """All kernels that the gate and the rows need, at once, and FlashInfer's for ``flashinfer``. What does not compile shows there."""
     bar.reset(total=len(jobs))
     bar.set_description("compiling")
-    builder = multiprocessing.get_context("spawn").Process(target=baselines.build, args=(peers, torch.cuda.current_device()))
-    if peers:
+    builder = multiprocessing.get_context("spawn").Process(target=baselines.build, args=(flashinfer, torch.cuda.current_device()))
+    if flashinfer:
         builder.start()
     for _ in precompile.compile_all(jobs):
         bar.update()
-    if peers:
+    if flashinfer:
         builder.join()
 
 
@@ -126,18 +128,15 @@ def gate_is_green(checks: Sequence[gate.Check], device: torch.device, bar: tqdm[
 
 
 def measure(
-    backends: Sequence[QuantKVBackend], plan: Plan, timer: Timer, *, peers: bool, bar: tqdm[Any], keep: Callable[[Sequence[Row]], None]
+    backends: Sequence[QuantKVBackend], plan: Plan, timer: Timer, *, with_peers: bool, bar: tqdm[Any], keep: Callable[[Sequence[Row]], None]
 ) -> list[Row]:
     """Every row of the plan, or those up to a fault that loses the device; ``keep`` gets all that there are after each setting."""
-    every = [setting for _, settings in plan for setting in settings]
-    beside = (
-        isinstance(setting, shapes.Write) + baselines.flashinfer_serves(setting) + flash_attention.serves(setting) for setting in every
-    )
-    bar.reset(total=len(every) * len(backends) + (sum(beside) if peers else 0))
+    every = [(op, setting) for op, settings in plan for setting in settings]
+    bar.reset(total=len(every) * len(backends) + (sum(len(peers.beside(*one)) for one in every) if with_peers else 0))
     found: list[Row] = []
-    for op, setting in ((op, setting) for op, settings in plan for setting in settings):
+    for op, setting in every:
         try:
-            for row in _RUN[op](backends, (setting,), timer, peers=peers):
+            for row in _RUN[op](backends, (setting,), timer, with_peers=with_peers):
                 bar.set_description(f"{op} {row.setting}, {row.mode}")
                 bar.update()
                 found.append(row)
@@ -199,8 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         checks = gate.checks_of(backends, settings, here)
         if here is not None:
             jobs = [precompile.Job(backend.mode, (setting,), (), here) for backend in backends for setting in settings]
-            peers = [] if options.no_peers else [setting for setting in settings if baselines.flashinfer_serves(setting)]
-            compile_kernels([*jobs, *gate.jobs_of(checks, here)], peers, bar)
+            flashinfer = [] if options.no_peers else [setting for setting in settings if baselines.flashinfer_serves(setting)]
+            compile_kernels([*jobs, *gate.jobs_of(checks, here)], flashinfer, bar)
             bar.write(f"compiled in {time.perf_counter() - begin:.0f} s")
         if not gate_is_green(checks, device, bar):
             return GATE_RED
@@ -209,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             facts["seconds"] = round(time.perf_counter() - begin, 1)
             write_json(facts, rows, options.out / "benchmarks.json")
 
-        rows = measure(backends, plan, timer, peers=not options.no_peers, bar=bar, keep=keep)
+        rows = measure(backends, plan, timer, with_peers=not options.no_peers, bar=bar, keep=keep)
     show(plan, facts, rows, options.out)
     if old is not None:
         print("\n" + report.changes_table(old, facts, report.compare(old, rows)))

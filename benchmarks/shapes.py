@@ -56,7 +56,12 @@ class Read:
 
     def bytes(self, backend: QuantKVBackend) -> int:
         """Packed bytes of K and V that must be read once: codes and scales of all keys that some row sees."""
-        return sum(self._reach(n) for n in self.seq_lens) * self.kv_heads * stored_bytes(backend, self.head_size)
+        return self.rows_read * stored_bytes(backend, self.head_size)
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of K, and as many of V, that must be read: all keys that some query row sees, of each head."""
+        return sum(self._reach(n) for n in self.seq_lens) * self.kv_heads
 
     @property
     def flops(self) -> int:

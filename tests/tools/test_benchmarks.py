@@ -1,9 +1,11 @@
 """``kvq bench`` and ``kvq tune`` but for the timing: what is counted, printed, compared, written, and what the gate catches. On the CPU, in
 plain torch."""
 
+import ctypes
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
+import baselines
 import bench_write
 import flash_attention
 import gate
@@ -23,6 +28,7 @@ import rows
 import run
 import shapes
 import tune
+import turbomind
 import vllm_gpu
 from kvq_core import QuantKVBackend, get_backend, list_backends, plan
 from kvq_core.call import ops
@@ -337,3 +343,41 @@ def test_without_a_gpu_candidates_are_listed(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr("kvq_core.launch.dispatch.triton_is_known", lambda: True)
     given = "--dry-run --quick --modes int4 none --kinds write"
     assert tune.main(given.split()) == tune.OK and "30 candidates in 4 classes" in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_dense_is_torchs_attention_of_the_last_rows() -> None:
+    q, k, v = (torch.randn(count, heads, 16) for count, heads in ((5, 4), (70, 2), (70, 2)))
+    seen = causal_lower_right(5, 70)
+    expected = scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=seen, enable_gqa=True)[0]
+    problems.hold("dense", problems.dense(q, k, v), expected.transpose(0, 1), 1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("op", "query_len"), [(baselines.decode, 1), (baselines.prefill, 100)])
+@pytest.mark.parametrize("error", [0.0, 0.02])
+def test_peers_are_checked_before_they_are_timed(op: Any, query_len: int, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapper:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def plan(self, *_: Any, **__: Any) -> None: ...
+
+        def run(self, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+            return made[-1].expected() * (1 + error)
+
+    made: list[Any] = []
+    paged = baselines._Paged
+    monkeypatch.setattr(baselines, "_Paged", lambda *args: made.append(paged(*args)) or made[-1])
+    monkeypatch.setattr(baselines, "WORKSPACE_BYTES", 1)
+    names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    monkeypatch.setattr(baselines, "flashinfer", lambda: SimpleNamespace(**dict.fromkeys(names, Wrapper)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    setting = Read("s", (query_len, query_len + 37), query_len=query_len, **HEADS)
+    with pytest.raises(ArithmeticError, match=r"FlashInfer is 2\.0e-02") if error else nullcontext():
+        op(setting, CPU)
+    assert len(made) == (1 if error else 2)
+
+
+@pytest.mark.quick
+def test_turbomind_arguments_have_the_size_of_its_structure() -> None:
+    assert ctypes.sizeof(turbomind.AttentionParams) == 440

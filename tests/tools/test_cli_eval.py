@@ -110,6 +110,7 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
         (["--modes", "int9"], "installed: "),
         (["--modes", "int4:window=3,int2"], "need name=value, the name one of smoothing, residual_length"),
         (["--modes", "int4:sink_tokens=4,sink_tokens=4"], "sink_tokens twice"),
+        (["--modes", "int2,int4:smoothing=rotary_ordered"], "mode int4_per_token_head takes no order of channels"),
         (["--modes", "int4:sink_tokens=-1"], "sink_tokens: got '-1', need a number of tokens"),
         (["--modes", "int4:residual_length=4,residual_mode=fp8_per_tensor"], "residual_mode: got fp8_per_tensor"),
         (["--modes", "int4:sink_tokens"], "need a value: int4:sink_tokens=..."),

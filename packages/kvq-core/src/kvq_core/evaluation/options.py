@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import CALIBRATED, FIRST_PREFILL, KEY_BIAS, WEIGHTS, ModelSmoothing
+from kvq_core.smoothing.calibration import CALIBRATED, FIRST_PREFILL, KEY_BIAS, ROTARY_ORDERED, WEIGHTS, ModelSmoothing
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -126,7 +126,7 @@ def parse_mode(text: str) -> CacheConfig:
 
 
 def check_supported(config: CacheConfig, subject: Subject) -> None:
-    """Refuse options that the cache of ``subject`` has no keyword for.
+    """Refuse options that the cache of ``subject`` has no keyword for, and an order of channels where the mode takes none.
 
     Raises:
         ArgumentError: there is one.
@@ -134,6 +134,8 @@ def check_supported(config: CacheConfig, subject: Subject) -> None:
     for name in config.options:
         if name not in subject.cache_keywords:
             raise ArgumentError("--mode", f"{config.label}: {name} is not supported by {subject.cache_name}", "an option that it has")
+    if config.options.get(SMOOTHING.name) == ROTARY_ORDERED and not config.backend.key_half.order_multiple:
+        raise ArgumentError("--mode", config.label, f"another smoothing: mode {config.backend.mode} takes no order of channels")
 
 
 def cache_arguments(configs: Sequence[CacheConfig], subject: Subject, calibration: Passage) -> list[dict[str, Any]]:

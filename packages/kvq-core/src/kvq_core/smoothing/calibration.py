@@ -38,7 +38,8 @@ WEIGHTS: Final = "weights"
 norms (:mod:`kvq_core.smoothing.qk_norm`), if they have some."""
 KEY_BIAS: Final = "key_bias"
 """The same of the biases alone."""
-CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced", "rotary_ordered")
+ROTARY_ORDERED: Final = "rotary_ordered"
+CALIBRATED: Final = ("mean", "balanced", "rotary", "rotary_balanced", ROTARY_ORDERED)
 """Kinds of smoothing that a text is read for."""
 Smoothings = Union["ModelSmoothing", str, None]
 """What a cache takes: the smoothing of a model, :data:`FIRST_PREFILL`, :data:`WEIGHTS`, :data:`KEY_BIAS`, or nothing."""

@@ -46,3 +46,14 @@ def test_the_loop_is_the_innermost_with_products_and_copies() -> None:
     assert Counts.of(loop) == Counts(instructions=13, conversions=1, roundings=1, byte_loads=1, barriers=1, local=0)
     assert Counts.of(code) == Counts(instructions=22, conversions=2, roundings=1, byte_loads=1, barriers=1, local=1)
     assert pipelined_loop(parse(LISTING.replace("HMMA", "MOV"))) is pipelined_loop(parse(LISTING.replace("LDGSTS", "MOV"))) is None
+
+
+def test_of_loops_beside_each_other_it_is_that_of_whole_tiles() -> None:
+    def loop(first: int, products: int, others: int) -> list[str]:
+        body = ["LDGSTS.E [R5], desc[UR6][R2.64]", *["HMMA.16816.F32 R8, R4, R12, R8"] * products, *["FADD R2, R2, R3"] * others]
+        return [*body, f"@P0 BRA {first:#x}"]
+
+    for around in (loop(0, 1, 0) + loop(0x30, 4, 3), loop(0, 4, 9) + loop(0xF0, 4, 3)):
+        code = parse("".join(f"        /*{16 * n:04x}*/  {text} ;\n" for n, text in enumerate([*around, "EXIT"])))
+        found = pipelined_loop(code)
+        assert found is not None and found == code[-len(loop(0, 4, 3)) - 1 : -1]

@@ -39,7 +39,7 @@ from kvq_core.kernels.paged_kv import (
     tiles_of,
     unmasked_tiles,
 )
-from kvq_core.kernels.prefetch import prefetch_first
+from kvq_core.kernels.prefetch import prefetch_tiles
 from kvq_core.kernels.queries import load_queries, query_ways, scaled_queries
 from kvq_core.kernels.rotary import rotary_rows
 from kvq_core.kernels.scheduler import assigned_range, next_work_tile, query_rows
@@ -98,7 +98,7 @@ def attend_work_tile(
     x = load_queries(queries, rows, C)
     seen = seen_tiles(work, scoring, C)
     ids = first_blocks(seen, work, batch, table_stride, C)
-    prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C)
+    prefetch_tiles(keys, values, work, seen, kv_head, batch, table_stride, num_blocks, scoring, C)
     q, unit, q_zero = scaled_queries(query_ways(x, work, C), queries, factor, C)
     q, unit = query_operand(q, C), narrow(unit, C)
     score_factor = unit
@@ -118,7 +118,9 @@ def attend_work_tile(
         rotary = rotary_rows(queries, rows, work, kv_head, score_unit(scoring), batch, C)
     unmasked = unmasked_tiles(seen, ids, work, batch, table_stride, num_blocks, C)
     scored = narrow_rows(rows, C)
-    for loop in tl.static_range(tl.constexpr(C.tile.loops)):
+    FIRST: tl.constexpr = C.tile.loops - 1 if C.masked_first else 0
+    STEP: tl.constexpr = -1 if C.masked_first else 1
+    for loop in tl.static_range(FIRST, tl.constexpr(FIRST + STEP * C.tile.loops), STEP):
         tiles = tiles_of(work, unmasked, loop, C)
         state, acc, largest = attend_tiles(
             state, acc, largest, tiles, query, scored, rotary, work, kv_head, keys, values, k_selectors, v_selectors, batch, table_stride,
@@ -150,7 +152,7 @@ def attend_tiles(
     common_seed = None
     if K.zero != 0.0:
         common_seed = seed_of_rows(query.zero * K.zero, C)
-    for t in tl.range(tiles.first, tiles.last, num_stages=C.tile.stages if LOOP == 0 else C.tile.masked_stages):
+    for t in tl.range(tiles.first, tiles.last, num_stages=C.tile.stages if LOOP == 0 else WHOLE.masked_stages):
         tile = key_tile(t, tiles, work, batch, table_stride, num_blocks, scoring, LOOP, C)
         k_offset, v_offset = tile_offsets(keys, values, tile, C)
         k = load_chunks(

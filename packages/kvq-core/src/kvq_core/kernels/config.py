@@ -78,11 +78,6 @@ class Tile(Constant):
         return self.decode and not self.keys_first
 
     @property
-    def masked_stages(self) -> int:
-        """num_stages of masked iterations. In decode there are usually one or two, not worth a pipeline's code and buffers."""
-        return 1 if self.decode else self.stages
-
-    @property
     def sum_parts(self) -> int:
         """In how many partial sums a row's sum of weights is kept within the loop, which saves reductions over a warp's threads."""
         return 8 if self.decode and self.warps == 1 else 1
@@ -132,6 +127,19 @@ class ReadConfig(Constant):
         if whole or not tile.decode or tile.warps > 1 or tile.loops == 1 or tile.keys < 4 * MASKED_KEYS:
             return self
         return replace(self, tile=replace(tile, keys=MASKED_KEYS))
+
+    @property
+    def masked_first(self) -> bool:
+        """Whether masked iterations come before the others, prefetched and in a pipeline of their own. Loads of small tiles of two-bit
+        codes are so short that they wait for the memory and not for its bandwidth. With wider codes, the pipeline's code costs more than
+        that (docs/dev/experiments/2026-11.md)."""
+        plane = self.format.wider
+        return self.masked.tile.keys < self.tile.keys and plane.ways >= 8 and not plane.side_bytes
+
+    @property
+    def masked_stages(self) -> int:
+        """num_stages of masked iterations. In decode there are usually one or two, not worth a pipeline's code and buffers."""
+        return self.tile.stages if not self.tile.decode or self.masked_first else 1
 
     @property
     def keys_an_id(self) -> int:

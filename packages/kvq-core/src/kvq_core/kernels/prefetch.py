@@ -1,7 +1,8 @@
-"""Prefetch of the first key tile of short splits into the L2, while queries are prepared.
+"""Prefetch of key tiles into the L2, while queries are prepared.
 
-All programs of such a launch begin at once, each with one work tile, and none has anything else to do while it waits for its first
-keys. In long sequences and in batches the requests cost more than they bring (docs/dev/experiments/2026-11.md).
+Of short splits the first tile: all programs of such a launch begin at once, each with one work tile, and none has anything else to do
+while it waits for its first keys. In long sequences and in batches the requests cost more than they bring. And the keys past the last
+whole tile, where these come first (:attr:`~kvq_core.kernels.config.ReadConfig.masked_first`; docs/dev/experiments/2026-11.md).
 """
 
 import triton
@@ -14,21 +15,29 @@ FETCH_BYTES = tl.constexpr(64)  # two sectors, which memory sends together
 
 
 @triton.jit
-def prefetch_first(keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
-    """Prefetch the codes of a work tile's first key tile and its scales, if C.tile.prefetch."""
+def prefetch_tiles(keys, values, work, seen, kv_head, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
+    """Prefetch the codes and the scales of a work tile's first key tile, if C.tile.prefetch, and of the keys past ``seen``'s whole ones."""
     if C.tile.prefetch:
-        K_HEADS: tl.constexpr = C.key_heads
-        V_HEADS: tl.constexpr = C.value_heads
-        LAST: tl.constexpr = C.tile.loops - 1  # the loop that checks whether blocks exist
-        first = work.start // C.tile.keys
-        tile = key_tile(first, Tiles(first, first + 1, first + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
-        k_offset, v_offset = tile_offsets(keys, values, tile, C)
-        request_rows(keys, k_offset, kv_head, K_HEADS, C)
-        request_rows(values, v_offset, kv_head, V_HEADS, C)
-        if C.format.key.scales == "row":
-            request_scales(keys, tile, kv_head, C)
-        if C.format.value.scales == "row":
-            request_scales(values, tile, kv_head, C)
+        prefetch_tile(work.start // C.tile.keys, keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C)
+    if C.masked_first and C.features.use_asm:
+        _, end = seen
+        if end * C.tile.keys < work.stop:
+            prefetch_tile(end, keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C)
+
+
+@triton.jit
+def prefetch_tile(t, keys, values, work, kv_head, batch, table_stride, num_blocks, scoring, C: tl.constexpr):
+    K_HEADS: tl.constexpr = C.key_heads
+    V_HEADS: tl.constexpr = C.value_heads
+    LAST: tl.constexpr = C.tile.loops - 1  # the loop that checks whether blocks exist
+    tile = key_tile(t, Tiles(t, t + 1, t + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
+    k_offset, v_offset = tile_offsets(keys, values, tile, C)
+    request_rows(keys, k_offset, kv_head, K_HEADS, C)
+    request_rows(values, v_offset, kv_head, V_HEADS, C)
+    if C.format.key.scales == "row":
+        request_scales(keys, tile, kv_head, C)
+    if C.format.value.scales == "row":
+        request_scales(values, tile, kv_head, C)
 
 
 @triton.jit

@@ -80,10 +80,12 @@ def pipelined_loop(code: Sequence[Instruction]) -> list[Instruction] | None:
     """The innermost loop that has matrix products and is fed by asynchronous copies to shared memory (LDGSTS), or by other warps, which it
     tells what is free (SYNCS.ARRIVE); ``None`` if there is none.
 
-    Innermost: of the fewest instructions.
+    Of several, beside each other, that of the most products, as masked iterations may be over smaller tiles; then of the fewest
+    instructions.
     """
-    bodies = ([code[index] for index in sorted(loop)] for loop in _loops(code))
-    return min((body for body in bodies if _pipelined(body)), key=len, default=None)
+    pipelined = [loop for loop in _loops(code) if _pipelined([code[index] for index in loop])]
+    innermost = [[code[index] for index in sorted(loop)] for loop in pipelined if not any(other < loop for other in pipelined)]
+    return max(innermost, key=lambda body: (sum(one.operation in PRODUCTS for one in body), -len(body)), default=None)
 
 
 def _pipelined(body: Sequence[Instruction]) -> bool:

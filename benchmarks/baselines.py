@@ -107,7 +107,7 @@ def prefill(setting: Read, device: torch.device) -> Call:
 
     def build(paged: _Paged) -> Callable[[], torch.Tensor]:
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(paged.workspace, "HND", backend="fa3" if hopper else "auto")
-        rows = torch.arange(paged.setting.num_seqs + 1, device=device, dtype=torch.int32) * setting.query_len
+        rows = torch.arange(paged.setting.num_seqs + 1, device=device, dtype=torch.int32) * paged.setting.query_len
         wrapper.plan(rows, *paged.table, *paged.heads, causal=True, q_data_type=DTYPE, kv_data_type=DTYPE)
         return lambda: wrapper.run(paged.q, paged.pages)
 

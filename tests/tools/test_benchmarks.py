@@ -354,13 +354,15 @@ def test_dense_is_torchs_attention_of_the_last_rows() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("op", "query_len"), [(baselines.decode, 1), (baselines.prefill, 100)])
+@pytest.mark.parametrize(("op", "query_len"), [(baselines.decode, 1), (baselines.prefill, 130)])
 @pytest.mark.parametrize("error", [0.0, 0.02])
 def test_peers_are_checked_before_they_are_timed(op: Any, query_len: int, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrapper:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
-        def plan(self, *_: Any, **__: Any) -> None: ...
+        def plan(self, rows: torch.Tensor, *_: Any, **__: Any) -> None:
+            if op is baselines.prefill:
+                assert rows[-1] == made[-1].q.shape[0] and len(rows) == made[-1].setting.num_seqs + 1
 
         def run(self, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
             return made[-1].expected() * (1 + error)

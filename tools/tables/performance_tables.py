@@ -19,7 +19,7 @@ from tabulate import tabulate
 import report
 import shapes
 from generated import Marks, marks, replaced
-from rows import COPY, FLASHATTENTION
+from rows import COPY, FLASHATTENTION, FLASHINFER, TURBOMIND
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 DATA: Final = DOCS / "_data" / "benchmarks.json"
@@ -82,7 +82,23 @@ LENGTHS: Final = {
     "b32-4016-q4": "32 x 4016, 4 query rows a sequence",
 }
 """That no tile divides, as most are."""
-PEERS: Final = {FLASHATTENTION: "FlashAttention 3", COPY: "torch's copy"}
+PEERS: Final = {
+    FLASHATTENTION: "FlashAttention 3",
+    FLASHINFER: "FlashInfer",
+    **{mode: f"TurboMind, {mode.rpartition(' ')[2]}" for mode in TURBOMIND},
+    COPY: "torch's copy",
+}
+BESIDE: Final = {
+    "A": "64 x 8192",
+    "B": "1 x 131072",
+    "C": "128 x 4096, 64 query heads",
+    "b1-4096": "1 x 4096",
+    "b32-512": "32 x 512",
+    "b64-8100": "64 x 8100",
+    "A-d64": "64 x 8192, heads of 64",
+}
+COMPARED: Final = ("none", "int8_per_token_head", "int4_per_token_head")
+"""The modes that others have a like of."""
 PREFILL: Final = {"q8192": "8192", "q2048-32768": "2048 over 32768"}
 OTHER_PREFILL: Final = {"q8192-d64": "8192, heads of 64", "q8192-d96": "8192, heads of 96"}
 """Without a goal of their own."""
@@ -271,6 +287,16 @@ One {versions(run)}), commit `{run.machine["commit"]}`, otherwise as on the H100
 {abc(run)}"""
 
 
+def beside(run: Run) -> str:
+    """Decode by others' kernels, and by the modes that these have a like of."""
+    machine = run.machine
+    others = (FLASHATTENTION, FLASHINFER, *TURBOMIND)
+    return f"""\
+FlashAttention 3 of vLLM 0.26, FlashInfer {machine["flashinfer"]}, TurboMind of lmdeploy {machine["lmdeploy"]}, in µs:
+
+{figures(run, BESIDE, "decode", *others, modes=COMPARED)}"""
+
+
 def pages(run: Run, h100: Run) -> dict[Path, dict[Marks, str]]:
     """By page, what is generated, by the marks before and behind it."""
     return {
@@ -279,6 +305,7 @@ def pages(run: Run, h100: Run) -> dict[Path, dict[Marks, str]]:
         },
         FIGURES: {
             _marks("introduction"): introduction(run),
+            _marks("beside"): beside(run),
             _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL} | LENGTHS, "decode", FLASHATTENTION),
             _marks("prefill"): figures(run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, modes=MODES, figure="tflops", form=".0f"),
             _marks("writes"): figures(run, WRITES, "write", COPY),

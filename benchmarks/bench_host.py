@@ -4,7 +4,8 @@ Microseconds of Python for one layer's write and read, both in a small setting, 
 
 * ``dispatch``: the door and torch's dispatcher, with an op that does nothing;
 * ``whole way``: a call with new facts: validated, planned, bundled, and launched by Triton;
-* ``repeated``: a call with the facts of an earlier one (:mod:`kvq_core.call.replay_cache`), which is what layers and steps mostly make.
+* ``watched``: a call with the facts of an earlier one (:mod:`kvq_core.call.replay_cache`), through torch's dispatcher;
+* ``repeated``: the same past the dispatcher (:mod:`kvq_core.call.direct`), which is what layers and steps mostly make.
 
 Medians over rounds; of ``repeated``, the quickest and the slowest round too. Virtual machines have been seen to run everything at half
 their speed for seconds at a time: a loop of plain Python, timed in the same rounds, says whether this one did.
@@ -35,7 +36,7 @@ from tabulate import tabulate  # noqa: E402
 
 import problems  # noqa: E402
 from kvq_core import QuantKVBackend, get_backend  # noqa: E402
-from kvq_core.call import ops  # noqa: E402
+from kvq_core.call import direct, ops  # noqa: E402
 from kvq_core.testing.dry_launch import launching_for  # noqa: E402
 from shapes import Read, Write  # noqa: E402
 
@@ -45,9 +46,19 @@ GOAL_US = 60.0
 CALLS, ROUNDS = 50, 60
 """Calls at a stretch, and how often each stretch comes: many short ones see the machine at all its speeds."""
 Call = Callable[[], None]
+
+
+@contextlib.contextmanager
+def _watched(context: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    """``context``, with calls that all go through torch's dispatcher."""
+    with context, mock.patch.object(direct, "is_watched", lambda: True):
+        yield
+
+
 STAGES: dict[str, Any] = {
-    "dispatch": lambda: mock.patch.object(ops._Bound, "call", lambda self, verb, arguments: None),
+    "dispatch": lambda: _watched(mock.patch.object(ops._Bound, "call", lambda self, verb, arguments: None)),
     "whole way": lambda: mock.patch.object(ops, "replays_on", lambda device: False),
+    "watched": lambda: _watched(contextlib.nullcontext()),
     "repeated": contextlib.nullcontext,
 }
 

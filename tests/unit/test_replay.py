@@ -13,9 +13,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -23,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from cache_checks import MODES
 from elsewhere import apart
 from kvq_core import get_backend, list_backends
-from kvq_core.call import ops, replay_cache
+from kvq_core.call import direct, ops, replay_cache
 from kvq_core.kernels.combine import combine_kernel
 from kvq_core.launch import replay
 from kvq_core.launch.offline import compiling_for
@@ -152,6 +155,62 @@ def test_replays_launch_what_the_whole_way_would() -> None:
         assert sum(repeats) > len(found) > 1000 if known else not any(repeats), "nothing was tested"
         replay_cache.ALIGNMENT = 1
         assert known != all(fits for _, fits in tried(dry, *every[0])), "blind to a fact, they would not"
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the ops that torch's dispatcher is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+class Called(TorchFunctionMode):
+    """Notes the ops that Python calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@apart
+@pytest.mark.skipif(not replay.triton_is_known(), reason="no launch is repeated with this Triton")
+def test_repeated_calls_pass_by_the_dispatcher_unless_somebody_watches() -> None:
+    """Modes, transforms and profilers see every call; without them no op is called, and launches are the same."""
+    backend, (writing, reading) = get_backend("int4"), calls_of("int4", SPLIT)
+    vmapped: list[int] = []
+
+    def under_vmap(x: torch.Tensor) -> torch.Tensor:
+        vmapped.append(direct.is_watched())
+        return x
+
+    with launching_for("sm_90") as dry:
+
+        def launches() -> list[object]:
+            return [outcome(dry, backend.reshape_and_cache, writing), outcome(dry, backend.unified_attention, reading)]
+
+        ops.forget_repeats()
+        whole = launches()
+        with mock.patch.object(ops._OPS, "op", side_effect=AssertionError("an op was called")):
+            assert launches() == whole
+        for mode in (Dispatched(), Called()):
+            with mode:
+                assert launches() == whole
+            assert [sum(f"int4_per_token_head_{verb}" in name for name in mode.names) for verb in ("write", "read")] == [1, 1]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            assert launches() == whole
+        seen = [event.name for event in profiler.events() if event.name.startswith("kvq::")]
+        assert seen == ["kvq::int4_per_token_head_write", "kvq::int4_per_token_head_read"]
+    torch.func.vmap(under_vmap)(torch.zeros(2, 3))
+    assert vmapped == [True] and not direct.is_watched()
 
 
 @apart

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 import torch
 
 from kvq_core import checks
-from kvq_core.call import ops, torch_path
+from kvq_core.call import direct, ops, torch_path
 from kvq_core.call.args import ReadArgs, WriteArgs
 from kvq_core.call.gradients import refuse_gradients
 from kvq_core.call.spec import Attention, NewRows
@@ -262,7 +262,7 @@ class QuantKVBackend(ABC):
         if torch.is_grad_enabled():
             refuse_gradients(WriteArgs._fields, arguments)
         try:
-            ops.write_op(self)(*arguments)
+            direct.write(self, arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:
@@ -382,7 +382,7 @@ class QuantKVBackend(ABC):
         if torch.is_grad_enabled():
             refuse_gradients(ReadArgs._fields, arguments)
         try:
-            ops.read_op(self)(*arguments)
+            direct.read(self, arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:

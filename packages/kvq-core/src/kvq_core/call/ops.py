@@ -130,7 +130,8 @@ class _Verb:
 
 
 _READ = _Verb("read", ReadArgs, _read, _read_facts)
-_VERBS = (_Verb("write", WriteArgs, _write, facts_of), _READ)
+_WRITE = _Verb("write", WriteArgs, _write, facts_of)
+_VERBS = (_WRITE, _READ)
 _NAMES = tuple(verb.name for verb in _VERBS)
 _JOINED = "joined reads"
 
@@ -141,6 +142,18 @@ class _Bound:
 
     backend: QuantKVBackend
     repeats: dict[str, ReplayCache] = field(default_factory=lambda: {name: ReplayCache() for name in (*_NAMES, _JOINED)})
+
+    def has_repeated(self, verb: _Verb, arguments: tuple[Any, ...]) -> bool:
+        device = arguments[0].device
+        if (
+            not replays_on(device)
+            or (device.type == "cuda" and device.index != torch.cuda.current_device())
+            or (verb is _READ and _JOINING.reads is not None)
+        ):
+            return False
+        facts, addresses = verb.facts(arguments)
+        repeat = self.repeats[verb.name].get((invariance.is_batch_invariant(), *facts))
+        return repeat is not None and repeat(addresses)
 
     def call(self, verb: _Verb, arguments: tuple[Any, ...]) -> None:
         if verb is _READ and _JOINING.reads is not None:
@@ -290,9 +303,10 @@ class _Ops:
         with self._lock:
             self._bound = {mode: _Bound(bound.backend) for mode, bound in self._bound.items()}
 
-    def current(self, mode: str) -> QuantKVBackend | None:
-        bound = self._bound.get(mode)
-        return bound.backend if bound else None
+    def bound(self, backend: QuantKVBackend) -> _Bound | None:
+        """What the ops of its mode are bound to, if that is ``backend``."""
+        bound = self._bound.get(backend.mode)
+        return bound if bound is not None and bound.backend is backend else None
 
     def op(self, mode: str, verb: str) -> Callable[..., None]:
         return self._defined[mode, verb]
@@ -329,7 +343,7 @@ def _op_name(mode: str, verb: str) -> str:
 
 def define(backend: QuantKVBackend) -> None:
     """Have the ops of its mode call ``backend``."""
-    if _OPS.current(backend.mode) is not backend:
+    if _OPS.bound(backend) is None:
         variables.check()
         _OPS.bind(backend)
 
@@ -340,6 +354,12 @@ def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
         return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, invariance.is_batch_invariant())
     define(backend)
     return _OPS.op(backend.mode, verb)
+
+
+def has_repeated(backend: QuantKVBackend, verb: str, arguments: tuple[Any, ...]) -> bool:
+    """Repeat what the op ``verb`` launched for an earlier call with such arguments, plain tensors and numbers; False if only the op can."""
+    bound = _OPS.bound(backend)
+    return bound is not None and target.current() is None and bound.has_repeated(_READ if verb == "read" else _WRITE, arguments)
 
 
 def write_op(backend: QuantKVBackend) -> Callable[..., object]:

@@ -9,7 +9,6 @@ the attention function is told which tokens are padding.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,11 @@ from kvq_transformers.rows import GrowingForward, Piece, RowTable, token_rows
 from kvq_transformers.storage import Batch, LayerPages, Scoring, SharedBackend
 
 HANDLE = "_kvq_layer"
+
+
+def cast(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``states`` in ``dtype``; no call of torch where they are."""
+    return states if states.dtype == dtype else states.to(dtype)
 
 
 class KVQLayer(CacheLayerMixin):
@@ -105,7 +109,6 @@ class KVQLayer(CacheLayerMixin):
         """What :meth:`update` returned has come to kvq's attention: before anything is refused there."""
         self.forward.arrive(self.index)
 
-    @torch.no_grad()
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
@@ -120,12 +123,15 @@ class KVQLayer(CacheLayerMixin):
         Returns:
             [batch_size, q_columns, num_query_heads, head_size_v] in ``value``'s dtype; zeros for padding.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.attend(query, key, value, mask, scoring)
         if mask is not None and mask.shape != (key.shape[0], key.shape[2]):
             raise ArgumentError("attention_mask", f"columns {tuple(mask.shape)}", f"the {tuple(key.shape[0:3:2])} new tokens of each row")
-        q, k, v = (states.to(self.dtype) for states in (query, key, value))
+        q, k, v = (cast(states, self.dtype) for states in (query, key, value))
         out = self._attend(q, k, v, None if mask is None else mask.to(self.device), scoring)
         self.forward.store(self.index)
-        return out.to(value.dtype)
+        return cast(out, value.dtype)
 
     def _check_states(self, key: torch.Tensor, value: torch.Tensor) -> None:
         for name, states in (("key_states", key), ("value_states", value)):
@@ -232,7 +238,7 @@ class GrowingLayer(KVQLayer):
         chosen = mask[:, -num_queries:].flatten().nonzero().squeeze(1)
         q = token_rows(query)[chosen]
         result = q.new_empty(*q.shape[:2], value.shape[-1])
-        self.pages.attend(q, result, replace(batch, cu_seqlens_q=starts, max_seqlen_q=num_queries), scoring)
+        self.pages.attend(q, result, batch._replace(cu_seqlens_q=starts, max_seqlen_q=num_queries), scoring)
         out = query.new_zeros(batch_size, num_queries, num_heads, value.shape[-1])
         out.view(-1, *result.shape[1:])[chosen] = result
         return out

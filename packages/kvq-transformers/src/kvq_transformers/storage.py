@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStati
 from kvq_transformers.given import NOTHING, LayerGiven
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """How a model's layer turns q.k into weights, in the terms of ``unified_attention``.
 
     ``window`` is transformers' ``sliding_window``: keys a row sees, its own included (``None``: all). ``sinks`` [num_query_heads].
@@ -35,8 +34,7 @@ class Scoring:
     sinks: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Who attends to what, as ``unified_attention`` takes it: int32 tensors on the layer's device."""
 
     cu_seqlens_q: torch.Tensor

@@ -1,4 +1,4 @@
-"""Kernels of others, timed beside the modes in the same run where they are installed, after a small problem of each came out right."""
+"""Kernels of others, timed beside the modes in the same run where they are installed; reads after a small problem came out right."""
 
 from __future__ import annotations
 

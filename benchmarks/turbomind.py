@@ -41,7 +41,7 @@ STORE: Final = (
 
 @dataclass(frozen=True)
 class Policy:
-    """What TurboMind keeps of K and V: its number (QuantPolicy), bits of a value, and the relative error of a result that is the bits'."""
+    """What TurboMind keeps of K and V: its number (QuantPolicy), bits of a value, and a relative error that a row's result stays below."""
 
     number: int
     bits: int
@@ -52,7 +52,7 @@ class Policy:
         return 2 * (head_size * self.bits // 8 + (4 if self.number else 0))
 
 
-POLICIES: Final = (Policy(0, 16, 0.01), Policy(8, 8, 0.02), Policy(4, 4, 0.2))
+POLICIES: Final = (Policy(0, 16, problems.BF16_ERROR), Policy(8, 8, 0.015), Policy(4, 4, 0.2))
 
 
 class FastDivmod(ctypes.Structure):
@@ -94,8 +94,10 @@ class AttentionParams(ctypes.Structure):
 
 def serves(setting: Setting) -> bool:
     """Whether the kernels are here, and one decodes ``setting``. (Called like this, that of heads of 64 faults.)"""
-    decodes = isinstance(setting, Read) and setting.plain and setting.query_len == 1 and setting.head_size in (128, 256)
-    return decodes and extension() is not None
+    if not isinstance(setting, Read) or setting.query_len > 1 or setting.head_size not in (128, 256):
+        return False
+    # Blocks and layouts are its own whatever the setting says: once is enough.
+    return setting.plain and setting.block_size == 16 and setting.layout == "head_major" and extension() is not None
 
 
 @functools.cache

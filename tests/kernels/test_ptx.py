@@ -9,7 +9,7 @@ import torch
 from kvq_core import get_backend
 from kvq_core.call import ops
 from kvq_core.launch.device import DeviceFacts
-from kvq_core.plan import Table
+from kvq_core.plan import Decode, Entry, Table
 from kvq_core.registry import FIRST_PARTY
 from kvq_core.testing import scene
 from kvq_core.testing.cases import Case
@@ -52,6 +52,20 @@ def test_short_sequences_are_prefetched(interpreted: torch.device, monkeypatch: 
         codes = built.pages.integers("key_cache")
         rows = {codes[slot // 16, slot % 16, 0].data_ptr() for slot in built.slots.tolist()}
         assert rows & log.prefetched == (rows if mode == "int4" else set())
+
+
+def test_keys_past_the_last_whole_tile_are_prefetched(interpreted: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two-bit codes, where those keys come first: all rows of K and V from there on. For keys that there are not, block 0's are."""
+    monkeypatch.setattr("kvq_core.launch.device.installed_facts", lambda device: DeviceFacts(1, True, "sm_90"))
+    wide = Decode(keys=128, warps=1, stages=5, programs_per_sm=2, registers=None, min_keys=64, loops=2)
+    for mode, first in (("int2", 256), ("int4", 300)):
+        built = scene.build(replace(DECODE, query_lens=(1,), seq_lens=(300,)), get_backend(mode), interpreted).fill()
+        with interpreted_ptx() as log, ops.planning_with(Table("", {"decode": (Entry({}, wide),)})):
+            built.read()
+        for name in ("key_cache", "value_cache"):
+            codes = built.pages.integers(name)
+            rows = {n: codes[slot // 16, slot % 16, 0].data_ptr() for n, slot in enumerate(built.slots.tolist()) if slot >= 16}
+            assert [n for n, row in rows.items() if row in log.prefetched] == [n for n in rows if n >= first], (mode, name)
 
 
 @pytest.mark.quick

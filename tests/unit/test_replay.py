@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import profiler_legacy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
@@ -181,36 +182,52 @@ class Called(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+class Subclass(torch.Tensor):
+    """Whose memory need not hold what it says."""
+
+
 @apart
 @pytest.mark.skipif(not replay.triton_is_known(), reason="no launch is repeated with this Triton")
 def test_repeated_calls_pass_by_the_dispatcher_unless_somebody_watches() -> None:
-    """Modes, transforms and profilers see every call; without them no op is called, and launches are the same."""
+    """Modes and profilers see every call; without them no op is called, and launches are the same. Tensors that are not what they look
+    like, and reads that are put off, are the op's."""
     backend, (writing, reading) = get_backend("int4"), calls_of("int4", SPLIT)
-    vmapped: list[int] = []
-
-    def under_vmap(x: torch.Tensor) -> torch.Tensor:
-        vmapped.append(direct.is_watched())
-        return x
-
     with launching_for("sm_90") as dry:
 
-        def launches() -> list[object]:
-            return [outcome(dry, backend.reshape_and_cache, writing), outcome(dry, backend.unified_attention, reading)]
+        def launches(**q: torch.Tensor) -> list[object]:
+            return [outcome(dry, backend.reshape_and_cache, writing), outcome(dry, backend.unified_attention, reading | q)]
 
         ops.forget_repeats()
         whole = launches()
-        with mock.patch.object(ops._OPS, "op", side_effect=AssertionError("an op was called")):
+        refused = mock.patch.object(ops._OPS, "op", side_effect=AssertionError("an op was called"))
+        with refused:
             assert launches() == whole
+            for q in (reading["q"].as_subclass(Subclass), torch._neg_view(reading["q"]), torch._efficientzerotensor(reading["q"].shape)):
+                assert launches(q=q)[1] == "AssertionError: an op was called"
         for mode in (Dispatched(), Called()):
             with mode:
                 assert launches() == whole
             assert [sum(f"int4_per_token_head_{verb}" in name for name in mode.names) for verb in ("write", "read")] == [1, 1]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            assert launches() == whole
-        seen = [event.name for event in profiler.events() if event.name.startswith("kvq::")]
-        assert seen == ["kvq::int4_per_token_head_write", "kvq::int4_per_token_head_read"]
-    torch.func.vmap(under_vmap)(torch.zeros(2, 3))
-    assert vmapped == [True] and not direct.is_watched()
+        for profile in (torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), profiler_legacy.profile()):
+            with profile, refused:
+                assert launches() == ["AssertionError: an op was called"] * 2
+        ops._JOINING.reads = []
+        try:
+            assert outcome(dry, backend.unified_attention, reading) == [] and len(ops._JOINING.reads) == 1
+        finally:
+            ops._JOINING.reads = None
+
+
+def test_who_watches() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(direct.is_watched())
+        return x + 1
+
+    torch.func.vmap(look)(torch.zeros(2, 3))
+    torch.jit.trace(look, torch.zeros(2), check_trace=False)
+    assert seen == [True, True] and not direct.is_watched()
 
 
 @apart

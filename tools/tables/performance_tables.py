@@ -82,7 +82,7 @@ LENGTHS: Final = {
     "b32-4016-q4": "32 x 4016, 4 query rows a sequence",
 }
 """That no tile divides, as most are."""
-PEERS: Final = {
+PEER_NAMES: Final = {
     FLASHATTENTION: "FlashAttention 3",
     FLASHINFER: "FlashInfer",
     **{mode: f"TurboMind, {mode.rpartition(' ')[2]}" for mode in TURBOMIND},
@@ -237,7 +237,7 @@ def figures(
         known = [mode for mode in columns if mode in MODES or run.has(setting, mode)]
         shown = {mode: format(run.of(setting, mode, figure) / LAYERS.get(setting, 1), form) for mode in known}
         body.append([what, *(shown.get(mode, "") for mode in columns)])
-    return _table([heading, *((PEERS | MODES)[column] for column in columns)], body)
+    return _table([heading, *((PEER_NAMES | MODES)[column] for column in columns)], body)
 
 
 def versions(run: Run) -> str:
@@ -251,7 +251,7 @@ def abc(run: Run) -> str:
     """Decode in settings A, B and C, of the modes that the run has."""
     body = []
     known = {mode: f"`{mode}`" for mode in MODES if run.has("A", mode)}
-    for mode, name in {FLASHATTENTION: f"{PEERS[FLASHATTENTION]} bf16", **known}.items():
+    for mode, name in {FLASHATTENTION: f"{PEER_NAMES[FLASHATTENTION]} bf16", **known}.items():
         share = f"{100 * run.of('A', mode, 'hbm'):.0f} %"
         times_as_fast = [format(run.of(setting, FLASHATTENTION) / run.of(setting, mode), ".2f") for setting in "ABC"]
         a, b, c = (format(run.of(setting, mode), ".1f") for setting in "ABC")
@@ -260,11 +260,11 @@ def abc(run: Run) -> str:
         "cache",
         "batch 64, context 8192: µs",
         f"of {run.machine['hbm'] / 1e12:.1f} TB/s",
-        f"x {PEERS[FLASHATTENTION]} bf16",
+        f"x {PEER_NAMES[FLASHATTENTION]} bf16",
         "batch 1, context 131072: µs",
-        f"x {PEERS[FLASHATTENTION]}",
+        f"x {PEER_NAMES[FLASHATTENTION]}",
         "batch 128, 4096, 64/8 heads: µs",
-        f"x {PEERS[FLASHATTENTION]}",
+        f"x {PEER_NAMES[FLASHATTENTION]}",
     ]
     return _table(head, body)
 
@@ -292,7 +292,7 @@ def beside(run: Run) -> str:
     machine = run.machine
     others = (FLASHATTENTION, FLASHINFER, *TURBOMIND)
     return f"""\
-FlashAttention 3 of vLLM 0.26, FlashInfer {machine["flashinfer"]}, TurboMind of lmdeploy {machine["lmdeploy"]}, in µs:
+FlashAttention 3 of vLLM 0.26, FlashInfer {machine.get("flashinfer")}, TurboMind of lmdeploy {machine.get("lmdeploy")}, in µs:
 
 {figures(run, BESIDE, "decode", *others, modes=COMPARED)}"""
 

@@ -262,7 +262,7 @@ class QuantKVBackend(ABC):
         if torch.is_grad_enabled():
             refuse_gradients(WriteArgs._fields, arguments)
         try:
-            direct.write(self, arguments)
+            direct.call(self, "write", arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:
@@ -382,7 +382,7 @@ class QuantKVBackend(ABC):
         if torch.is_grad_enabled():
             refuse_gradients(ReadArgs._fields, arguments)
         try:
-            direct.read(self, arguments)
+            direct.call(self, "read", arguments)
         except KVQError:
             raise
         except ops.NOT_TAKEN:

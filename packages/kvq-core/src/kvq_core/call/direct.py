@@ -13,25 +13,14 @@ if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, type(None)})
-"""Classes of arguments that are what they look like: tensors with an address, and numbers."""
+"""Classes of arguments that may be looked at: tensors that are no subclass's, and numbers."""
 
 
-def write(backend: QuantKVBackend, arguments: tuple[Any, ...]) -> None:
-    """``kvq::<mode>_write``."""
-    if not _has_repeated(backend, "write", arguments):
-        ops.write_op(backend)(*arguments)
-
-
-def read(backend: QuantKVBackend, arguments: tuple[Any, ...]) -> None:
-    """``kvq::<mode>_read``."""
-    if not _has_repeated(backend, "read", arguments):
-        ops.read_op(backend)(*arguments)
-
-
-def _has_repeated(backend: QuantKVBackend, verb: str, arguments: tuple[Any, ...]) -> bool:
-    if torch.compiler.is_compiling() or is_watched() or not {x.__class__ for x in arguments} <= _PLAIN:
-        return False
-    return ops.has_repeated(backend, verb, arguments)
+def call(backend: QuantKVBackend, verb: str, arguments: tuple[Any, ...]) -> None:
+    """``kvq::<mode>_<verb>``, or what it launched for an earlier call with such arguments."""
+    plain = not torch.compiler.is_compiling() and not is_watched() and {x.__class__ for x in arguments} <= _PLAIN
+    if not plain or not ops.try_repeat(backend, verb, arguments):
+        ops.op(backend, verb)(*arguments)
 
 
 def is_watched() -> bool:
@@ -42,4 +31,5 @@ def is_watched() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch.autograd.profiler._is_profiler_enabled
+        or torch._C._autograd._profiler_enabled()
     )

@@ -132,7 +132,7 @@ class _Verb:
 _READ = _Verb("read", ReadArgs, _read, _read_facts)
 _WRITE = _Verb("write", WriteArgs, _write, facts_of)
 _VERBS = (_WRITE, _READ)
-_NAMES = tuple(verb.name for verb in _VERBS)
+_BY_NAME = {verb.name: verb for verb in _VERBS}
 _JOINED = "joined reads"
 
 
@@ -141,9 +141,10 @@ class _Bound:
     """The backend that a mode's ops call, and the calls of each op that can be repeated."""
 
     backend: QuantKVBackend
-    repeats: dict[str, ReplayCache] = field(default_factory=lambda: {name: ReplayCache() for name in (*_NAMES, _JOINED)})
+    repeats: dict[str, ReplayCache] = field(default_factory=lambda: {name: ReplayCache() for name in (*_BY_NAME, _JOINED)})
 
-    def has_repeated(self, verb: _Verb, arguments: tuple[Any, ...]) -> bool:
+    def try_repeat(self, verb: _Verb, arguments: tuple[Any, ...]) -> bool:
+        """Repeat the launches of an earlier call like this one; False if there was none, or where only the op may be called."""
         device = arguments[0].device
         if (
             not replays_on(device)
@@ -152,6 +153,9 @@ class _Bound:
         ):
             return False
         facts, addresses = verb.facts(arguments)
+        # Of tensors without memory, all zeros, only the dispatcher knows.
+        if not all(addresses):
+            return False
         repeat = self.repeats[verb.name].get((invariance.is_batch_invariant(), *facts))
         return repeat is not None and repeat(addresses)
 
@@ -348,25 +352,26 @@ def define(backend: QuantKVBackend) -> None:
         _OPS.bind(backend)
 
 
-def _op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
+def op(backend: QuantKVBackend, verb: str) -> Callable[..., object]:
+    """The op ``kvq::<mode>_<verb>``, bound to ``backend``."""
     if target.current() is not None:
         # Tensors may lie where ops do not go.
-        return functools.partial(next(each.body for each in _VERBS if each.name == verb), backend, invariance.is_batch_invariant())
+        return functools.partial(_BY_NAME[verb].body, backend, invariance.is_batch_invariant())
     define(backend)
     return _OPS.op(backend.mode, verb)
 
 
-def has_repeated(backend: QuantKVBackend, verb: str, arguments: tuple[Any, ...]) -> bool:
+def try_repeat(backend: QuantKVBackend, verb: str, arguments: tuple[Any, ...]) -> bool:
     """Repeat what the op ``verb`` launched for an earlier call with such arguments, plain tensors and numbers; False if only the op can."""
     bound = _OPS.bound(backend)
-    return bound is not None and target.current() is None and bound.has_repeated(_READ if verb == "read" else _WRITE, arguments)
+    return bound is not None and target.current() is None and bound.try_repeat(_BY_NAME[verb], arguments)
 
 
 def write_op(backend: QuantKVBackend) -> Callable[..., object]:
     """The op ``kvq::<mode>_write``, bound to ``backend``."""
-    return _op(backend, "write")
+    return op(backend, "write")
 
 
 def read_op(backend: QuantKVBackend) -> Callable[..., object]:
     """The op ``kvq::<mode>_read``, bound to ``backend``."""
-    return _op(backend, "read")
+    return op(backend, "read")

@@ -53,7 +53,7 @@ class Tile(Constant):
     min_query_len: int
     max_query_len: int
     max_row_blocks: int  # of a sequence; only a split needs it
-    loops: int  # over a work tile's key tiles: 2 (unmasked iterations, then masked ones) or 1 (all masked)
+    loops: int  # over a work tile's key tiles: 2 (one of unmasked iterations, one of masked ones) or 1 (all masked)
     alone: bool  # the launch has one row block, split equally: a program has at most one work tile (not asked of warp groups)
     prefetch: bool  # programs of a row block on its own ask for their first tile ahead (:mod:`.prefetch`)
     split: str  # "" (2D), "equal" (equal ones), "chunks" (of fixed length) or "segments" (an engine's scratch)
@@ -130,15 +130,16 @@ class ReadConfig(Constant):
 
     @property
     def masked_first(self) -> bool:
-        """Whether masked iterations come before the others, prefetched and in a pipeline of their own. Loads of small tiles of two-bit
-        codes are so short that they wait for the memory and not for its bandwidth. With wider codes, the pipeline's code costs more than
-        that (docs/dev/experiments/2026-11.md)."""
-        plane = self.format.wider
-        return self.masked.tile.keys < self.tile.keys and plane.ways >= 8 and not plane.side_bytes
+        """Whether masked iterations come before the others, in a pipeline of their own, and the last ones prefetched. Loads of small tiles
+        of two-bit codes are so short that they wait for the memory and not for its bandwidth. With wider codes, the pipeline's code costs
+        more than that (docs/dev/experiments/2026-11.md)."""
+        short = all(plane.ways >= 8 and not plane.side_bytes for plane in (self.format.key, self.format.value))
+        return short and self.masked.tile.keys < self.tile.keys
 
     @property
     def masked_stages(self) -> int:
-        """num_stages of masked iterations. In decode there are usually one or two, not worth a pipeline's code and buffers."""
+        """num_stages of masked iterations. In decode there are usually one or two, not worth a pipeline's code and buffers but for
+        :attr:`masked_first`."""
         return self.tile.stages if not self.tile.decode or self.masked_first else 1
 
     @property

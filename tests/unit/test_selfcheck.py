@@ -44,6 +44,27 @@ def reads_wrongly(self: NoneBackend, attention: Attention) -> None:
         ({"decode": lambda self, codes, scales: codes * torch.nan}, selfcheck.SelfCheckError, "stored rows are off by nan of their own en"),
         ({"read": reads_wrongly}, selfcheck.SelfCheckError, r"its read is off by 0\.1 from attention over its own bytes"),
         ({"needs_scale_caches": True}, KVQError, "encode returned no scales"),
+        *(
+            ({"encode": lambda self, x, scale=None, made=made: made(x)}, KVQError, f"encode returned {said}")
+            for made, said in (
+                (lambda x: x, r"Tensor, need a pair \(codes, scales\)"),
+                (lambda x: (x[..., :64], None), r"codes \[37, 2, 64\] torch.bfloat16, need \[37, 2, 128\] torch.bfloat16"),
+                (lambda x: (x[..., :1], None), r"codes \[37, 2, 1\] torch.bfloat16, need"),
+                (lambda x: (x.float(), None), r"codes \[37, 2, 128\] torch.float32, need"),
+                (lambda x: (x, x[..., 0].float()), "scales, and the mode says that it needs no scale caches"),
+            )
+        ),
+        *(
+            (
+                {"needs_scale_caches": True, "encode": lambda self, x, scale=None, made=made: (x, made(x))},
+                KVQError,
+                f"encode returned {said}",
+            )
+            for made, said in (
+                (lambda x: x[..., :1].float(), r"scales \[37, 2, 1\] torch.float32, need \[37, 2\] torch.float32"),
+                (lambda x: x[..., 0], r"scales \[37, 2\] torch.bfloat16, need"),
+            )
+        ),
     ],
 )
 def test_wrong_modes_are_found(wrong: dict[str, Any], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +74,21 @@ def test_wrong_modes_are_found(wrong: dict[str, Any], error: type[Exception], sa
     mode = f"selfcheck_{min(wrong)}"
     with pytest.raises(error, match=f"mode {mode}: {said}"):
         selfcheck.check(type("Wrong", (NoneBackend,), {"mode": mode, **wrong})())
+
+
+def test_kernels_that_are_not_returned_are_told() -> None:
+    class Forgetful(NoneBackend):
+        mode = "selfcheck_forgetful"
+
+        def kernels(self) -> None:
+            pass
+
+    class Plain(odd_modes.MODES[0]):  # type: ignore[misc, name-defined]
+        mode = "selfcheck_plain"
+
+    cpu, meta = torch.device("cpu"), torch.device("cuda")
+    assert environment.path_of(Forgetful(), meta).why == "kernels() of the mode returns None"
+    assert environment.path_of(Plain(), cpu).why == "the mode brings no kernels"
 
 
 class Sized(NoneBackend):

@@ -156,15 +156,25 @@ def kernels_of(backend: QuantKVBackend) -> frozenset[str]:
     return frozenset({"write", "read"} if "kernels" in own else own)
 
 
+def lacks_kernels(backend: QuantKVBackend) -> bool:
+    """Whether a ``kernels`` method of its own returns none, as one does that was left without its ``return``. Imports Triton."""
+    from kvq_core.backend import QuantKVBackend
+
+    halves = {backend.key_half, backend.value_half}
+    return any(half.kernels() is None for half in halves if type(half).kernels is not QuantKVBackend.kernels)
+
+
 def path_of(backend: QuantKVBackend, device: torch.device) -> Route:
     """The path that ``backend``'s doors take for tensors on ``device``."""
     from kvq_core.call.ops import kernels_run_on
 
     own = kernels_of(backend)
-    if not kernels_run_on(device):
-        return Route("plain torch", "tensors on the CPU; a GPU runs the kernels")
     if not own:
         return Route("plain torch", "the mode brings no kernels")
+    if not kernels_run_on(device):
+        return Route("plain torch", "tensors on the CPU; a GPU runs the kernels")
+    if lacks_kernels(backend):
+        return Route("plain torch", "kernels() of the mode returns None")
     runs = "Triton kernels, interpreted" if device.type == "cpu" else "Triton kernels, compiled"
     why = "TRITON_INTERPRET=1" if variables.interpreting() else f"tensors on {device.type}"
     missing = {"write", "read"} - own

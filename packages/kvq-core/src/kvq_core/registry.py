@@ -345,7 +345,7 @@ def _load(entry: InstalledMode) -> QuantKVBackend:
     try:
         backend = checked(EntryPoint(entry.mode, entry.value, GROUP).load())
         if backend.mode != entry.mode:
-            raise TypeError(f"its mode attribute is {backend.mode!r}")
+            raise TypeError(f"its mode attribute is {backend.mode!r}, need {entry.mode!r}, the entry point's name")
     except KeyboardInterrupt:
         raise
     except BaseException as cause:  # SystemExit, too, and what test libraries raise

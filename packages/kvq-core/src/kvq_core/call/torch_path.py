@@ -21,15 +21,41 @@ def write(backend: QuantKVBackend, rows: NewRows) -> None:
     slots = rows.slot_mapping[kept]
     key = rows.key if rows.smoothing is None else rows.smoothing.smooth(rows.key, rows.positions)
     key_half, value_half = backend.key_half, backend.value_half
-    for x, plane, encode in ((key, rows.keys, key_half.encode), (rows.value, rows.values, value_half.encode_value)):
+    for x, plane, half, encode in (
+        (key, rows.keys, key_half, key_half.encode),
+        (rows.value, rows.values, value_half, value_half.encode_value),
+    ):
         given = None if backend.needs_scale_caches else plane.scales
-        codes, scales = key_half.encode_ordered(x[kept]) if rows.is_ordered and plane is rows.keys else encode(x[kept], scale=given)
+        made = half.encode_ordered(x[kept]) if rows.is_ordered and plane is rows.keys else encode(x[kept], scale=given)
+        codes, scales = checked_encoding(half, x[kept], made, plane.codes.shape[-1])
         block, offset = slots // plane.block_size, slots % plane.block_size
         plane.codes[block, offset] = codes.view(plane.codes.dtype)
-        if backend.needs_scale_caches and plane.scales is not None:
-            if scales is None:
-                raise KVQError(f"mode {backend.mode}: encode returned no scales, and the mode says needs_scale_caches")
+        if backend.needs_scale_caches and plane.scales is not None and scales is not None:
             plane.scales[block, offset] = scales
+
+
+def checked_encoding(backend: QuantKVBackend, x: torch.Tensor, made: object, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(codes, scales): ``made``, which ``encode`` returned for rows ``x`` [..., head_size] of pages with ``width`` elements a row.
+
+    Raises:
+        KVQError: it is not what the contract says, which is the mode's fault.
+    """
+    whose = f"mode {backend.mode}: encode returned"
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.Tensor):
+        raise KVQError(f"{whose} {type(made).__name__}, need a pair (codes, scales)")
+    codes, scales = made
+    if codes.shape != (*x.shape[:-1], width) or codes.dtype not in backend.accepted_cache_dtypes(x.dtype):
+        need = f"{[*x.shape[:-1], width]} {backend.cache_dtype(x.dtype)}"
+        raise KVQError(f"{whose} codes {list(codes.shape)} {codes.dtype}, need {need}")
+    if not backend.needs_scale_caches:
+        if scales is not None and not backend.takes_scales:
+            raise KVQError(f"{whose} scales, and the mode says that it needs no scale caches (needs_scale_caches = False)")
+        return codes, scales
+    if scales is None:
+        raise KVQError(f"{whose} no scales, and the mode says needs_scale_caches")
+    if scales.shape != x.shape[:-1] or scales.dtype != torch.float32:
+        raise KVQError(f"{whose} scales {list(scales.shape)} {scales.dtype}, need {list(x.shape[:-1])} {torch.float32}")
+    return codes, scales
 
 
 def read(backend: QuantKVBackend, attention: Attention) -> None:

@@ -126,7 +126,8 @@ class CodecTests(Subject):
         x = torch.randn(4, 2, self.size(backend), generator=torch.Generator().manual_seed(3)).to(place.device)
         codes, scales = _encoded(backend, x, given_scale(backend, x))
         for dtype in backend.accepted_cache_dtypes(x.dtype):
-            assert torch.equal(backend.decode(codes.view(dtype), scales), backend.decode(codes, scales))
+            same = torch.equal(backend.decode(codes.view(dtype), scales), backend.decode(codes, scales))
+            assert same, f"decode must take codes as {dtype}, too: raw bytes, to be viewed as what encode returned"
 
 
 def _encoded(backend: QuantKVBackend, x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

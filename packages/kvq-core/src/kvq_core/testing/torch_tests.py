@@ -11,7 +11,7 @@ import torch
 from kvq_core import checks
 from kvq_core.call import ops
 from kvq_core.call.args import ReadArgs
-from kvq_core.environment import kernels_of
+from kvq_core.environment import kernels_of, lacks_kernels
 from kvq_core.testing import places
 from kvq_core.testing.cases import Case
 from kvq_core.testing.places import Place
@@ -53,6 +53,11 @@ def _apart(built: Scene) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class TorchTests(Subject):
+    @pytest.mark.quick
+    def test_kernels_are_returned(self, backend: QuantKVBackend) -> None:
+        pytest.importorskip("triton")
+        assert not lacks_kernels(backend), "kernels() returns None, so that every test runs in plain torch"
+
     @pytest.mark.parametrize("door", ["write", "read"])
     def test_opcheck(self, backend: QuantKVBackend, place: Place, door: str) -> None:
         built = self.build(backend, _CASE, place)

@@ -5,7 +5,7 @@ Microseconds of Python for one layer's write and read, both in a small setting, 
 * ``dispatch``: the door and torch's dispatcher, with an op that does nothing;
 * ``whole way``: a call with new facts: validated, planned, bundled, and launched by Triton;
 * ``watched``: a call with the facts of an earlier one (:mod:`kvq_core.call.replay_cache`), through torch's dispatcher;
-* ``repeated``: the same past the dispatcher (:mod:`kvq_core.call.direct`), which is what layers and steps mostly make.
+* ``repeated``: the same without the dispatcher (:mod:`kvq_core.call.direct`), which is what layers and steps mostly make.
 
 Medians over rounds; of ``repeated``, the quickest and the slowest round too. Virtual machines have been seen to run everything at half
 their speed for seconds at a time: a loop of plain Python, timed in the same rounds, says whether this one did.

@@ -83,11 +83,18 @@ def test_kernels_that_are_not_returned_are_told() -> None:
         def kernels(self) -> None:
             pass
 
+    class Failing(NoneBackend):
+        mode = "selfcheck_failing"
+
+        def kernels(self) -> None:
+            raise ImportError("no module of that name")
+
     class Plain(odd_modes.MODES[0]):  # type: ignore[misc, name-defined]
         mode = "selfcheck_plain"
 
-    cpu, meta = torch.device("cpu"), torch.device("cuda")
-    assert environment.path_of(Forgetful(), meta).why == "kernels() of the mode returns None"
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert environment.path_of(Forgetful(), gpu).why == "kernels() of the mode returns None"
+    assert environment.path_of(Failing(), gpu).why == "kernels() of the mode fails: ImportError: no module of that name"
     assert environment.path_of(Plain(), cpu).why == "the mode brings no kernels"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_core import variables
-from kvq_core.errors import ArgumentError
+from kvq_core.errors import ArgumentError, told
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +173,11 @@ def path_of(backend: QuantKVBackend, device: torch.device) -> Route:
         return Route("plain torch", "the mode brings no kernels")
     if not kernels_run_on(device):
         return Route("plain torch", "tensors on the CPU; a GPU runs the kernels")
-    if lacks_kernels(backend):
+    try:
+        lacks = lacks_kernels(backend)
+    except Exception as problem:  # the mode's own, or no Triton
+        return Route("none", f"kernels() of the mode fails: {told(problem)}")
+    if lacks:
         return Route("plain torch", "kernels() of the mode returns None")
     runs = "Triton kernels, interpreted" if device.type == "cpu" else "Triton kernels, compiled"
     why = "TRITON_INTERPRET=1" if variables.interpreting() else f"tensors on {device.type}"

@@ -1,8 +1,8 @@
 """A call like an earlier one repeats its launches.
 
 All that happens between a door and the device (validation, the launch plan, argument bundles, Triton's choice of a compiled kernel)
-depends on the *facts* of the arguments alone: the numbers, and each tensor's shape, strides, dtype, device and alignment, and whether it is
-a view to be negated, as torch does before an op has it. Where a tensor lies changes nothing. The calls of a model's layers differ in just
+depends on the *facts* of the arguments alone: the numbers, and each tensor's shape, strides, dtype, device and alignment, and its negative
+bit, which torch resolves before an op gets the tensor. Where a tensor lies changes nothing. The calls of a model's layers differ in just
 that, and so do those of its steps, mostly. The first call with some facts goes the whole way and notes what it launched
 (:mod:`kvq_core.launch.replay`); later ones launch that again, at their own addresses.
 """

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import torch
 
-import baselines
 import flash_attention
+import flashinfer_kernels
 import turbomind
 from kvq_core import get_backend
 from rows import COPY, FLASHATTENTION, FLASHINFER, TURBOMIND, Row
-from shapes import Read, Setting, Write
+from shapes import DTYPE, Read, Setting, Write
 from timing import Call
 
 
@@ -39,16 +39,29 @@ class Peer:
         return Row(self.op, self.mode, setting.name, bytes=count, flops=flops)
 
 
+def copy(setting: Write, device: torch.device) -> Call:
+    """A bf16 write that need not even scatter: K and V, side by side, copied in one launch a layer."""
+    shape = (2, setting.tokens, setting.kv_heads, setting.head_size)
+    layers = [torch.randn(shape, device=device).to(DTYPE) for _ in range(setting.layers)]
+    copies = [(torch.empty_like(rows), rows) for rows in layers]
+
+    def call() -> None:
+        for pages, rows in copies:
+            pages.copy_(rows)
+
+    return call
+
+
 PEERS: Final = (
     *(Peer(op, FLASHATTENTION, flash_attention.serves, flash_attention.attend) for op in ("decode", "prefill")),
-    Peer("decode", FLASHINFER, baselines.flashinfer_serves, baselines.decode),
-    Peer("prefill", FLASHINFER, baselines.flashinfer_serves, baselines.prefill),
+    Peer("decode", FLASHINFER, flashinfer_kernels.serves, flashinfer_kernels.decode),
+    Peer("prefill", FLASHINFER, flashinfer_kernels.serves, flashinfer_kernels.prefill),
     *(
         Peer("decode", mode, turbomind.serves, partial(turbomind.decode, policy), policy.row_bytes)
         for mode, policy in zip(TURBOMIND, turbomind.POLICIES, strict=True)
     ),
-    Peer("write", FLASHINFER, baselines.flashinfer_serves, baselines.append),
-    Peer("write", COPY, lambda setting: isinstance(setting, Write), baselines.copy),
+    Peer("write", FLASHINFER, flashinfer_kernels.serves, flashinfer_kernels.append),
+    Peer("write", COPY, lambda setting: isinstance(setting, Write), copy),
 )
 
 

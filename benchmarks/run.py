@@ -26,10 +26,10 @@ checkout.use()
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-import baselines  # noqa: E402
 import bench_decode  # noqa: E402
 import bench_prefill  # noqa: E402
 import bench_write  # noqa: E402
+import flashinfer_kernels  # noqa: E402
 import gate  # noqa: E402
 import modes  # noqa: E402
 import peers  # noqa: E402
@@ -99,7 +99,7 @@ def compile_kernels(jobs: Sequence[precompile.Job], flashinfer: Sequence[shapes.
     """All kernels that the gate and the rows need, at once, and FlashInfer's for ``flashinfer``. What does not compile shows there."""
     bar.reset(total=len(jobs))
     bar.set_description("compiling")
-    builder = multiprocessing.get_context("spawn").Process(target=baselines.build, args=(flashinfer, torch.cuda.current_device()))
+    builder = multiprocessing.get_context("spawn").Process(target=flashinfer_kernels.build, args=(flashinfer, torch.cuda.current_device()))
     if flashinfer:
         builder.start()
     for _ in precompile.compile_all(jobs):
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checks = gate.checks_of(backends, settings, here)
         if here is not None:
             jobs = [precompile.Job(backend.mode, (setting,), (), here) for backend in backends for setting in settings]
-            flashinfer = [] if options.no_peers else [setting for setting in settings if baselines.flashinfer_serves(setting)]
+            flashinfer = [] if options.no_peers else [setting for setting in settings if flashinfer_kernels.serves(setting)]
             compile_kernels([*jobs, *gate.jobs_of(checks, here)], flashinfer, bar)
             bar.write(f"compiled in {time.perf_counter() - begin:.0f} s")
         if not gate_is_green(checks, device, bar):

@@ -16,9 +16,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-import baselines
 import bench_write
 import flash_attention
+import flashinfer_kernels
 import gate
 import modes
 import precompile
@@ -358,25 +358,25 @@ def test_dense_is_torchs_attention_of_the_last_rows() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("op", "query_len"), [(baselines.decode, 1), (baselines.prefill, 130)])
+@pytest.mark.parametrize(("op", "query_len"), [(flashinfer_kernels.decode, 1), (flashinfer_kernels.prefill, 130)])
 @pytest.mark.parametrize("error", [0.0, 0.02])
 def test_peers_are_checked_before_they_are_timed(op: Any, query_len: int, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrapper:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
         def plan(self, rows: torch.Tensor, *_: Any, **__: Any) -> None:
-            if op is baselines.prefill:
+            if op is flashinfer_kernels.prefill:
                 assert rows[-1] == made[-1].q.shape[0] and len(rows) == made[-1].setting.num_seqs + 1
 
         def run(self, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
             return made[-1].expected() * (1 + error)
 
     made: list[Any] = []
-    paged = baselines._Paged
-    monkeypatch.setattr(baselines, "_Paged", lambda *args: made.append(paged(*args)) or made[-1])
-    monkeypatch.setattr(baselines, "WORKSPACE_BYTES", 1)
+    paged = flashinfer_kernels._Paged
+    monkeypatch.setattr(flashinfer_kernels, "_Paged", lambda *args: made.append(paged(*args)) or made[-1])
+    monkeypatch.setattr(flashinfer_kernels, "WORKSPACE_BYTES", 1)
     names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
-    monkeypatch.setattr(baselines, "flashinfer", lambda: SimpleNamespace(**dict.fromkeys(names, Wrapper)))
+    monkeypatch.setattr(flashinfer_kernels, "flashinfer", lambda: SimpleNamespace(**dict.fromkeys(names, Wrapper)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     setting = Read("s", (query_len, query_len + 37), query_len=query_len, **HEADS)
     with pytest.raises(ArithmeticError, match=r"a row of FlashInfer is 2\.0e-02") if error else nullcontext():

@@ -1,4 +1,4 @@
-"""FlashInfer's bf16 kernels, where they can be imported, and for writes torch's bf16 copy as well."""
+"""FlashInfer's bf16 kernels, where they can be imported: decode, prefill and write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flashinfer() -> Any | None:
         return None
 
 
-def flashinfer_serves(setting: Setting) -> bool:
+def serves(setting: Setting) -> bool:
     """Whether FlashInfer is here, and has kernels for ``setting``."""
     if isinstance(setting, Read) and not (setting.plain and setting.head_size in HEAD_SIZES and setting.query_len not in FEW_ROWS):
         return False
@@ -149,16 +149,3 @@ def build(settings: Sequence[Setting], index: int) -> None:
         # What cannot be built shows in its row.
         with contextlib.suppress(Exception):
             call()()
-
-
-def copy(setting: Write, device: torch.device) -> Call:
-    """A bf16 write that need not even scatter: K and V, side by side, copied in one launch a layer."""
-    shape = (2, setting.tokens, setting.kv_heads, setting.head_size)
-    layers = [torch.randn(shape, device=device).to(DTYPE) for _ in range(setting.layers)]
-    copies = [(torch.empty_like(rows), rows) for rows in layers]
-
-    def call() -> None:
-        for pages, rows in copies:
-            pages.copy_(rows)
-
-    return call

@@ -6,6 +6,7 @@ import triton.language as tl
 from kvq_core.hadamard import LARGEST_SCALE as _LARGEST_SCALE
 from kvq_core.kernels.api import (
     ROOM,
+    any_row,
     in_head,
     least,
     load_rows,
@@ -59,7 +60,7 @@ def quantized(pairs, IS_VALUE: tl.constexpr, APART: tl.constexpr, HEADS: tl.cons
     rare = extreme
     if not IS_VALUE:
         rare = extreme | (num_outer < ENOUGH_OUTER[HEADS.size // MULTIPLE])
-    if tl.sum(rare.to(tl.int32), 0) != 0:
+    if any_row(rare, C.use_asm):
         unit = tl.where(extreme, tl.maximum(peaks(y), SMALLEST_NORMAL), 1.0)
         y = scaled(y, 1.0 / unit)
         lanes, scales, _ = cells(y, squared_lengths(y), IS_VALUE, True, HEADS, C)

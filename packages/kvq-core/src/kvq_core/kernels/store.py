@@ -164,3 +164,20 @@ def in_head(x, fill: tl.constexpr, HEADS: tl.constexpr):
 def has_nan(x):
     """[ROWS] bool: whether a row of x holds NaN (the hardware's min and max skip it)."""
     return tl.max((x != x).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def any_row(x, ASM: tl.constexpr):
+    """Whether any of [ROWS] bool is set, for a branch. By votes of warps: else the compiler takes a warp's threads for able to disagree,
+    and has code for that at each exchange between them."""
+    found = x.to(tl.int32)
+    if ASM:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .pred here, any; setp.ne.s32 here, $1, 0; vote.sync.any.pred any, here, 0xffffffff; selp.b32 $0, 1, 0, any; }",
+            "=r,r",
+            [found],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.max(found, 0) != 0

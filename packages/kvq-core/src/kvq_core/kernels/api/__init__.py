@@ -14,7 +14,7 @@ from kvq_core.kernels.heads import Heads
 from kvq_core.kernels.masks import by_key, by_row
 from kvq_core.kernels.packing import deinterleave, interleave
 from kvq_core.kernels.rounding import e4m3_pair, floor_bits, largest, least, reciprocal, rounded_scale, square_root, to_float, widest
-from kvq_core.kernels.store import in_head, load_rows, store_lanes, store_scales, store_side_bytes, write_kernel
+from kvq_core.kernels.store import any_row, in_head, load_rows, store_lanes, store_scales, store_side_bytes, write_kernel
 
 __all__ = [
     "ROOM",
@@ -26,6 +26,7 @@ __all__ = [
     "ReadConfig",
     "Sm90Kernels",
     "WriteConfig",
+    "any_row",
     "attention_kernel",
     "by_key",
     "by_row",

@@ -272,6 +272,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "sqrt.approx.ftz.f32": _square_root,
     "mul.f32": lambda a, b: _word(_float(a) * _float(b)),
     "sub.f32": lambda a, b: _word(_float(a) - _float(b)),
+    "setp.ne.s32": lambda a, b: a != b,
+    "selp.b32": lambda a, b, c: np.where(c, a, b),
     "setp.neu.f32": lambda a, b: ~(_float(a) == _float(b)),
     "setp.neu.or.f32": lambda a, b, c: ~(_float(a) == _float(b)) | c,
     "vote.sync.any.pred": lambda a, threads: bool(np.any(a)),

@@ -113,7 +113,11 @@ def prefill(setting: Read, device: torch.device) -> Call:
 
 
 def append(setting: Write, device: torch.device) -> Call:
-    """FlashInfer's bf16 write of a layer into the setting's pages, by a page table as its reads have; :class:`ImportError` without it."""
+    """FlashInfer's bf16 write of a layer into the setting's pages, by a page table as its reads have, after each slot got its row.
+
+    Raises:
+        ImportError: it is not installed. ArithmeticError: pages hold other rows than were written.
+    """
     module = _needed()
     layers = []
     for _ in range(setting.layers):
@@ -127,7 +131,11 @@ def append(setting: Write, device: torch.device) -> Call:
         else:
             one = order.new_tensor([0, setting.num_blocks])
             table = (torch.zeros_like(slot), order[:-1], pages, block[:: setting.block_size].contiguous(), one, slot[-1:] + 1)
-        layers.append((*problems.new_rows(setting, device), *table, "HND"))
+        rows = problems.new_rows(setting, device)
+        layers.append((*rows, *table, "HND"))
+        module.append_paged_kv_cache(*layers[-1])
+        if not all(torch.equal(pages[block, half, :, slot], each) for half, each in enumerate(rows)):
+            raise ArithmeticError("FlashInfer wrote other rows into the pages")
 
     def call() -> None:
         for layer in layers:

@@ -385,5 +385,24 @@ def test_peers_are_checked_before_they_are_timed(op: Any, query_len: int, error:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_peers_write_is_checked_before_it_is_timed(scattered: bool, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(*arguments: Any) -> None:
+        *rows, sequence, position, pages, blocks, first_block, _, layout = arguments
+        assert layout == "HND"
+        for token in range(len(sequence)):
+            at = int(position[token])
+            block = blocks[first_block[sequence[token]] + at // pages.shape[3]]
+            for half, each in enumerate(rows):
+                pages[block, half, :, at % pages.shape[3]] = each[token - (wrong and token == 1)]
+
+    monkeypatch.setattr(flashinfer_kernels, "flashinfer", lambda: SimpleNamespace(append_paged_kv_cache=append))
+    setting = Write("s", 19, kv_heads=2, head_size=8, block_size=4, scattered=scattered, layers=2)
+    with pytest.raises(ArithmeticError, match="FlashInfer wrote other rows") if wrong else nullcontext():
+        flashinfer_kernels.append(setting, CPU)()
+
+
+@pytest.mark.quick
 def test_turbomind_arguments_have_the_size_of_its_structure() -> None:
     assert ctypes.sizeof(turbomind.AttentionParams) == 440

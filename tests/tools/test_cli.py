@@ -170,6 +170,29 @@ def test_modes_that_are_broken_or_claimed_twice_are_told(install: Callable[..., 
     assert "broken: int7 from kvq-int7: " in checked.out and "ImportError: no libkvq7.so here" in checked.out
 
 
+@pytest.mark.usefixtures("fresh_registry")
+@pytest.mark.parametrize("mode", ["int4", "k8v4", "int-7"])
+def test_a_mode_that_no_name_leads_to_is_told(mode: str, install: Callable[..., Path]) -> None:
+    """Of the first two, the name is another mode's."""
+    install("rival", mode)
+    for command in (["list"], ["list", "--check"], ["doctor"]):
+        ran = kvq(*command)
+        assert (
+            ran.status == 1 and row(ran.out, mode)[-1] == "broken" and f"its entry point is named {mode!r}, need letters, digits" in ran.out
+        )
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_which_of_two_providers_is_chosen_is_told(install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    install("alpha", "int5")
+    install("beta", "int5")
+    monkeypatch.setenv("KVQ_BACKENDS", "int5=beta")
+    ran = kvq("list", "--json")
+    status = {line["package"]: (line["status"], line["error"]) for line in ran.json if line["mode"] == "int5"}
+    assert ran.status == 0
+    assert status == {"alpha": ("not chosen", "KVQ_BACKENDS takes the mode from beta"), "beta": ("installed", "")}
+
+
 def test_a_mode_that_cannot_be_had_by_its_name_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQ_BACKENDS", "int4=nope")
     for command, others in ((["list"], "installed"), (["list", "--check"], "ok"), (["doctor"], "ok")):

@@ -143,7 +143,7 @@ def test_register_replace_and_unregister(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        *((backend_class(mode), "^backend: got mode") for mode in ("", "int4", "a:b", "a=b", "a-b")),
+        *((backend_class(mode), "^backend: got mode") for mode in ("", "int4", "k8v4", "a:b", "a=b", "a-b")),
         (type("Half", (QuantKVBackend,), {"mode": "half"}), "abstract"),
         (backend_class(None), "no mode attribute"),
         (type("Stranger", (), {"mode": "mine"})(), "^backend: got .* is not a QuantKVBackend"),

@@ -9,7 +9,7 @@ import torch
 import modes
 import odd_modes
 from command_line import refused
-from kvq_core import ArgumentError, KVQError, PagedKVCache, environment, get_backend, selfcheck
+from kvq_core import ArgumentError, BrokenBackendError, KVQError, PagedKVCache, contract, environment, get_backend, selfcheck
 from kvq_core.call.spec import Attention
 from kvq_core.none import NoneBackend
 from kvq_core.testing import places
@@ -96,6 +96,18 @@ def test_kernels_that_are_not_returned_are_told() -> None:
     assert environment.path_of(Forgetful(), gpu).why == "kernels() of the mode returns None"
     assert environment.path_of(Failing(), gpu).why == "kernels() of the mode fails: ImportError: no module of that name"
     assert environment.path_of(Plain(), cpu).why == "the mode brings no kernels"
+
+
+@pytest.mark.parametrize(("base", "channels"), [("int4", 4), ("int3", 16), ("int2", 8)])
+def test_head_sizes_that_are_no_whole_lanes_are_told(base: str, channels: int) -> None:
+    pytest.importorskip("triton")
+    kind, said = type(get_backend(base)), f"its head_size_multiple is {channels // 2}, need a multiple of {channels}"
+    wrong = type("Wrong", (kind,), {"mode": "selfcheck_lanes", "head_size_multiple": channels // 2})()
+    right = type("Right", (kind,), {"mode": "selfcheck_lanes", "head_size_multiple": 2 * channels})()
+    assert said in environment.path_of(wrong, torch.device("cuda")).why and contract.checked_kernels(right) is right.kernels()
+    for use in (wrong.write, wrong.read):
+        with pytest.raises(BrokenBackendError, match=f"mode 'selfcheck_lanes': {said}"):
+            use(None)
 
 
 class Sized(NoneBackend):

@@ -34,6 +34,7 @@ from kvq_core.call import direct, ops, torch_path
 from kvq_core.call.args import ReadArgs, WriteArgs
 from kvq_core.call.gradients import refuse_gradients
 from kvq_core.call.spec import Attention, NewRows
+from kvq_core.contract import checked_kernels
 from kvq_core.errors import ArgumentError, KVQError, described
 from kvq_core.smoothing.calibration import KeySmoothing
 
@@ -191,7 +192,7 @@ class QuantKVBackend(ABC):
         Returns what was launched if that is all that was done and only ``rows`` decided it: later calls like this one may then repeat
         the launches and pass this method by (:mod:`kvq_core.call.replay_cache`). ``None`` is always right.
         """
-        kernels = self.kernels()
+        kernels = checked_kernels(self)
         if kernels is None:
             torch_path.write(self, rows)
             return None
@@ -201,7 +202,7 @@ class QuantKVBackend(ABC):
 
     def read(self, attention: Attention) -> LaunchRecord | None:
         """Attend over the pages and fill ``attention.out``; everything in it is validated. Returns as :meth:`write` does."""
-        kernels = self.kernels()
+        kernels = checked_kernels(self)
         if kernels is None:
             torch_path.read(self, attention)
             return None
@@ -212,7 +213,7 @@ class QuantKVBackend(ABC):
     def read_joined(self, attention: Attention, first: QuantKVBackend, of_first: Attention) -> LaunchRecord | None:
         """The :meth:`read` of ``first`` for ``of_first``, and that of ``attention``, which joins its result; in one call where both modes
         have kernels."""
-        mine, its = (None if type(each).read is not QuantKVBackend.read else each.kernels() for each in (self, first))
+        mine, its = (None if type(each).read is not QuantKVBackend.read else checked_kernels(each) for each in (self, first))
         if mine is None or its is None:
             first.read(of_first)
             self.read(attention)

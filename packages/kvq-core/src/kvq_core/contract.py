@@ -13,6 +13,7 @@ from kvq_core.errors import BrokenBackendError, KVQError, told
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
+    from kvq_core.kernels.formats import Kernels
 
 
 def _is_count(value: Any) -> bool:
@@ -70,6 +71,18 @@ def checked(backend: object) -> QuantKVBackend:
         of_packing = f"a multiple of its packing_factor {instance.packing_factor}"
         raise TypeError(f"{backend!r}: its head_size_multiple is {instance.head_size_multiple}, need {of_packing}")
     return instance
+
+
+def checked_kernels(backend: QuantKVBackend) -> Kernels | None:
+    """What ``backend.kernels()`` returns; :class:`BrokenBackendError` if some head sizes that the mode takes are no whole lanes."""
+    kernels = backend.kernels()
+    if kernels is not None:
+        for plane in (kernels.format.key, kernels.format.value):
+            channels = plane.ways * (2 if plane.side_bytes else 1)
+            if backend.head_size_multiple % channels:
+                need = f"a multiple of {channels}, which its format {plane.name!r} keeps together"
+                raise BrokenBackendError(f"mode {backend.mode!r}: its head_size_multiple is {backend.head_size_multiple}, need {need}")
+    return kernels
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_core import variables
+from kvq_core.contract import checked_kernels
 from kvq_core.errors import ArgumentError, told
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def lacks_kernels(backend: QuantKVBackend) -> bool:
     from kvq_core.backend import QuantKVBackend
 
     halves = {backend.key_half, backend.value_half}
-    return any(half.kernels() is None for half in halves if type(half).kernels is not QuantKVBackend.kernels)
+    return any(checked_kernels(half) is None for half in halves if type(half).kernels is not QuantKVBackend.kernels)
 
 
 def path_of(backend: QuantKVBackend, device: torch.device) -> Route:

@@ -46,6 +46,9 @@ _SHORT_PAIR: Final = re.compile(r"k(\d)v(\d)")
 """``k8v4``: so many bits for K, so many for V."""
 
 
+_NEEDED_NAME: Final = f"letters, digits and underscores, and none of {', '.join(ALIASES)}, k8v4 and the like, which mean other modes"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class InstalledMode:
     """One offer of a mode: by which distribution (``in-process``: :func:`register_backend`), and the ``module:Class`` behind it."""
@@ -170,8 +173,8 @@ def register_backend(backend: B, *, replace: bool = False) -> B:
     except Exception as cause:
         raise ArgumentError("backend", told(cause), "a concrete subclass of QuantKVBackend with a mode, or an instance") from cause
     mode = instance.mode
-    if re.fullmatch(r"\w+", mode) is None or mode in ALIASES:
-        raise ArgumentError("backend", f"mode {mode!r}", f"letters, digits and underscores, and none of {', '.join(ALIASES)}")
+    if misnamed(mode):
+        raise ArgumentError("backend", f"mode {mode!r}", _NEEDED_NAME)
     with _REGISTRY.lock:
         rivals = [entry for entry in _REGISTRY.offers() if entry.mode == mode]
         if rivals and not replace:
@@ -186,6 +189,13 @@ def unregister_backend(mode: str) -> None:
     """Withdraw what :func:`register_backend` offered; an installed backend of that mode shows again."""
     if not _withdraw(_parse(mode)[1]):
         raise UnknownModeError(f"mode {mode!r} was not registered in this process")
+
+
+def misnamed(mode: str) -> str:
+    """What is wrong with the name of an entry point if no mode can be asked for by it; "" if nothing is."""
+    if re.fullmatch(r"\w+", mode) and mode not in ALIASES and not _SHORT_PAIR.fullmatch(mode):
+        return ""
+    return f"its entry point is named {mode!r}, need {_NEEDED_NAME}"
 
 
 def alias_of(mode: str) -> str:
@@ -343,6 +353,8 @@ def _names(entries: list[InstalledMode]) -> str:
 def _load(entry: InstalledMode) -> QuantKVBackend:
     """Import what an entry point names. Whatever goes wrong is that distribution's fault, and is told as such."""
     try:
+        if fault := misnamed(entry.mode):
+            raise TypeError(fault)
         backend = checked(EntryPoint(entry.mode, entry.value, GROUP).load())
         if backend.mode != entry.mode:
             raise TypeError(f"its mode attribute is {backend.mode!r}, need {entry.mode!r}, the entry point's name")

@@ -11,7 +11,18 @@ from kvq_core import variables
 from kvq_core.cli import output
 from kvq_core.cli.modes import mode_option
 from kvq_core.errors import DuplicateModeError, KVQError, told
-from kvq_core.registry import IN_PROCESS, InstalledMode, alias_of, checked_halves, find_backend, get_backend, halves_of, list_backends
+from kvq_core.registry import (
+    IN_PROCESS,
+    OVERRIDE,
+    InstalledMode,
+    alias_of,
+    checked_halves,
+    find_backend,
+    get_backend,
+    halves_of,
+    list_backends,
+    misnamed,
+)
 
 FIRST_PARTY_BITS: Final = {
     "none": 16.0,
@@ -45,8 +56,8 @@ class Listed:
 
 
 def listed(entry: InstalledMode, *, by_name: bool = True) -> Listed:
-    """What metadata says of ``entry``; ``by_name``: and whether its mode can be had by that name alone."""
-    status, error = _choice(entry.mode) if by_name else ("installed", "")
+    """What metadata says of ``entry``; ``by_name``: and whether it is what its mode's name alone gives."""
+    status, error = _choice(entry) if by_name else ("installed", "")
     each = [FIRST_PARTY_BITS.get(half) for half in halves_of(entry.mode) or (entry.mode,)]
     known = [bits for bits in each if bits is not None]
     bits = sum(known) / len(each) if len(known) == len(each) else None
@@ -71,6 +82,8 @@ def checked(entry: InstalledMode, *, by_name: bool = True) -> Listed:
     from kvq_core.environment import default_device
 
     line = listed(entry, by_name=by_name)
+    if line.status == "broken":
+        return line
     try:
         plain = entry.distribution == IN_PROCESS or halves_of(entry.mode) is not None
         name = entry.mode if plain else f"{entry.distribution}:{entry.mode}"
@@ -85,16 +98,18 @@ def checked(entry: InstalledMode, *, by_name: bool = True) -> Listed:
     )
 
 
-def _choice(mode: str) -> tuple[str, str]:
-    """The status of ``mode`` as :func:`get_backend` finds it by its name alone, and why it cannot be had: several distributions claim it,
-    or ``KVQ_BACKENDS`` chooses one that does not."""
+def _choice(entry: InstalledMode) -> tuple[str, str]:
+    """The status of ``entry`` by its mode's name alone, and why :func:`get_backend` does not give it: several distributions claim the mode,
+    ``KVQ_BACKENDS`` takes it from another or from one that lacks it, or nothing can ask for it."""
+    if fault := misnamed(entry.mode):
+        return "broken", fault
     try:
-        find_backend(mode)
+        chosen = find_backend(entry.mode)
     except DuplicateModeError as problem:
         return "duplicate", str(problem)
     except KVQError as problem:
         return "unavailable", str(problem)
-    return "installed", ""
+    return ("installed", "") if chosen == entry else ("not chosen", f"{OVERRIDE} takes the mode from {chosen.distribution}")
 
 
 @click.command(

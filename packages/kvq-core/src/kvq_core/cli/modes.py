@@ -9,7 +9,7 @@ import click
 
 from kvq_core import variables
 from kvq_core.errors import ArgumentError, KVQError
-from kvq_core.registry import get_backend, list_backends
+from kvq_core.registry import get_backend, list_backends, misnamed
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
@@ -42,6 +42,9 @@ def backends_of(names: Sequence[str]) -> tuple[list[QuantKVBackend], list[str]]:
     found: dict[int, QuantKVBackend] = {}
     broken = []
     for mode in dict.fromkeys(entry.mode for entry in list_backends()):
+        if fault := misnamed(mode):
+            broken.append(f"mode {mode!r} cannot be used: {fault}")
+            continue
         try:
             backend = get_backend(mode)
             found[id(backend)] = backend

@@ -14,9 +14,9 @@ import safetensors.torch
 import torch
 
 from command_line import CODE, MODES, kvq, refused, row
-from kvq_core import register_backend
+from kvq_core import ArgumentError, register_backend
 from kvq_core.cli.eval import passages_of
-from kvq_core.evaluation import Document, Passage, pretrained, tiny_subject
+from kvq_core.evaluation import Document, Passage, huggingface, pretrained, tiny_subject
 from kvq_core.evaluation.huggingface import HuggingFaceSubject, load, load_gguf
 from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.none import NoneBackend
@@ -171,6 +171,14 @@ def test_passages_of_a_tokenizer_count_bytes_and_open_as_it_says(llama_folder: P
     monkeypatch.setattr(subject.model.config, "max_position_embeddings", 8)
     for one in (subject, bare):  # the last token of a passage is predicted and not read
         assert {len(passage.tokens) for passage in one.passages([Document("a", CODE.encode()[:90])], 50)} == {9}
+
+
+def test_what_is_taken_for_an_id_on_the_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise ArgumentError("model", "'models/typo'", "one that is there")
+
+    monkeypatch.setattr(huggingface, "load", load)
+    assert "no folder models/typo here: taken for an id on the Hugging Face hub" in refused("eval", "--model", "models/typo")
 
 
 def test_the_command_line_takes_a_folder_and_smooths_keys(given: tuple[str, ...], llama_folder: Path) -> None:

@@ -355,6 +355,9 @@ def load_subject(model: str | None, device: torch.device, dtype: str | None = No
         raise ArgumentError("model", f"{model}: no such file or folder", need)
     from kvq_core.evaluation.huggingface import load
 
+    if not path.is_dir():
+        # Before transformers, which tries a hub that does not answer for most of a minute.
+        click.echo(f"no folder {model} here: taken for an id on the Hugging Face hub", err=True)
     return load(str(model), device, chosen)
 
 

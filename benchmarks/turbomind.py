@@ -41,7 +41,8 @@ STORE: Final = (
 
 @dataclass(frozen=True)
 class Policy:
-    """What TurboMind keeps of K and V: its number (QuantPolicy), bits of a value, and a relative error that a row's result stays below."""
+    """What TurboMind keeps of K and V: its number (QuantPolicy), bits of a value, and a relative error that a row's result stays below:
+    steps over a row's range, scale and zero point in bf16, make up to .025 at 8 bits and .16 at 4, by a simulation."""
 
     number: int
     bits: int
@@ -52,7 +53,7 @@ class Policy:
         return 2 * (head_size * self.bits // 8 + (4 if self.number else 0))
 
 
-POLICIES: Final = (Policy(0, 16, problems.BF16_ERROR), Policy(8, 8, 0.015), Policy(4, 4, 0.2))
+POLICIES: Final = (Policy(0, 16, problems.BF16_ERROR), Policy(8, 8, 0.03), Policy(4, 4, 0.2))
 
 
 class FastDivmod(ctypes.Structure):

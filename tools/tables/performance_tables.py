@@ -120,7 +120,8 @@ class Run:
         self._rows = {(row["setting"], row["mode"]): row for row in content["rows"]}
 
     def has(self, setting: str, mode: str) -> bool:
-        return (setting, mode) in self._rows
+        """Whether the row is there, and did not end in an error."""
+        return (setting, mode) in self._rows and not self._rows[setting, mode]["error"]
 
     def of(self, setting: str, mode: str, figure: str = "us") -> float:
         """``figure``: ``us``, ``hbm`` (a share) or ``tflops``. ``ValueError`` if the run does not have it."""
@@ -307,8 +308,10 @@ def pages(run: Run, h100: Run) -> dict[Path, dict[Marks, str]]:
             _marks("introduction"): introduction(run),
             _marks("beside"): beside(run),
             _marks("small"): figures(run, {name: SMALL[name] for name in SHOWN_SMALL} | LENGTHS, "decode", FLASHATTENTION),
-            _marks("prefill"): figures(run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, modes=MODES, figure="tflops", form=".0f"),
-            _marks("writes"): figures(run, WRITES, "write", COPY),
+            _marks("prefill"): figures(
+                run, PREFILL | OTHER_PREFILL, "prefill", FLASHATTENTION, FLASHINFER, modes=MODES, figure="tflops", form=".0f"
+            ),
+            _marks("writes"): figures(run, WRITES, "write", COPY, FLASHINFER),
             _marks("others"): figures(run, {name: OTHERS[name] for name in SHOWN}, "", FLASHATTENTION),
             _marks("goals"): goals(run),
         },

@@ -1,7 +1,9 @@
 """What kernels are compiled for, and that Triton's cache on disk tells kernels apart by all of it."""
 
+import ast
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,17 @@ def test_every_field_is_part_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
         assert json.dumps(one) != json.dumps(other)
     monkeypatch.setattr(formats, "SOURCE", "an earlier version's")
     assert not {on_disk(one) for one, _ in others} & set(here)
+
+
+def test_the_source_is_of_all_modules_that_say_what_a_kernel_is() -> None:
+    """What the constants' files import of kernels' files, but for what makes the key."""
+    imported = {
+        node.module.rpartition(".")[2] + ".py"
+        for name in formats.SOURCES
+        for node in ast.walk(ast.parse(Path(formats.__file__).with_name(name).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvq_core.")
+    }
+    assert imported - {"cache_keys.py"} <= set(formats.SOURCES)
 
 
 def test_a_hook_s_source_is_part_of_a_kernel() -> None:

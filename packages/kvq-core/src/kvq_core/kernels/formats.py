@@ -10,7 +10,8 @@ from triton.runtime import JITFunction
 
 from kvq_core.kernels.cache_keys import settle
 
-SOURCE = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("config.py", "formats.py"))).hexdigest()
+SOURCES = ("config.py", "formats.py", "heads.py")
+SOURCE = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in SOURCES)).hexdigest()
 """That of the files of constants, which decides what a kernel becomes as much as the kernel's own source does."""
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from cache_checks import assert_goes_on_alike, forward, go_on_elsewhere, shared_cache
-from kvq_core import ArgumentError, get_backend
+from kvq_core import ArgumentError, PagedKVCache, get_backend
 from kvq_core.none import NoneBackend
 
 pytestmark = pytest.mark.usefixtures("torch_path")
@@ -42,11 +42,12 @@ def test_steps_belong_to_the_cache_they_were_copied_with():
         assert torch.equal(twin.attend(0, q, same), cache.attend(0, q, copy.copy(step)))
 
 
-def test_one_instance_of_a_mode_but_for_those_nobody_registered():
-    backend = get_backend("int4")
-    assert copy.deepcopy(backend) is copy.copy(backend) is pickle.loads(pickle.dumps(backend)) is backend
-    own = type("Own", (NoneBackend,), {"mode": "own"})()
-    assert type(copy.deepcopy(own)) is type(own) and copy.deepcopy(own) is not own
+def test_copies_hold_the_instance_of_a_mode():
+    for backend in (get_backend("int4"), type("Own", (NoneBackend,), {"mode": "own"})()):
+        cache = PagedKVCache(backend, num_blocks=1, num_kv_heads=1, head_size=32)
+        twin = copy.deepcopy(cache)
+        assert copy.deepcopy(backend) is copy.copy(backend) is twin.backend is twin._pages.backend is backend
+    assert pickle.loads(pickle.dumps(get_backend("int4"))) is get_backend("int4")
 
 
 def test_another_process_has_pages_of_its_own():

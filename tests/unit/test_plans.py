@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from command_line import kvq
+from kvq_core.call import ops
 from kvq_core.cli import doctor
 from kvq_core.errors import ArgumentError, PlanTableError
 from kvq_core.plan import Decode, Entry, Measurement, Range, Run, Table, choose, invariance, lookup, planner, tables_for
@@ -306,6 +307,27 @@ def test_a_wrong_table_of_one_s_own_is_an_error_at_each_lookup(write: Callable[[
         with pytest.raises(PlanTableError, match=f"^{re.escape(str(file))}: .*{re.escape(said)}"):
             choose("sm_90", Decode, INT4)
     assert choose("sm_80", Decode, INT4)  # nobody else's business
+
+
+def test_nothing_is_planned_by_a_table_that_was_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread plans while plans are forgotten is planned by the table in force, or forgotten."""
+    before, forget = plan(A), ops.forget_repeats
+    monkeypatch.setattr(ops, "forget_repeats", lambda: (forget(), plan(A)))
+    with ops.planning_with(Table("sm_90", {"decode": (Entry({}, replace(FEW, keys=16)),)})):
+        assert plan(A) != before
+    assert plan(A) == before
+
+
+def test_who_listens_is_told_again_once_another_stopped_listening() -> None:
+    def ask() -> None:
+        write_tile("", "int8", 2, 128, 64)
+
+    with lookup.listening() as outer:
+        with lookup.listening() as inner:
+            ask()
+        ask()
+    ask()
+    assert (len(outer), len(inner)) == (1, 1)
 
 
 def test_doctor_shows_the_tables_in_use_and_broken_ones(torch_path: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 import torch
 
@@ -86,8 +86,15 @@ class QuantKVBackend(ABC):
         """Whether the caller gives the scales, one float32 for all keys of a layer and one for all its values."""
         return self.reads_scales and not self.needs_scale_caches
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Copies of what holds a backend hold that backend, too: the ops of a mode call one at a time."""
+        return self
+
+    def __copy__(self) -> Self:
+        return self
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Copies and pickles of what holds the registered instance of a mode hold that instance, too: the ops call one at a time."""
+        """Pickles of what holds the registered instance of a mode hold its name."""
         from kvq_core.registry import get_backend
 
         try:
@@ -253,6 +260,7 @@ class QuantKVBackend(ABC):
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
+            PlanTableError: a table of launch plans of yours (``KVQ_PLANS``) is wrong. BrokenBackendError: the mode's own code is.
         """
         arguments: tuple[Any, ...] = (key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
         if smoothing is not None:
@@ -313,7 +321,8 @@ class QuantKVBackend(ABC):
             q: [num_tokens, num_query_heads, head_size]; sequence ``s`` owns rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``: its newest tokens
             k_cache, v_cache, k_scale_cache, v_scale_cache: as :meth:`reshape_and_cache` filled them.
             out: [num_tokens, num_query_heads, head_size_v]; fp8 when ``output_scale`` is given. Rows of no sequence stay as they are.
-            cu_seqlens_q, seqused_k: [num_seqs + 1] and [num_seqs] int32; ``seqused_k`` counts the new tokens too.
+            cu_seqlens_q, seqused_k: [num_seqs + 1] and [num_seqs] int32; ``seqused_k`` counts the new tokens too. Of a sequence with
+                fewer keys than rows, the first rows see nothing.
             max_seqlen_q, max_seqlen_k: upper bounds of the query lengths (must hold) and of ``seqused_k`` (a hint for the launch plan).
             softmax_scale: multiplies q.k.
             block_table: [num_seqs, max_blocks] int32, logical to physical block. Keys in a block outside the cache, or
@@ -328,7 +337,7 @@ class QuantKVBackend(ABC):
             mm_prefix_range: [num_seqs, num_ranges, 2] int32 inclusive ranges that see themselves in both directions.
             seq_threshold_3D: split keys only in batches of at most this many sequences. Default ``None``: kvq decides.
             num_par_softmax_segments, softmax_segm_output, softmax_segm_max, softmax_segm_expsum: an engine's own segment count and
-                scratch [rows, num_query_heads, segments(, at least head_size_v)] float32, all four or none. They serve batches of one
+                scratch [rows, num_query_heads, that many(, at least head_size_v)] float32, all four or none. They serve batches of one
                 query row a sequence that have no more rows than the scratch; in all others kvq plans and uses its own workspace.
             smoothing: what :meth:`reshape_and_cache` was given for these pages. Scores are those of the keys as they were.
             lse: [num_tokens, num_query_heads] float32, contiguous: filled with the natural logarithm of each row's softmax denominator,
@@ -341,7 +350,7 @@ class QuantKVBackend(ABC):
                 :func:`kvq_core.combine` would make them. Of sinks only one of the two may have been told.
 
         Raises:
-            ArgumentError: an argument does not fit; nothing was written.
+            ArgumentError, PlanTableError, BrokenBackendError: as :meth:`reshape_and_cache`.
         """
         arguments: tuple[Any, ...] = (
             q,

@@ -32,6 +32,7 @@ _FIELDS: Final = MappingProxyType[str, tuple[str, Callable[[Any], bool]]](
         "max_head_size": ("that is a positive integer", _is_count),
         "needs_scale_caches": ("that is True or False", lambda value: isinstance(value, bool)),
         "reads_scales": ("that is True or False", lambda value: isinstance(value, bool)),
+        "order_multiple": ("that is 0 or a positive integer", lambda value: type(value) is int and value >= 0),
         "read_level_errors": ("that is a tuple of finite numbers", _are_errors),
         **dict.fromkeys(
             (
@@ -43,6 +44,8 @@ _FIELDS: Final = MappingProxyType[str, tuple[str, Callable[[Any], bool]]](
                 "encode",
                 "encode_value",
                 "decode",
+                "encode_ordered",
+                "decode_ordered",
                 "kernels",
                 "write",
                 "read",
@@ -82,6 +85,8 @@ def checked_kernels(backend: QuantKVBackend) -> Kernels | None:
             if backend.head_size_multiple % channels:
                 need = f"a multiple of {channels}, which its format {plane.name!r} keeps together"
                 raise BrokenBackendError(f"mode {backend.mode!r}: its head_size_multiple is {backend.head_size_multiple}, need {need}")
+        if backend.order_multiple and kernels.format.ordered_key is None:
+            raise BrokenBackendError(f"mode {backend.mode!r}: it has an order_multiple, and its kernels' format no ordered_key")
     return kernels
 
 

@@ -104,7 +104,7 @@ def has_backend(mode: str) -> bool:
 
 
 def find_backend(mode: str) -> InstalledMode:
-    """The offer that :func:`get_backend` would take ``mode`` from. Imports nothing.
+    """The offer that :func:`get_backend` would take ``mode`` from, which is not composed of two. Imports nothing.
 
     Raises:
         UnknownModeError, DuplicateModeError: as :func:`get_backend`.

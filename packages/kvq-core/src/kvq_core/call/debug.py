@@ -59,8 +59,9 @@ def check_batch(attention: Attention) -> None:
         rows, keys = int(starts[seq + 1] - starts[seq]), int(used[seq])
         if rows < 0 or rows > batch.max_seqlen_q:
             raise ArgumentError("cu_seqlens_q", f"{rows} rows for sequence {seq}", f"0 .. max_seqlen_q = {batch.max_seqlen_q}")
-        if keys < rows:
-            raise ArgumentError("seqused_k", f"{keys} for sequence {seq}", f"at least its {rows} query rows")
+        # Fewer keys than query rows are no fault: rows before the first key see nothing.
+        if keys < 0:
+            raise ArgumentError("seqused_k", f"{keys} for sequence {seq}", "0 or more")
         needed = -(-keys // block_size)
         if needed > table.shape[1]:
             raise ArgumentError("block_table", f"{table.shape[1]} columns", f"{needed} for sequence {seq} of {keys} keys")

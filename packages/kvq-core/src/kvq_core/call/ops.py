@@ -66,13 +66,18 @@ def _write(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> L
 @torch.no_grad()
 def _read(backend: QuantKVBackend, batch_invariant: bool, *arguments: Any) -> LaunchRecord | None:
     attention = Attention.checked(backend, ReadArgs(*arguments), batch_invariant=batch_invariant)
-    q = attention.q
     if debug.enabled():
         debug.check_given(backend, attention)
         debug.check_batch(attention)
-    if q.shape[0] == 0 or q.shape[1] == 0 or attention.batch.num_seqs == 0:
+    if _is_empty(attention):
         return None
     return _launched(backend, attention)
+
+
+def _is_empty(attention: Attention) -> bool:
+    """Whether no row belongs to a sequence."""
+    batch = attention.batch
+    return 0 in (*attention.q.shape[:2], batch.num_seqs, batch.max_seqlen_q)
 
 
 def _launched(backend: QuantKVBackend, attention: Attention) -> LaunchRecord | None:
@@ -91,7 +96,7 @@ def _read_joined(
         Attention.checked(mode, ReadArgs(*given), batch_invariant=batch_invariant)
         for mode, given in ((first, of_first), (backend, arguments))
     )
-    if attention.q.shape[0] == 0 or attention.q.shape[1] == 0 or attention.batch.num_seqs == 0:
+    if _is_empty(attention):
         return None
     if 0 in (attention.keys.num_blocks, before.keys.num_blocks):
         _launched(first, before)
@@ -261,7 +266,11 @@ class _Ops:
             self._bind(backend)
 
     def _bind(self, backend: QuantKVBackend) -> None:
-        if backend.mode in self._bound:
+        before = self._bound.get(backend.mode)
+        if before is not None:
+            if any(verb.written(before.backend) != verb.written(backend) for verb in _VERBS):
+                what = f"mode {backend.mode} with needs_scale_caches {backend.needs_scale_caches}, reads_scales {backend.reads_scales}"
+                raise ArgumentError("backend", what, "what that mode had before in this process: its ops say which arguments they change")
             self._bound[backend.mode] = _Bound(backend)
             return
         library = torch.library.Library("kvq", "FRAGMENT")
@@ -332,12 +341,13 @@ def planning_with(table: Table) -> Iterator[None]:
         planner.plan.cache_clear()
         forget_repeats()
 
-    with asking_first(table):
-        forget()
-        try:
-            yield
-        finally:
+    try:
+        with asking_first(table):
             forget()
+            yield
+    finally:
+        # Once the table is withdrawn, so that no other thread plans by it again.
+        forget()
 
 
 def _op_name(mode: str, verb: str) -> str:

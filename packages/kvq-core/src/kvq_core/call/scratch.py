@@ -44,10 +44,10 @@ class Scratch:
         ):
             need_tensor(tensor, name, rank, (torch.float32,), device)
             need(
-                tensor.shape[1] == num_query_heads and tensor.shape[2] >= self.num_segments and tensor.is_contiguous(),
+                tensor.shape[1] == num_query_heads and tensor.shape[2] == self.num_segments and tensor.is_contiguous(),
                 name,
                 f"{shape_of(tensor)}, strides {tensor.stride()}",
-                f"a contiguous [tokens, {num_query_heads}, at least {self.num_segments}, ...]",
+                f"a contiguous [tokens, {num_query_heads}, {self.num_segments}, ...], with num_par_softmax_segments segments",
             )
         need(
             self.output.shape[3] >= head_size_v, "softmax_segm_output", shape_of(self.output), f"a last dimension of at least {head_size_v}"

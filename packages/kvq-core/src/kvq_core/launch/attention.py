@@ -147,7 +147,7 @@ def problem_of(attention: Attention, form: Format, sm90: Sm90Kernels) -> planner
     batch, q, device = attention.batch, attention.q, device_facts(attention.q.device)
     plane = form.wider
     head = Heads(max(q.shape[2], attention.out.shape[2]), plane.ways)
-    max_seqlen_q = min(batch.max_seqlen_q, planner.power_of_two(q.shape[0]))  # rounded: kernels are compiled for it
+    max_seqlen_q = min(batch.max_seqlen_q, planner.power_of_two(q.shape[0]))
     max_seqlen_k, scoring = batch.max_seqlen_k, attention.scoring
     if scoring.window_left >= 0 and scoring.mm_prefix_range is None:
         # What a window leaves of a long sequence is read as a short one is.
@@ -365,10 +365,9 @@ def _splits(record: LaunchRecord, attention: Attention, launch: planner.Launch, 
         scratch = attention.scratch
         if scratch is None:
             raise ArgumentError("softmax_segm_output", "None", "the scratch of the planned segments")
-        segments = scratch.output.shape[2]
-        splits = args.Splits(0, 0, segments)
         plan, *_ = record.workspace(row_blocks, 0, 0)
-        return splits, args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
+        partials = args.Partials(scratch.output, scratch.max, scratch.expsum, plan, scratch.output.stride(2))
+        return args.Splits(0, 0, launch.segments), partials
     rows = launch.max_items * attention.keys.num_kv_heads * config.tile.rows
     plan, acc, top, total = record.workspace(row_blocks, rows, config.shape.head_size_v)
     return args.Splits(launch.least, launch.chunk, 0), args.Partials(acc, top, total, plan, config.shape.head_size_v)

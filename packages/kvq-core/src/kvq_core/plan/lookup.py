@@ -154,11 +154,11 @@ def asking_first(table: Table) -> contextlib.AbstractContextManager[None]:
 def listening() -> Iterator[list[Asked]]:
     """Yields the list to which every lookup within the block adds what it was asked."""
     asked: list[Asked] = []
-    _TABLES.asked = asked
+    before, _TABLES.asked = _TABLES.asked, asked
     try:
         yield asked
     finally:
-        _TABLES.asked = None
+        _TABLES.asked = before
 
 
 def forget() -> None:

@@ -56,7 +56,7 @@ class KernelFamily(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan depends on. Lengths are bounds, rounded up to powers of two by the caller, so that few plans exist.
+    """What a plan depends on. Lengths are bounds; keys' are rounded up to powers of two by the caller, so that few plans exist.
 
     ``max_seqlen_k``: of the keys that a sequence's rows see, which a window may leave few of. ``max_keys``: that a sequence can have.
     ``lanes``: of a head, padded; ``head_lanes``: its own. ``foldable``: two keys can share a row of them. ``apart``: something

@@ -146,6 +146,7 @@ READS: dict[str, tuple[str, Change]] = {
         _scratch(softmax_segm_output=lambda s: torch.zeros(9, 1, 2, s.case.value_size, device=s.device)),
     ),
     "scratch segments": ("softmax_segm_max", _scratch(softmax_segm_max=lambda s: s.scratch(3)["softmax_segm_max"])),
+    "wider scratch": ("softmax_segm_output", _scratch(num_par_softmax_segments=lambda s: 1)),
     "no segments": ("num_par_softmax_segments", _scratch(num_par_softmax_segments=lambda s: None)),
     "no scratch output": ("softmax_segm_output", _scratch(softmax_segm_output=lambda s: None)),
     "no scratch max": ("softmax_segm_max", _scratch(softmax_segm_max=lambda s: None)),
@@ -243,7 +244,7 @@ class InputTests(Subject):
         for name, at, value, message in (
             ("block_table", (1, 1), -1, "block_table: got block -1 in row 1, column 1"),
             ("block_table", (0, 2), 10**6, "block_table: got block 1000000 in row 0, column 2"),
-            ("seqused_k", (1,), 2, "seqused_k: got 2 for sequence 1"),
+            ("seqused_k", (1,), -1, "seqused_k: got -1 for sequence 1"),
             ("seqused_k", (0,), 10**5, "block_table: got 3 columns"),
             ("cu_seqlens_q", (1,), 99, "cu_seqlens_q: got"),
             ("cu_seqlens_q", (0,), 1, "cu_seqlens_q: got"),

@@ -294,6 +294,17 @@ class ReadTests(Subject):
         assert built.read().shape[0] == 0
         assert built.read([]).shape[0] == 0
 
+    @pytest.mark.quick
+    def test_rows_of_no_sequence(self, backend: QuantKVBackend, place: Place) -> None:
+        """Padding alone, of sequences that a launch plan would split."""
+        built = self.build(backend, Case(query_lens=(1, 1), seq_lens=(20, 9)), place).fill()
+        lengths = torch.zeros_like(built.read_arguments()["cu_seqlens_q"])
+        buffer = built.fresh_out()
+        backend.unified_attention(
+            out=buffer["rows"], **built.read_arguments() | {"cu_seqlens_q": lengths, "max_seqlen_q": 0, "max_seqlen_k": 1 << 20}
+        )
+        assert not buffer.changed()
+
 
 def _ranges(case: Case, seq: int) -> tuple[Range, ...]:
     return case.mm_prefix[seq] if case.mm_prefix else ()

@@ -336,3 +336,19 @@ def test_lost_layers_of_which_a_config_does_not_tell_are_told_of(capacity: dict[
     assert "stored 2 of 3 layers" in caplog.text
     with pytest.raises(ArgumentError, match="cache: got one made for 3 layers, need one made from this model, of 2"):
         enable(make_model("Llama"))(IDS, **{GENERATE: KVQCache(model.config, "none", **capacity)})
+
+
+@pytest.mark.parametrize("capacity", [{}, {"residual_length": 16, "sink_tokens": 16}])
+def test_forwards_are_no_fault_to_the_debug_checks(capacity: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows padded on the left, and packed reads behind sinks, have fewer keys than query rows."""
+    model, ids = make_model("Llama"), IDS[:, :12]
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    found = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("KVQ_DEBUG", switch)
+        cache = KVQCache(model.config, "int4", max_cache_len=CAPACITY, **capacity)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            found.append(model(ids[:, :1], attention_mask=torch.cat((mask, mask[:, -1:]), 1), past_key_values=cache).logits)
+    assert torch.equal(*found)

@@ -263,7 +263,7 @@ class KVQCache(Cache):
             self._forward.take(cropped)
 
     def activate_past_recording(self) -> None:
-        """Keep tokens behind sliding windows until :meth:`crop`, so that it can bring them back into view."""
+        """From now on, drop tokens behind sliding windows in :meth:`crop` alone, so that it can bring them back into view."""
         if isinstance(self._forward, GrowingForward):
             self._forward.keep_past()
         super().activate_past_recording()

@@ -323,6 +323,6 @@ class FixedLayer(KVQLayer):
 
 def _real_last(mask: torch.Tensor) -> torch.Tensor | None:
     """The order of columns [batch_size, columns] that puts real ones last; ``None`` where they are. Waits for the device if it may."""
-    if mask.shape[1] == 1 or (not torch.compiler.is_compiling() and not (mask[:, :-1] & ~mask[:, 1:]).any()):
+    if mask.shape[1] == 1 or (may_wait(mask.device) and not (mask[:, :-1] & ~mask[:, 1:]).any()):
         return None
     return mask.int().argsort(dim=1, stable=True)

@@ -317,7 +317,7 @@ class GrowingForward(Forward):
         self.tables = tables
 
     def keep_past(self) -> None:
-        """Do not drop what is behind windows before the next :meth:`crop`."""
+        """From now on, drop what is behind windows in :meth:`crop` alone."""
         for table in self.tables.values():
             table.keeps_past = True
 

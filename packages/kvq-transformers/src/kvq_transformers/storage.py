@@ -102,8 +102,7 @@ class LayerPages:
             backend.check_smoothing(self.smoothing)
         # Ops are defined at first use, which torch.compile could not trace.
         for used in (backend, get_backend("none") if self._exact is None else self._exact.backend):
-            ops.write_op(used)
-            ops.read_op(used)
+            ops.define(used)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
         twin = copy(self)

@@ -109,7 +109,7 @@ class KVQBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Bytes of a token and head (vLLM 0.27 and later). Layers that are not quantized keep vLLM's rows."""
+        """Bytes of a token and head (vLLM 0.28 and later). Layers that are not quantized keep vLLM's rows."""
         settings = current()
         if spec.state_content_bytes is not None or not spec.kv_quant_mode:
             return spec
@@ -122,7 +122,7 @@ class KVQBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Layouts whose pages are in one piece, head-major first (vLLM 0.27 and later)."""
+        """Layouts whose pages are in one piece, head-major first (vLLM 0.28 and later)."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)

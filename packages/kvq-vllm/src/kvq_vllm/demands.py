@@ -12,7 +12,7 @@ import torch
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import LayerCaches
-from kvq_core.environment import kernels_of
+from kvq_core.environment import kernels_of, lacks_kernels
 from kvq_core.launch.warmup import Demand, places_of, reserve_workspace, warm_up
 from kvq_core.plan.planner import DECODE_QUERY_LEN
 from kvq_core.registry import get_backend
@@ -41,7 +41,10 @@ def longest_prefill(config: Any) -> int:
 
 def has_kernels(backend: QuantKVBackend) -> bool:
     """Whether both doors are kernels on a GPU. What a mode without them does there depends on values, and cannot be planned or captured."""
-    return kernels_of(backend) == {"write", "read"}
+    try:
+        return kernels_of(backend) == {"write", "read"} and not lacks_kernels(backend)
+    except ImportError:  # no Triton
+        return False
 
 
 def demands_of(impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0) -> tuple[Demand]:
@@ -71,11 +74,12 @@ def window_demands_of(
     impl: Any, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int = 0
 ) -> tuple[Demand, Demand]:
     """Of the exact rows of a layer with a residual window: read before packed ones; and alone, as a whole prompt of one sequence is."""
+    none = get_backend("none")
     length, sinks = Settings.of(config).residual_length, impl.residual.sink_blocks(block_size)
     few, many = (block_size * (sinks + blocks_read(length, block_size, rows)) for rows in (longest_decode(config), longest_prefill(config)))
     first = Demand(
-        mode=_NONE.mode,
-        places=places_of(_caches(impl, _NONE, num_blocks, block_size, dtype, page_bytes)),
+        mode=none.mode,
+        places=places_of(_caches(impl, none, num_blocks, block_size, dtype, page_bytes)),
         max_seqlen_k=many,
         decodes=(longest_decode(config), few),
         sinks=None if impl.sinks is None else impl.sinks.dtype,
@@ -131,7 +135,6 @@ def reserve_for(impl: Any, config: Any, dtype: torch.dtype, device: torch.device
         reserve_workspace(list(new), device)
 
 
-_NONE = get_backend("none")
 Demands = Callable[..., tuple[Demand, ...]]
 _RESERVED: set[Demand] = set()
 _WARM: set[Demand] = set()

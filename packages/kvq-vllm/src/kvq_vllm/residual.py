@@ -80,7 +80,7 @@ class ResidualLayer(AttentionLayerBase):
         """Blocks as large as fit a page of the packed layer."""
         check_residual(vllm_config)
         spec = self._layer.get_kv_cache_spec(vllm_config)
-        if hasattr(AttentionBackend, "customize_spec"):  # 0.27 and later
+        if hasattr(AttentionBackend, "customize_spec"):  # 0.28 and later
             spec = KVQBackend.customize_spec(spec)
         impl, dtype, settings = self.packed, vllm_config.model_config.dtype, Settings.of(vllm_config)
         token_bytes = impl.num_kv_heads * content_bytes(self._none, impl.head_size, impl.head_size, dtype)

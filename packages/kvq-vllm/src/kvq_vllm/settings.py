@@ -101,7 +101,7 @@ def _check_smoothed_mode(file: str, name: str, mode: str | None) -> None:
 def smallest_window_block(settings: Settings, head_size: int) -> int:
     """The least block size, a power of two, with which a page of packed rows holds 16 exact ones."""
     name = settings.kv_cache_dtype
-    # vLLM 0.27 and later size pages for the mode, earlier ones for the name that marks its layers.
+    # vLLM 0.28 and later size pages for the mode, earlier ones for the name that marks its layers.
     of_pages = {settings.backend(name), get_backend(name)} if name in VLLM_NAMES else {settings.backend(name)}
     content = min(content_bytes(backend, head_size, head_size, settings.dtype) for backend in of_pages)
     need = -(-16 * content_bytes(get_backend("none"), head_size, head_size, settings.dtype) // content)

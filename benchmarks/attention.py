@@ -27,12 +27,19 @@ def unmeasured(op: str, backend: QuantKVBackend, setting: Read) -> Row:
 
 
 def run(
-    op: str, backends: Sequence[QuantKVBackend], settings: Sequence[Setting], timer: Timer, *, with_peers: bool = True
+    op: str,
+    backends: Sequence[QuantKVBackend],
+    settings: Sequence[Setting],
+    timer: Timer,
+    *,
+    with_peers: bool = True,
+    backwards: bool = False,
 ) -> Iterator[Row]:
-    """A row for each mode in each setting, after those of others' kernels."""
+    """A row for each mode in each setting, after those of others' kernels; ``backwards``: the other way round within a setting."""
     for setting in settings:
         assert isinstance(setting, Read)
-        for peer in peers.beside(op, setting) if with_peers else ():
-            yield measured(timer, peer.unmeasured(setting), partial(peer.call, setting, timer.device), allow_eager=True)
-        for backend in backends:
-            yield measured(timer, unmeasured(op, backend, setting), partial(attend, backend, setting, timer.device))
+        others = peers.beside(op, setting) if with_peers else []
+        lines = [(peer.unmeasured(setting), partial(peer.call, setting, timer.device), True) for peer in others]
+        lines += [(unmeasured(op, backend, setting), partial(attend, backend, setting, timer.device), False) for backend in backends]
+        for row, build, is_peer in reversed(lines) if backwards else lines:
+            yield measured(timer, row, build, allow_eager=is_peer)

@@ -51,7 +51,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only decode in settings A, B and C")
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="only these (with commas or spaces); none is always among them")
-    parser.add_argument("--settings", metavar="A,B,...", help="only these, or all of decode, prefill or write; see shapes.py")
+    parser.add_argument("--settings", metavar="A,B,...", help="only these, or all of decode, prefill, write or more; see shapes.py")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), metavar="DIR", help="for the JSON and the PNG")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show the difference to an earlier run")
     parser.add_argument("--no-peers", action="store_true", help="leave others' kernels and the plain copy out")

@@ -16,6 +16,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+import attention
+import bench_prefill
 import bench_write
 import flash_attention
 import flashinfer_kernels
@@ -382,6 +384,27 @@ def test_peers_are_checked_before_they_are_timed(op: Any, query_len: int, error:
     with pytest.raises(ArithmeticError, match=r"a row of FlashInfer is 2\.0e-02") if error else nullcontext():
         op(setting, CPU)
     assert len(made) == (1 if error else 2)
+
+
+@pytest.mark.quick
+def test_prefill_is_timed_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that falls with each measurement is the same for all on average."""
+    order: list[str] = []
+
+    def measured(_: object, row: Row, build: object, *, allow_eager: bool) -> Row:
+        order.append(row.mode)
+        return (
+            replace(row, error="broken")
+            if row.mode == "fp8_per_tensor" and len(order) > 3
+            else replace(row, us=len(order), host_us=1.0, repeats=5)
+        )
+
+    monkeypatch.setattr(attention, "measured", measured)
+    backends = [get_backend(mode) for mode in ("none", "fp8_per_tensor", "int4")]
+    timer: Any = SimpleNamespace(device=CPU)
+    found = list(bench_prefill.run(backends, [Read("s", (8,), query_len=8, **HEADS)], timer, with_peers=False))
+    assert order == [backend.mode for backend in (*backends, *reversed(backends))]
+    assert [(row.us, row.repeats, row.error) for row in found] == [(3.5, 10, ""), (None, 0, "broken"), (3.5, 10, "")]
 
 
 @pytest.mark.quick

@@ -19,12 +19,12 @@ kvq bench --out new --compare old/benchmarks.json     what has changed since
 @click.command(epilog=_EXAMPLES)
 @mode_option
 @click.option("--quick", is_flag=True, help="Only decode, in settings A, B and C.")
-@click.option("--settings", metavar="A,B,...", help="Only these settings, or all of decode, prefill or write.")
+@click.option("--settings", metavar="A,B,...", help="Only these settings, or all of decode, prefill, write or more.")
 @click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help="For the JSON and the PNG.  [default: benchmark-results]")
 @click.option("--compare", type=click.Path(exists=True, dir_okay=False), metavar="OLD.json", help="Show the difference to an earlier run.")
-@click.option("--no-peers", is_flag=True, help="Leave FlashInfer and the plain copy out.")
+@click.option("--no-peers", is_flag=True, help="Leave others' kernels and the plain copy out.")
 def bench(modes: tuple[str, ...], quick: bool, settings: str | None, out: str | None, compare: str | None, no_peers: bool) -> None:
-    """Decode, prefill and write of every installed mode, against none and FlashInfer's bf16 kernels in the same run.
+    """Decode, prefill and write of every installed mode, against none and the kernels of others that are installed, in the same run.
 
     Needs a CUDA GPU. Nothing is timed before every mode has passed a correctness gate. Prints tables, writes benchmarks.json and
     benchmarks.png. Exit status: 1 if a row ended in an error, 3 if the gate is red.

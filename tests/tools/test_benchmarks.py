@@ -308,7 +308,7 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_what_is_tuned_is_used_from_then_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With every measurement beside it; what cannot be measured is told and not written."""
-    facts = {"variant": "", "ways": 4, "width": 128, "rows": 512, "store_mma": True}
+    facts = {"variant": "", "ways": 4, "width": 128, "rows": 512, "side_bytes": False, "store_mma": True}
     before = choose("sm_90", plan.Write, facts)
     winner, path = replace(before, rows=8, warps=1), lookup.own_folder() / "sm_90.json"
     argv = ["--quick", "--modes", "int4", "--kinds", "write"]

@@ -165,21 +165,22 @@ def test_plans_of_the_shipped_tables(words: str) -> None:
     assert " + ".join(in_words(replace(A, **PLANS[words]))) == words
 
 
-WRITES: dict[str, tuple[str, str, int, int, bool]] = {
-    "8 w1": ("", "", 4, 512, False),
-    "16 w1": ("", "", 4, 65536, False),
-    "4 w1": ("sm_90", "int8", 2, 1024, False),
-    "8 w2": ("sm_90", "int8", 2, 1025, False),
-    "16 w1 mma": ("sm_90", "", 4, 49152, True),
-    "16 w2 mma": ("sm_90", "", 8, 16383, True),
+WRITES: dict[str, tuple[str, str, int, int, bool, bool]] = {
+    "8 w1": ("", "", 4, 512, False, False),
+    "16 w1": ("", "", 4, 65536, False, False),
+    "4 w1": ("sm_90", "int8", 2, 1024, False, False),
+    "8 w2": ("sm_90", "int8", 2, 1025, False, False),
+    "16 w1 mma": ("sm_90", "", 4, 49152, True, False),
+    "16 w2 mma": ("sm_90", "", 8, 16383, True, False),
+    "8 w1 of int3": ("sm_90", "", 8, 65536, False, True),
 }
 
 
 @pytest.mark.parametrize("words", WRITES)
 def test_writes_of_the_shipped_tables(words: str) -> None:
-    arch, variant, ways, rows, fits = WRITES[words]
-    tile = write_tile(arch, variant, ways, 128, rows, store_mma_fits=fits)
-    assert f"{tile.rows} w{tile.warps}" + " mma" * tile.store_mma == words
+    arch, variant, ways, rows, fits, side_bytes = WRITES[words]
+    tile = write_tile(arch, variant, ways, 128, rows, store_mma_fits=fits, side_bytes=side_bytes)
+    assert f"{tile.rows} w{tile.warps}" + " mma" * tile.store_mma == words.removesuffix(" of int3")
 
 
 def test_batch_invariance_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,11 @@ CHANGES: list[tuple[list[Any], Any, str]] = [
     (["arch"], 90, "arch: got 90, need text"),
     (["prefil"], [], "prefil: got [], need one of arch, combine, decode, format, groups, prefill, runs, write in its place"),
     (["write"], {}, "write: got {}, need a list"),
-    ([*WRITE, "where", "keys"], 3, "write[0].where.keys: got 3, need one of rows, store_mma, variant, ways, width in its place"),
+    (
+        [*WRITE, "where", "keys"],
+        3,
+        "write[0].where.keys: got 3, need one of rows, side_bytes, store_mma, variant, ways, width in its place",
+    ),
     ([*WRITE, "where", "ways"], True, "write[0].where.ways: got True, need a whole number, or its bounds {min, max}"),
     ([*WRITE, "where", "rows"], {"min": 9, "max": 8}, "write[0].where.rows: got {'min': 9, 'max': 8}, need bounds"),
     ([*WRITE, "choice", "rows"], 48, "write[0].choice.rows: got 48, need a power of two from 4 to 128"),

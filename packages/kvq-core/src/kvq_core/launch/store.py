@@ -26,7 +26,7 @@ def launch_rows(kernels: Kernels, rows: NewRows) -> LaunchRecord:
     store_mma = dispatch.sm90_write(kernels, rows)
     fit = store_mma is not None
     variant = "ordered" if form.key.ordered else plane.variant
-    tile = planner.write_tile(device.arch, variant, plane.ways, width, total, rows.batch_invariant, fit)
+    tile = planner.write_tile(device.arch, variant, plane.ways, width, total, rows.batch_invariant, fit, plane.side_bytes)
     config = WriteConfig(
         format=form,
         head_size=head_size,

@@ -160,6 +160,7 @@ class Write(Choice):
         {
             **FORMAT_FACTS,
             "rows": int,  # of the call: tokens x kv heads
+            "side_bytes": bool,  # whether there is a byte beside each lane
             "store_mma": bool,  # whether such a kernel can take them
         }
     )

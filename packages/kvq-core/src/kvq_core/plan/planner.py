@@ -372,11 +372,19 @@ def combine_tile(problem: Problem, launch: Launch, row_blocks: int) -> choices.C
 
 
 def write_tile(
-    arch: str, variant: str, ways: int, width: int, rows: int, batch_invariant: bool = False, store_mma_fits: bool = False
+    arch: str,
+    variant: str,
+    ways: int,
+    width: int,
+    rows: int,
+    batch_invariant: bool = False,
+    store_mma_fits: bool = False,
+    side_bytes: bool = False,
 ) -> choices.Write:
     """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded; ``store_mma_fits``: whether a kernel of fragments
-    can take them."""
+    can take them; ``side_bytes``: whether a byte lies beside each lane."""
     # A row's sums may be laid out as its program's rows are.
     rows = 1 if batch_invariant else rows
-    facts: dict[str, choices.Fact] = {"variant": variant, "ways": ways, "width": width, "rows": rows, "store_mma": store_mma_fits}
+    facts: dict[str, choices.Fact] = {"variant": variant, "ways": ways, "width": width, "rows": rows}
+    facts |= {"side_bytes": side_bytes, "store_mma": store_mma_fits}
     return lookup.choose(arch, choices.Write, facts)

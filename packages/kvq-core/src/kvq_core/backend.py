@@ -260,7 +260,7 @@ class QuantKVBackend(ABC):
 
         Raises:
             ArgumentError: an argument does not fit; nothing was written.
-            PlanTableError: a table of launch plans of yours (``KVQ_PLANS``) is wrong. BrokenBackendError: the mode's own code is.
+            KVQError: a table of launch plans of yours (``KVQ_PLANS``) is wrong, or the mode's own code.
         """
         arguments: tuple[Any, ...] = (key, value, key_cache, value_cache, slot_mapping, k_scale_cache, v_scale_cache)
         if smoothing is not None:
@@ -350,7 +350,7 @@ class QuantKVBackend(ABC):
                 :func:`kvq_core.combine` would make them. Of sinks only one of the two may have been told.
 
         Raises:
-            ArgumentError, PlanTableError, BrokenBackendError: as :meth:`reshape_and_cache`.
+            ArgumentError, KVQError: as :meth:`reshape_and_cache`.
         """
         arguments: tuple[Any, ...] = (
             q,

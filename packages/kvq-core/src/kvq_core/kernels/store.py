@@ -168,8 +168,8 @@ def has_nan(x):
 
 @triton.jit
 def any_row(x, ASM: tl.constexpr):
-    """Whether any of [ROWS] bool is set, for a branch. By votes of warps: else the compiler takes a warp's threads for able to disagree,
-    and has code for that at each exchange between them."""
+    """Whether any of [ROWS] bool is set, for a branch. By a vote of each warp: else the compiler takes the branch for divergent, and adds
+    code for that at each shuffle in it."""
     found = x.to(tl.int32)
     if ASM:
         found = tl.inline_asm_elementwise(

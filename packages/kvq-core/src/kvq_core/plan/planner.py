@@ -381,8 +381,8 @@ def write_tile(
     store_mma_fits: bool = False,
     side_bytes: bool = False,
 ) -> choices.Write:
-    """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded; ``store_mma_fits``: whether a kernel of fragments
-    can take them; ``side_bytes``: whether a byte lies beside each lane."""
+    """The tile of a write of ``rows`` (token, head) rows with ``width`` channels, padded; ``store_mma_fits``: whether the mode's kernel in
+    the MMA layout can take them; ``side_bytes``: whether a byte lies beside each lane."""
     # A row's sums may be laid out as its program's rows are.
     rows = 1 if batch_invariant else rows
     facts: dict[str, choices.Fact] = {"variant": variant, "ways": ways, "width": width, "rows": rows}

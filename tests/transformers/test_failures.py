@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cache_checks import interrupted
 from kvq_core import ArgumentError, KVQError
-from kvq_transformers import KVQCache, disable, enable
+from kvq_transformers import KVQCache, disable, enable, fixed
 from kvq_transformers.forward import CacheStateError
 from kvq_transformers.layers import KVQLayer
 from kvq_transformers.naming import GENERATE
@@ -336,6 +336,18 @@ def test_lost_layers_of_which_a_config_does_not_tell_are_told_of(capacity: dict[
     assert "stored 2 of 3 layers" in caplog.text
     with pytest.raises(ArgumentError, match="cache: got one made for 3 layers, need one made from this model, of 2"):
         enable(make_model("Llama"))(IDS, **{GENERATE: KVQCache(model.config, "none", **capacity)})
+
+
+def test_no_value_of_a_mask_is_read_where_nobody_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a stream is captured."""
+    mask = torch.tensor([[True, False, True]])
+    for waits in (True, False):
+        read: list[bool] = []
+        monkeypatch.setattr(fixed, "may_wait", lambda device, waits=waits: waits)
+        monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor, read=read: read.append(True) or bool(tensor.item()))
+        order = fixed._real_last(mask)
+        monkeypatch.undo()
+        assert order is not None and order.tolist() == [[1, 0, 2]] and bool(read) == waits
 
 
 @pytest.mark.parametrize("capacity", [{}, {"residual_length": 16, "sink_tokens": 16}])

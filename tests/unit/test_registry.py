@@ -98,6 +98,18 @@ def test_of_modes_that_are_not_installed_the_pip_command_is_told(monkeypatch: py
             get_backend(name)
 
 
+def test_a_mode_keeps_the_scales_that_its_ops_were_defined_with() -> None:
+    """torch's ops say which arguments they change, for as long as the process lives."""
+    stored, given = (
+        type("Swapped", (NoneBackend,), {"mode": "swapped", "reads_scales": True, "needs_scale_caches": stores}) for stores in (True, False)
+    )
+    register_backend(given)
+    get_backend("swapped")
+    register_backend(stored, replace=True)
+    with pytest.raises(ArgumentError, match=r"^backend: got mode swapped with needs_scale_caches True.*before in this process"):
+        get_backend("swapped")
+
+
 def test_rivals_are_an_error_until_one_is_chosen(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each call, by ``KVQ_BACKENDS`` or by a qualified name, which goes first."""
     install("kvq-int4-turbo", "int4_per_token_head")
@@ -169,7 +181,9 @@ AT_IMPORT = {
     "from kvq_core.backend import QuantKVBackend\nclass Backend(QuantKVBackend): mode = 'int7'": "TypeError.*abstract",
     HEAD.replace("int7", "other"): "mode attribute is 'other'",
     HEAD.replace("'int7'", "3"): "no mode attribute of type str",
-    **dict.fromkeys((f"{HEAD}    {name} = None\n" for name in ("head_size_multiple", "max_head_size", "reads_scales", "read")), ""),
+    **dict.fromkeys(
+        (f"{HEAD}    {name} = None\n" for name in ("head_size_multiple", "max_head_size", "order_multiple", "reads_scales", "read")), ""
+    ),
     f"{HEAD}    packing_factor = 2.0\n": "",
     f"{HEAD}    packing_factor = 3\n    head_size_multiple = 4\n": "",
     f"{HEAD}    read_level_errors = (float('nan'),)\n": "",

@@ -108,6 +108,9 @@ def test_head_sizes_that_are_no_whole_lanes_are_told(base: str, channels: int) -
     for use in (wrong.write, wrong.read):
         with pytest.raises(BrokenBackendError, match=f"mode 'selfcheck_lanes': {said}"):
             use(None)
+    ordered = type("Ordered", (type(get_backend("int4")),), {"mode": "selfcheck_ordered", "order_multiple": 32})()
+    with pytest.raises(BrokenBackendError, match="it has an order_multiple, and its kernels' format no ordered_key"):
+        ordered.write(None)
 
 
 class Sized(NoneBackend):

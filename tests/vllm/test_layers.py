@@ -15,6 +15,7 @@ from kvq_core.errors import ArgumentError
 from kvq_core.smoothing.calibration import KeySmoothing, KeyStatistics, ModelSmoothing
 from kvq_core.smoothing.qk_norm import rows_of_heads
 from kvq_vllm import smoothing
+from kvq_vllm.demands import has_kernels
 from kvq_vllm.sharing import share
 from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
 
@@ -321,3 +322,10 @@ def test_a_smoothing_follows_new_weights_in_its_tensors(kvq_in_vllm: Any, caplog
     del owner.rotary_emb
     impl.process_weights_after_loading(torch.bfloat16)
     assert impl.smoothing.fingerprint == new.fingerprint and f"keys of {layer.layer_name} keep the smoothing" in caplog.text
+
+
+def test_only_modes_with_kernels_are_captured() -> None:
+    """What runs in plain torch looks at values: a mode without ``kernels``, or one whose ``kernels`` returns None."""
+    pytest.importorskip("triton")
+    forgetful = type("Forgetful", (type(get_backend("int4")),), {"mode": "forgetful", "kernels": lambda self: None})()
+    assert [has_kernels(backend) for backend in (get_backend("int4"), get_backend("int8/int4"), forgetful)] == [True, True, False]

@@ -172,7 +172,8 @@ WRITES: dict[str, tuple[str, str, int, int, bool, bool]] = {
     "8 w2": ("sm_90", "int8", 2, 1025, False, False),
     "16 w1 mma": ("sm_90", "", 4, 49152, True, False),
     "16 w2 mma": ("sm_90", "", 8, 16383, True, False),
-    "8 w1 of int3": ("sm_90", "", 8, 65536, False, True),
+    "4 w1 of int3": ("sm_90", "", 8, 1024, False, True),
+    "8 w1 of int3": ("sm_90", "", 8, 1025, False, True),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import Batch, Scoring, Splits
+from kvq_core.kernels.args import BatchArgs, ScoringArgs, Splits
 from kvq_core.kernels.scheduler import assigned_range, next_work_tile
 from kvq_core.testing import places
 
@@ -67,12 +67,12 @@ def record_work(tiles, batch, scoring, splits, num_seqs, table_width, C: tl.cons
 def schedule(lengths: list[int], device: torch.device, programs: int = PROGRAMS, least: int = 1, alone: bool = False) -> list[Tiles]:
     """The work tiles of each program, checked: every key of a row is in one, and the first knows how many there are."""
     tiles = torch.full((programs, MOST, 4), -1, dtype=torch.int32, device=device)
-    batch = Batch(
+    batch = BatchArgs(
         torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
         torch.zeros((1, 1), dtype=torch.int32, device=device),
     )
-    scoring = Scoring(1.0, None, None, None, None, None, 0, 0, None, 0)
+    scoring = ScoringArgs(1.0, None, None, None, None, None, 0, 0, None, 0)
     record_work[(programs,)](tiles, batch, scoring, Splits(least, 0, 0), len(lengths), 1 << 20, C=Config(Tile(alone=alone)))
     found = [[(*tile,) for tile in of_program if tile[0] >= 0] for of_program in tiles.tolist()]
     for seq, length in enumerate(lengths):

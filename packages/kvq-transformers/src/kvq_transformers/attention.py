@@ -16,7 +16,7 @@ from kvq_transformers.key_bias import key_projections
 from kvq_transformers.layers import HANDLE, GrowingLayer, KVQLayer
 from kvq_transformers.masks import check_reach, kvq_mask, may_wait, padding_of, reaching_too_far
 from kvq_transformers.rows import GrowingForward
-from kvq_transformers.storage import Scoring
+from kvq_transformers.storage import LayerScoring
 from kvq_transformers.weights import layer_norms
 
 NAME: Final = "kvq"
@@ -84,7 +84,7 @@ def kvq_attention(
         _check_reach(attention_mask, query.shape[2], window)
     elif layer.window is not None:
         window = layer.window if window is None else min(window, layer.window)
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux)
+    scoring = LayerScoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux)
     mask = padding_of(attention_mask, query.shape[2])
     out = layer.attend(query, key, value, mask, scoring)
     if torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from kvq_transformers.key_bias import Embedding, embeddings
 from kvq_transformers.layers import GrowingLayer
 from kvq_transformers.reading import check_text, read_through
 from kvq_transformers.rows import token_rows
-from kvq_transformers.storage import Scoring
+from kvq_transformers.storage import LayerScoring
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _CountingLayer(GrowingLayer):
         self._seen: torch.Tensor | int = 0
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor:
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
         q, k, v = (token_rows(x)[real.flatten()] for x in (query, key, value))

@@ -23,7 +23,7 @@ from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.layers import KVQLayer
 from kvq_transformers.masks import check_reach, may_wait, reaching_too_far
 from kvq_transformers.rows import piece_length, token_rows
-from kvq_transformers.storage import Batch, LayerPages, Scoring
+from kvq_transformers.storage import LayerBatch, LayerPages, LayerScoring
 
 
 class Lengths:
@@ -251,7 +251,7 @@ class FixedLayer(KVQLayer):
         return self.max_cache_len, 0
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor:
         columns = key.shape[2]
         self.forward.plan(columns, mask)
@@ -289,7 +289,7 @@ class FixedLayer(KVQLayer):
         mask: torch.Tensor | None,
         start: torch.Tensor,
         end: torch.Tensor,
-        scoring: Scoring,
+        scoring: LayerScoring,
         is_first: bool,
     ) -> torch.Tensor:
         """``start`` and ``end`` [batch_size] int32: the lengths before and after the piece."""
@@ -310,7 +310,7 @@ class FixedLayer(KVQLayer):
         out = query.new_empty(batch_size * num_queries, num_heads, value.shape[-1])
         if num_queries:
             starts = torch.arange(0, batch_size * num_queries + 1, num_queries, dtype=torch.int32, device=self.device)
-            batch = Batch(starts, end, self.block_table, num_queries, self.max_cache_len, residual)
+            batch = LayerBatch(starts, end, self.block_table, num_queries, self.max_cache_len, residual)
             self.pages.attend(token_rows(query), out, batch, scoring)
         return out.view(batch_size, num_queries, num_heads, value.shape[-1])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvq_core.residual.step import Read, ResidualStep, Staging
+from kvq_core.residual.step import ReadBatch, ResidualStep, Staging
 from kvq_core.residual.window import ResidualWindow
 
 
@@ -76,11 +76,11 @@ class FixedWindow:
         slot = torch.where(in_sinks, position, self.sinks + position % ring) + self.first_block * self.size
         slots = torch.where(kept, slot, -1).flatten()
         if columns <= self.appended:
-            read, staging = Read(self._table(first, self.blocks), used, self.blocks * self.size, first), None
+            read, staging = ReadBatch(self._table(first, self.blocks), used, self.blocks * self.size, first), None
         else:
             read, staging = self._staged(position, mask, first, used)
         # Sinks may take all blocks that a row has.
-        packed = None if is_first or not self.packed_len else Read(self.packed_table, (end - self.sinks).clamp(min=0), self.packed_len)
+        packed = None if is_first or not self.packed_len else ReadBatch(self.packed_table, (end - self.sinks).clamp(min=0), self.packed_len)
         stops = torch.minimum(first, end) - self.sinks
         return ResidualStep((), slots.long(), staging, read, packed, stops, self.first_positions)
 
@@ -95,7 +95,9 @@ class FixedWindow:
         in_ring = sink_blocks + (first[:, None] // self.size + index - sink_blocks) % self.ring_blocks
         return (self.first_block + torch.where(index < sink_blocks, index, in_ring)).to(torch.int32)
 
-    def _staged(self, position: torch.Tensor, mask: torch.Tensor | None, first: torch.Tensor, used: torch.Tensor) -> tuple[Read, Staging]:
+    def _staged(
+        self, position: torch.Tensor, mask: torch.Tensor | None, first: torch.Tensor, used: torch.Tensor
+    ) -> tuple[ReadBatch, Staging]:
         """Blocks for this call alone: the exact rows of before, and the new ones behind them."""
         batch_size, columns = position.shape
         device = position.device
@@ -108,4 +110,4 @@ class FixedWindow:
         slots = slots if mask is None else torch.where(mask, slots, -1)
         sources, targets = self._table(first, before).long().flatten(), table[:, :before].long().flatten()
         staging = Staging(batch_size * each, sources, targets, slots.flatten().long())
-        return Read(table, used, each * self.size, first), staging
+        return ReadBatch(table, used, each * self.size, first), staging

@@ -20,7 +20,7 @@ from kvq_core.errors import ArgumentError, KVQError
 from kvq_transformers.forward import Forward
 from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.rows import GrowingForward, Piece, RowTable, token_rows
-from kvq_transformers.storage import Batch, LayerPages, Scoring, SharedBackend
+from kvq_transformers.storage import LayerBatch, LayerPages, LayerScoring
 
 HANDLE = "_kvq_layer"
 
@@ -48,11 +48,8 @@ class KVQLayer(CacheLayerMixin):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.backend.mode!r}{'' if self.window is None else f', window={self.window}'})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"backend": SharedBackend(self.backend)}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"backend": state["backend"].backend})
+        self.__dict__.update(state)
         if self.is_initialized:
             self.device = self.pages.device
 
@@ -110,7 +107,7 @@ class KVQLayer(CacheLayerMixin):
         self.forward.arrive(self.index)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor:
         """Write K and V into the pages, then attend over them. Nothing of it is differentiated.
 
@@ -156,7 +153,7 @@ class KVQLayer(CacheLayerMixin):
 
     @abstractmethod
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor: ...
 
 
@@ -192,7 +189,7 @@ class GrowingLayer(KVQLayer):
         return query_length, self.forward.columns
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor:
         batch_size, num_heads, num_queries, _ = query.shape
         columns = key.shape[2]
@@ -207,7 +204,9 @@ class GrowingLayer(KVQLayer):
             piece.put(self._attend_piece(query, key, value, piece, scoring), out)
         return out
 
-    def _attend_piece(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scoring: Scoring) -> torch.Tensor:
+    def _attend_piece(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scoring: LayerScoring
+    ) -> torch.Tensor:
         """The piece's rows of the result, [num_tokens, num_query_heads, head_size_v]."""
         batch = self._write(piece.take(key), piece.take(value), piece)
         q = piece.take(query)
@@ -222,7 +221,7 @@ class GrowingLayer(KVQLayer):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         table: RowTable,
-        scoring: Scoring,
+        scoring: LayerScoring,
     ) -> torch.Tensor:
         """Fewer queries than keys: those of the last columns, as when another cache hands over all of its keys."""
         batch_size, num_heads, num_queries, _ = query.shape
@@ -243,11 +242,11 @@ class GrowingLayer(KVQLayer):
         out.view(-1, *result.shape[1:])[chosen] = result
         return out
 
-    def _write(self, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> Batch:
+    def _write(self, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> LayerBatch:
         self.pages.copy_blocks(piece.growth.copies)
         step = piece.step(self.table.block_size, self.device)
         is_first = self.forward.is_fresh and not piece.first
         positions = step.positions_for(self.pages.smoothing)
         self.pages.write(key, value, step.slot_mapping, positions, is_first=is_first, residual=step.residual)
         lengths = step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k
-        return Batch(*lengths, step.residual, step.first_positions)
+        return LayerBatch(*lengths, step.residual, step.first_positions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from kvq_core.backend import QuantKVBackend
 from kvq_core.cache.layout import Geometry, LayerCaches
 from kvq_core.cache.pages import Pages
 from kvq_core.call import ops
-from kvq_core.errors import KVQError
 from kvq_core.registry import get_backend
 from kvq_core.residual.rows import ExactPages
 from kvq_core.residual.step import ResidualStep
@@ -22,7 +20,7 @@ from kvq_core.smoothing.calibration import FIRST_PREFILL, KeySmoothing, KeyStati
 from kvq_transformers.given import NOTHING, LayerGiven
 
 
-class Scoring(NamedTuple):
+class LayerScoring(NamedTuple):
     """How a model's layer turns q.k into weights, in the terms of ``unified_attention``.
 
     ``window`` is transformers' ``sliding_window``: keys a row sees, its own included (``None``: all). ``sinks`` [num_query_heads].
@@ -34,7 +32,7 @@ class Scoring(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-class Batch(NamedTuple):
+class LayerBatch(NamedTuple):
     """Who attends to what, as ``unified_attention`` takes it: int32 tensors on the layer's device."""
 
     cu_seqlens_q: torch.Tensor
@@ -44,26 +42,6 @@ class Batch(NamedTuple):
     max_seqlen_k: int
     residual: ResidualStep | None = None
     first_positions: torch.Tensor | None = None
-
-
-class SharedBackend:
-    """A backend inside of copies: a mode has one instance, and another would be another mode to the registered ops."""
-
-    def __init__(self, backend: QuantKVBackend) -> None:
-        self.backend = backend
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SharedBackend:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[[str], SharedBackend], tuple[str]]:
-        mode = self.backend.mode
-        if get_backend(mode) is not self.backend:
-            raise KVQError(f"pickle: mode {mode} is not the registered backend of that name, which unpickling would take instead")
-        return _registered, (mode,)
-
-
-def _registered(mode: str) -> SharedBackend:
-    return SharedBackend(get_backend(mode))
 
 
 class LayerPages:
@@ -116,13 +94,12 @@ class LayerPages:
         # Bytes without the typed views of them; copies, since multiprocessing would share the memory.
         bytes_of = {name: buffer.clone() for name, buffer in self._buffers(self._pages).items()}
         exact = None if self._exact is None else (self._exact.window, {name: x.clone() for name, x in self._exact.tensors.items()})
-        return self.__dict__ | {"backend": SharedBackend(self.backend), "_pages": bytes_of, "_exact": exact}
+        return self.__dict__ | {"_pages": bytes_of, "_exact": exact}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state["_pages"]
         # Where torch.load put them.
-        found = {"backend": state["backend"].backend, "device": next(iter(saved.values())).device}
-        self.__dict__.update(state | found)
+        self.__dict__.update(state | {"device": next(iter(saved.values())).device})
         self._pages = self._allocated(replace(self.geometry, num_blocks=next(iter(saved.values())).shape[1]))
         for name, buffer in self._buffers(self._pages).items():
             buffer.copy_(saved[name])
@@ -225,7 +202,7 @@ class LayerPages:
             self._exact.copy_blocks(residual.copies)
             self._exact.write(0, key, value, residual, smoothing=self.smoothing, positions=positions)
 
-    def attend(self, q: torch.Tensor, out: torch.Tensor, batch: Batch, scoring: Scoring) -> None:
+    def attend(self, q: torch.Tensor, out: torch.Tensor, batch: LayerBatch, scoring: LayerScoring) -> None:
         """Causal attention of rows ``q`` [num_tokens, num_query_heads, head_size] over the pages, into ``out``."""
         caches = self.caches
         options: dict[str, Any] = {

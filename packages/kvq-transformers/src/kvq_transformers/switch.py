@@ -17,7 +17,6 @@ from kvq_transformers.cache import KVQCache
 from kvq_transformers.given import Scales
 from kvq_transformers.modes import Modes
 from kvq_transformers.naming import GENERATE, NAMES
-from kvq_transformers.storage import SharedBackend
 from kvq_transformers.support import decoder_config
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -99,14 +98,6 @@ class _Generate:
 
     def __init__(self, model: Any, settled: dict[str, Any], replaced: Callable[..., Any] | None) -> None:
         self.model, self.settled, self.replaced = model, settled, replaced
-
-    def __getstate__(self) -> dict[str, Any]:
-        modes = {layer: SharedBackend(backend) for layer, backend in self.settled["mode"].items()}
-        return self.__dict__ | {"settled": self.settled | {"mode": modes}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        modes = {layer: shared.backend for layer, shared in state["settled"]["mode"].items()}
-        self.__dict__.update(state | {"settled": state["settled"] | {"mode": modes}})
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -23,7 +23,7 @@ from kvq_core.errors import ArgumentError
 from kvq_transformers.given import whole
 from kvq_transformers.layers import GrowingLayer
 from kvq_transformers.reading import check_text, read_through
-from kvq_transformers.storage import Scoring
+from kvq_transformers.storage import LayerScoring
 
 _INPUTS: Final = ("v_proj", "qkv_proj")
 """What families call the linear layer that values come from."""
@@ -41,7 +41,7 @@ class _Row:
     def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
         self.key, self.value, self.weight = key, value, key.new_zeros(key.shape[:2], dtype=torch.float32)
 
-    def add(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, residual_length: int) -> None:
+    def add(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: LayerScoring, residual_length: int) -> None:
         """Further tokens: ``q`` [num_query_heads, n, head_size], ``k`` and ``v`` [num_kv_heads, n, head_size(_v)]."""
         before = self.key.shape[1]
         self.key, self.value = torch.cat([self.key, k], 1), torch.cat([self.value, v], 1)
@@ -59,7 +59,7 @@ class _Row:
         return (value * weight[..., None]).transpose(1, 2) @ value
 
 
-def _weights(q: torch.Tensor, key: torch.Tensor, distance: torch.Tensor, scoring: Scoring, head: int) -> torch.Tensor:
+def _weights(q: torch.Tensor, key: torch.Tensor, distance: torch.Tensor, scoring: LayerScoring, head: int) -> torch.Tensor:
     """Of query rows ``q`` [group, n, head_size] over a kv head's keys that are ``distance`` [n, num_keys] before them."""
     scores = q @ key.T * scoring.softmax_scale
     if scoring.softcap:
@@ -87,7 +87,7 @@ class _WeighingLayer(GrowingLayer):
         hooks.callback(projections.output.register_forward_pre_hook(self._compare).remove)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor:
         flat = value.transpose(1, 2).flatten(2)
         if not torch.equal(self._made[..., -flat.shape[-1] :], flat):

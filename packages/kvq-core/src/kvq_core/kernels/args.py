@@ -12,7 +12,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-class Plane(NamedTuple):
+class PlaneArgs(NamedTuple):
     """K or V of a paged cache. Strides in elements; ``codes`` of a packed mode is seen as 16-bit lanes."""
 
     codes: Any
@@ -25,7 +25,7 @@ class Plane(NamedTuple):
     scale_head_stride: Any
 
 
-class Rows(NamedTuple):
+class RowsArgs(NamedTuple):
     """A [tokens, heads, channels] tensor with contiguous channels: q, out, or new K/V rows.
 
     Where keys are smoothed, ``mean`` and ``factor`` [kv heads, channels] float32 or None: new keys become ``(k - mean) * factor``; q
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     positions: Any = None
 
 
-class Output(NamedTuple):
+class OutputArgs(NamedTuple):
     """Where results go: a [tokens, heads, channels] tensor with contiguous channels, and ``lse`` [tokens, heads] float32, contiguous, or
     None: the natural logarithm of each row's softmax denominator.
 
@@ -58,7 +58,7 @@ class Output(NamedTuple):
     other_lse: Any = None
 
 
-class Batch(NamedTuple):
+class BatchArgs(NamedTuple):
     """Who attends to what. ``table_stride`` travels beside it, so that it is not specialized on. ``key_stops`` and ``first_positions`` may
     be None, and ``first_tiles``, where no keys are staged (:mod:`.staging`)."""
 
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     first_tiles: Any = None
 
 
-class Scoring(NamedTuple):
+class ScoringArgs(NamedTuple):
     """How a score comes from a query and a key. ``window_left``, ``softcap`` and the pointers may be None.
 
     ``qq_bias`` is [qq_bias_size, qq_bias_size] with row stride ``qq_bias_stride``; ``ranges`` is mm_prefix_range [num_seqs, num_ranges, 2].
@@ -149,7 +149,7 @@ class WorkTile(NamedTuple):
     item: Any
 
 
-class RowBlock(NamedTuple):
+class CombineRows(NamedTuple):
     """The query rows of one tile, as the combine kernel knows them: in ``num_splits``, of which the first is ``item``."""
 
     first_token: Any
@@ -201,7 +201,7 @@ class RotaryRows(NamedTuple):
     first: Any
 
 
-class Tiles(NamedTuple):
+class KeyTiles(NamedTuple):
     """Numbers of key tiles: ``first`` up to ``last``, and from ``gap_at`` on ``gap`` more (scalars)."""
 
     first: Any

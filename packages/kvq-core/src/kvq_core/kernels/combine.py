@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvq_core.kernels.args import RowBlock, SoftmaxState
+from kvq_core.kernels.args import CombineRows, SoftmaxState
 from kvq_core.kernels.hadamard import unrotate_row
 from kvq_core.kernels.queries import store_channels, store_rows
 from kvq_core.kernels.scheduler import only_units, range_size
@@ -49,7 +49,7 @@ def combine_alone(output, output_scale, batch, scoring, splits, partials, num_pr
         gdc_wait()
     if num_splits >= C.tile.least_splits:
         zero = program * 0  # as the kernels' values are: a plain 0 has no width to be widened from
-        block = RowBlock(first_token, zero, query_len, num_splits, zero)
+        block = CombineRows(first_token, zero, query_len, num_splits, zero)
         combine_row(program // TILE.slices, program % TILE.slices, block, output, output_scale, scoring, splits, partials, TILE, C)
 
 
@@ -90,7 +90,7 @@ def row_block(number, num_row_blocks, batch, partials, C: tl.constexpr):
         gdc_wait()
     num_splits = tl.load(partials.plan + number * 2, mask=served, other=0)
     item = tl.load(partials.plan + number * 2 + 1, mask=served, other=0)
-    return RowBlock(first_token, row_start, query_len, num_splits, item)
+    return CombineRows(first_token, row_start, query_len, num_splits, item)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import KeyTile, Tiles
+from kvq_core.kernels.args import KeyTile, KeyTiles
 from kvq_core.kernels.side_bytes import load_side_bytes
 
 BLOCKS = tl.constexpr(128)  # block ids looked at together
@@ -57,12 +57,12 @@ def tiles_of(work, unmasked, LOOP: tl.constexpr, C: tl.constexpr):
     """
     begin, end = unmasked
     if LOOP == 0:
-        tiles = Tiles(begin, end, end, 0)
+        tiles = KeyTiles(begin, end, end, 0)
     else:
         KEYS: tl.constexpr = C.masked.tile.keys
         SMALLER: tl.constexpr = C.tile.keys // KEYS
         gap = (end - begin) * SMALLER
-        tiles = Tiles(work.start // KEYS, tl.cdiv(work.stop, KEYS) - gap, begin * SMALLER, gap)
+        tiles = KeyTiles(work.start // KEYS, tl.cdiv(work.stop, KEYS) - gap, begin * SMALLER, gap)
     return tiles
 
 

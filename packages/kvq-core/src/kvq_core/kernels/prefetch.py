@@ -8,7 +8,7 @@ whole tile, where these come first (:attr:`~kvq_core.kernels.config.ReadConfig.m
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import Tiles
+from kvq_core.kernels.args import KeyTiles
 from kvq_core.kernels.paged_kv import key_tile, page_offset, tile_offsets
 
 FETCH_BYTES = tl.constexpr(64)  # two sectors, which memory sends together
@@ -30,7 +30,7 @@ def prefetch_tile(t, keys, values, work, kv_head, batch, table_stride, num_block
     K_HEADS: tl.constexpr = C.key_heads
     V_HEADS: tl.constexpr = C.value_heads
     LAST: tl.constexpr = C.tile.loops - 1  # the loop that checks whether blocks exist
-    tile = key_tile(t, Tiles(t, t + 1, t + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
+    tile = key_tile(t, KeyTiles(t, t + 1, t + 1, 0), work, batch, table_stride, num_blocks, scoring, LAST, C)
     k_offset, v_offset = tile_offsets(keys, values, tile, C)
     request_rows(keys, k_offset, kv_head, K_HEADS, C)
     request_rows(values, v_offset, kv_head, V_HEADS, C)

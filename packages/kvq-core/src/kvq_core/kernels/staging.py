@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvq_core.kernels.args import Tiles, WorkTile
+from kvq_core.kernels.args import KeyTiles, WorkTile
 from kvq_core.kernels.dots import dot_signs
 from kvq_core.kernels.hadamard import apply_signs, apply_way_signs, butterfly, lane_matrix
 from kvq_core.kernels.packing import interleave
@@ -79,7 +79,7 @@ def stage_kernel(
     keys, values, staged, factor, rotary, batch, scoring, num_seqs, table_stride, table_width, num_blocks, capacity, C: tl.constexpr
 ):  # fmt: skip
     """Stage tiles of one kv head, as far apart as there are programs for it; the first of these also notes where each sequence's tiles
-    are. ``factor``, ``rotary``: the queries' (:class:`~kvq_core.kernels.args.Rows`)."""
+    are. ``factor``, ``rotary``: the queries' (:class:`~kvq_core.kernels.args.RowsArgs`)."""
     number, kv_head = tl.program_id(0), tl.program_id(1)
     if C.stays_rotated:
         store_matrix(staged, kv_head, capacity, C)
@@ -87,7 +87,7 @@ def stage_kernel(
     while found:
         t = number - first
         work = WorkTile(seq, 0, 0, 0, 0, 0, 0, stop, 0, 0, 0)
-        tile = key_tile(t, Tiles(t, t, t + 1, 0), work, batch, table_stride, num_blocks, scoring, tl.constexpr(C.tile.loops - 1), C)
+        tile = key_tile(t, KeyTiles(t, t, t + 1, 0), work, batch, table_stride, num_blocks, scoring, tl.constexpr(C.tile.loops - 1), C)
         row = (number.to(tl.int64) * tl.num_programs(1) + kv_head) * C.tile.keys
         mean = None
         if C.features.rotary_pairs > 0:

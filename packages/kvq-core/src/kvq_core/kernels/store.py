@@ -9,7 +9,7 @@ from kvq_core.kernels.rotary import rotary_mean
 from kvq_core.kernels.rounding import to_nearest
 
 
-class NewRows(NamedTuple):
+class WriteRows(NamedTuple):
     """[ROWS] vectors. ``exists``: a row there is. ``valid``: and its slot lies in the cache."""
 
     token: Any
@@ -58,7 +58,7 @@ def rows_at(row, slot_mapping, num_tokens, num_slots, C: tl.constexpr):
     valid = slot < num_slots.to(tl.uint64)
     # A block's number fits: block tables are int32.
     block, slot = (slot // C.block_size).to(tl.uint32).to(tl.int64), (slot % C.block_size).to(tl.int64)
-    return NewRows(token, index % C.num_kv_heads, block, slot, exists, valid)
+    return WriteRows(token, index % C.num_kv_heads, block, slot, exists, valid)
 
 
 @triton.jit

@@ -16,7 +16,16 @@ from kvq_core.kernels.config import CombineTile, Features, ReadConfig, Shape, Ti
 from kvq_core.kernels.formats import Format, Kernels, Sm90Kernels
 from kvq_core.kernels.heads import Heads, multiplied_lanes
 from kvq_core.launch import dispatch, target
-from kvq_core.launch.bundles import FP8_NAMES, Pages, bundle_output, bundle_pages, bundle_rows, bundle_scoring, row_alignment, strides_of
+from kvq_core.launch.bundles import (
+    FP8_NAMES,
+    PagesArgs,
+    bundle_output,
+    bundle_pages,
+    bundle_rows,
+    bundle_scoring,
+    row_alignment,
+    strides_of,
+)
 from kvq_core.launch.device import device_facts, interpreting, overlaps
 from kvq_core.launch.replay import LaunchRecord
 from kvq_core.launch.staging import most_tiles, stage, staged_config
@@ -190,7 +199,7 @@ def _attend(
     record: LaunchRecord,
     kernel: Any,
     attention: Attention,
-    pages: Pages,
+    pages: PagesArgs,
     launch: planner.Launch,
     parts: Parts,
     config: ReadConfig,
@@ -219,7 +228,7 @@ def _attend(
     )
 
 
-def _options(tile: planner.Tile, config: ReadConfig) -> dict[str, Any]:
+def _options(tile: planner.PlannedTile, config: ReadConfig) -> dict[str, Any]:
     """Triton's own, where they are not its defaults."""
     limited = tile.register_limit and config.features.use_asm and tile.family is not KernelFamily.SM90_PREFILL
     return ({"maxnreg": tile.register_limit} if limited else {}) | ({"launch_pdl": True} if config.tile.waits else {})
@@ -230,7 +239,7 @@ def _combine(
     attention: Attention,
     problem: planner.Problem,
     launch: planner.Launch,
-    batch: args.Batch,
+    batch: args.BatchArgs,
     parts: Parts,
     config: ReadConfig,
 ) -> None:

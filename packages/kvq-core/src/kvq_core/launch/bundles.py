@@ -28,12 +28,12 @@ class BlockTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pages:
+class PagesArgs:
     """A paged cache, and who attends to what of it."""
 
-    keys: args.Plane
-    values: args.Plane
-    batch: args.Batch
+    keys: args.PlaneArgs
+    values: args.PlaneArgs
+    batch: args.BatchArgs
     table: BlockTable
 
 
@@ -48,42 +48,42 @@ def lanes_of(plane: Plane, name: str, form: PlaneFormat) -> torch.Tensor:
         raise ArgumentError(name, strides, "even strides, offset and packed head size: rows are read as 16-bit lanes") from error
 
 
-def bundle_plane(plane: Plane, name: str, form: PlaneFormat) -> args.Plane:
+def bundle_plane(plane: Plane, name: str, form: PlaneFormat) -> args.PlaneArgs:
     codes = lanes_of(plane, name, form)
     block, slot, head, _ = codes.stride()
     scales = plane.scales
     if scales is None or scales.dim() != 3:
-        return args.Plane(codes, scales, block, slot, head, 0, 0, 0)
-    return args.Plane(codes, scales, block, slot, head, *scales.stride())
+        return args.PlaneArgs(codes, scales, block, slot, head, 0, 0, 0)
+    return args.PlaneArgs(codes, scales, block, slot, head, *scales.stride())
 
 
-def bundle_pages(attention: Attention, form: Format) -> Pages:
+def bundle_pages(attention: Attention, form: Format) -> PagesArgs:
     batch = attention.batch
-    return Pages(
+    return PagesArgs(
         bundle_plane(attention.keys, "k_cache", form.key),
         bundle_plane(attention.values, "v_cache", form.value),
-        args.Batch(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops, batch.first_positions),
+        args.BatchArgs(batch.cu_seqlens_q, batch.seqused_k, batch.block_table, batch.key_stops, batch.first_positions),
         BlockTable(batch.block_table.stride(0), batch.block_table.shape[1], attention.keys.num_blocks),
     )
 
 
-def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None, positions: torch.Tensor | None = None) -> args.Rows:
+def bundle_rows(tensor: torch.Tensor, smoothing: Smoothing | None = None, positions: torch.Tensor | None = None) -> args.RowsArgs:
     token, head, _ = tensor.stride()
     if smoothing is None:
-        return args.Rows(tensor, token, head)
-    return args.Rows(tensor, token, head, smoothing.mean, smoothing.factor, smoothing.rotary, positions)
+        return args.RowsArgs(tensor, token, head)
+    return args.RowsArgs(tensor, token, head, smoothing.mean, smoothing.factor, smoothing.rotary, positions)
 
 
-def bundle_output(attention: Attention) -> args.Output:
+def bundle_output(attention: Attention) -> args.OutputArgs:
     out = attention.out.view(torch.uint8) if attention.out.dtype in FP8_NAMES else attention.out
     token, head, _ = out.stride()
-    return args.Output(out, token, head, attention.lse, attention.other, attention.other_lse)
+    return args.OutputArgs(out, token, head, attention.lse, attention.other, attention.other_lse)
 
 
-def bundle_scoring(attention: Attention) -> args.Scoring:
+def bundle_scoring(attention: Attention) -> args.ScoringArgs:
     scoring = attention.scoring
     bias, ranges = scoring.qq_bias, scoring.mm_prefix_range
-    return args.Scoring(
+    return args.ScoringArgs(
         float(scoring.softmax_scale),
         scoring.window_left if scoring.window_left >= 0 else None,
         float(scoring.softcap) if scoring.softcap > 0 else None,

@@ -14,7 +14,7 @@ from kvq_core.kernels.config import ReadConfig
 from kvq_core.kernels.formats import Format, PlaneFormat
 from kvq_core.kernels.heads import tile_channels
 from kvq_core.kernels.staging import QUERY_SHARE, Staged, stage_kernel
-from kvq_core.launch.bundles import BlockTable, Pages, bundle_scoring
+from kvq_core.launch.bundles import BlockTable, PagesArgs, bundle_scoring
 from kvq_core.launch.device import device_facts
 from kvq_core.launch.replay import LaunchRecord
 from kvq_core.plan.planner import GROUPS_TILE
@@ -38,7 +38,7 @@ def most_tiles(attention: Attention) -> int:
     return MOST_BYTES // (attention.keys.num_kv_heads * GROUPS_TILE * (2 * channels + 8))
 
 
-def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: int, config: ReadConfig) -> Pages:
+def stage(record: LaunchRecord, attention: Attention, packed: PagesArgs, capacity: int, config: ReadConfig) -> PagesArgs:
     """Launch the kernel that stages the keys of long prompts, up to ``capacity`` tiles of every kv head; the tiles as pages, with blocks of
     a tile's tokens."""
     num_seqs, heads = attention.batch.num_seqs, attention.keys.num_kv_heads
@@ -67,10 +67,10 @@ def stage(record: LaunchRecord, attention: Attention, packed: Pages, capacity: i
         num_warps=_WARPS_OF_ROTATED if config.format.rotated else _WARPS,
     )
     k_strides, v_strides = ((heads * GROUPS_TILE * size, size, GROUPS_TILE * size) for size in (key_size, value_size))
-    return Pages(
-        args.Plane(keys, k_scales, *k_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
-        args.Plane(values, v_scales, *v_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
-        args.Batch(packed.batch.cu_seqlens_q, packed.batch.seqused_k, table, stops, None, firsts),
+    return PagesArgs(
+        args.PlaneArgs(keys, k_scales, *k_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
+        args.PlaneArgs(values, v_scales, *v_strides, heads * GROUPS_TILE, 1, GROUPS_TILE),
+        args.BatchArgs(packed.batch.cu_seqlens_q, packed.batch.seqused_k, table, stops, None, firsts),
         # Its width bounds nothing: staged sequences have stops.
         BlockTable(capacity, _UNBOUNDED, capacity),
     )

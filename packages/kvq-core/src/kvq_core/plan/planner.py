@@ -114,7 +114,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Tile:
+class PlannedTile:
     """The shape of a program's work and how it is pipelined: what a table chooses, and the rows.
 
     ``registers``: at most so many for a thread (CUDA), so that more programs fit a multiprocessor; ``None`` leaves it to the compiler.
@@ -167,7 +167,7 @@ class Launch:
     head that are staged for it at most; 0: it reads pages, after a launch with staged tiles those of the sequences left over.
     """
 
-    tile: Tile
+    tile: PlannedTile
     min_query_len: int
     max_query_len: int
     max_row_blocks: int
@@ -200,9 +200,9 @@ def plan(problem: Problem) -> tuple[Launch, ...]:
 
 
 def _decode(problem: Problem, longest: int) -> Launch:
-    drafts = multirow_tile(problem, longest * problem.group)
-    if drafts is not None and not (problem.engine_segments and longest == 1):
-        return _shared(problem, drafts, longest)
+    multirow = multirow_tile(problem, longest * problem.group)
+    if multirow is not None and not (problem.engine_segments and longest == 1):
+        return _shared(problem, multirow, longest)
     most = PACKED_ROWS if problem.ways > 1 else DECODE_ROWS
     needed = power_of_two(longest * problem.group)
     tile = decode_tile(problem, min(needed, max(most, power_of_two(problem.group))))
@@ -222,7 +222,7 @@ def _decode(problem: Problem, longest: int) -> Launch:
     return _shared(problem, tile, longest)
 
 
-def _shared(problem: Problem, tile: Tile, longest: int) -> Launch:
+def _shared(problem: Problem, tile: PlannedTile, longest: int) -> Launch:
     """Keys split equally."""
     row_blocks = -(-longest // (tile.query_rows // problem.group))
     blocks = problem.num_seqs * row_blocks
@@ -265,7 +265,7 @@ def staged_row_blocks(problem: Problem) -> int:
     return STAGED_ROW_BLOCKS if problem.sm90_fits else STAGED_ROW_BLOCKS_OR_TRITON
 
 
-def decode_tile(problem: Problem, query_rows: int) -> Tile:
+def decode_tile(problem: Problem, query_rows: int) -> PlannedTile:
     """Few query rows."""
     longest = 0 if problem.batch_invariant else problem.max_seqlen_k
     keys = problem.num_seqs * longest * problem.num_kv_heads // problem.num_sms
@@ -284,7 +284,7 @@ def decode_tile(problem: Problem, query_rows: int) -> Tile:
     tile_keys = fold * choice.keys // (1 if fold * problem.head_lanes <= problem.lanes else 2)
     # Pieces of lanes leave rows that come first too few registers.
     keys_first = rows < LONG_SIDE or fold > 1 or choice.warps > 1 or problem.in_chunks
-    return Tile(
+    return PlannedTile(
         rows=rows,
         keys=tile_keys,
         warps=choice.warps,
@@ -299,7 +299,7 @@ def decode_tile(problem: Problem, query_rows: int) -> Tile:
     )
 
 
-def multirow_tile(problem: Problem, rows: int) -> Tile | None:
+def multirow_tile(problem: Problem, rows: int) -> PlannedTile | None:
     """Query rows for one warp group, keys first, if it can take them and the table wants it to. All sequences have as many."""
     small = rows <= PACKED_ROWS or problem.max_seqlen_k <= MULTIROW_MIN_KEYS
     if not problem.multirow_fits or problem.batch_invariant or not problem.uniform or not problem.may_split or small:
@@ -307,7 +307,7 @@ def multirow_tile(problem: Problem, rows: int) -> Tile | None:
     way = lookup.choose(problem.arch, choices.Groups, {**problem.format_facts, "rows": rows, "stageable": False})
     if way.groups != 1 or problem.group > MULTIROW_ROWS:
         return None
-    return Tile(
+    return PlannedTile(
         rows=min(power_of_two(rows), MULTIROW_ROWS),
         keys=MULTIROW_KEYS,
         warps=4,
@@ -321,7 +321,7 @@ def multirow_tile(problem: Problem, rows: int) -> Tile | None:
     )
 
 
-def prefill_tile(problem: Problem) -> Tile:
+def prefill_tile(problem: Problem) -> PlannedTile:
     """Many query rows, which come first; all of a group's heads are in one tile."""
     # Which kernel a row is in must not follow from the batch, where results may not.
     if problem.sm90_fits and not problem.batch_invariant:
@@ -330,7 +330,7 @@ def prefill_tile(problem: Problem) -> Tile:
             return _tile_of_groups(way)
     choice = lookup.choose(problem.arch, choices.Prefill, problem.plane_facts)
     rows = max(choice.rows, power_of_two(problem.group))
-    return Tile(
+    return PlannedTile(
         rows=rows,
         keys=choice.keys,
         warps=choice.warps,
@@ -342,9 +342,9 @@ def prefill_tile(problem: Problem) -> Tile:
     )
 
 
-def _tile_of_groups(way: choices.Groups) -> Tile:
+def _tile_of_groups(way: choices.Groups) -> PlannedTile:
     """Of two groups."""
-    return Tile(
+    return PlannedTile(
         rows=GROUPS_TILE,
         keys=GROUPS_TILE,
         warps=4,

@@ -16,7 +16,7 @@ from kvq_core.residual.table import ExactGrowth
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class ReadBatch:
     """What one of the two reads is told of the sequences: int32 tensors as the read door takes them.
 
     ``first_positions`` [num_seqs]: of their first keys, in a read of exact rows that begin with no sinks.
@@ -67,8 +67,8 @@ class ResidualStep:
     copies: tuple[tuple[int, int], ...]
     slot_mapping: torch.Tensor
     staging: Staging | None
-    exact: Read
-    packed: Read | None
+    exact: ReadBatch
+    packed: ReadBatch | None
     key_stops: torch.Tensor
     first_positions: torch.Tensor
 
@@ -130,8 +130,8 @@ def build(
         torch.tensor(staged, dtype=torch.int64, device="cpu"),
     )
     slots, table, used, packed_table, packed_used, key_stops, firsts, exact_firsts, blocks_copied, staged_slots = to_device(parts, device)
-    exact = Read(table[:, : max(map(len, tables))], used, max(lengths), exact_firsts)
-    packed = Read(packed_table[:, : max(map(len, packed_tables))], packed_used, max(packed_lengths)) if max(stops) > 0 else None
+    exact = ReadBatch(table[:, : max(map(len, tables))], used, max(lengths), exact_firsts)
+    packed = ReadBatch(packed_table[:, : max(map(len, packed_tables))], packed_used, max(packed_lengths)) if max(stops) > 0 else None
     staging = Staging(num_blocks, blocks_copied[0], blocks_copied[1], staged_slots, len(lasting)) if is_staged else None
     return ResidualStep(copies, slots, staging, exact, packed, key_stops, firsts)
 

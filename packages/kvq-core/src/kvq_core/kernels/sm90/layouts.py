@@ -75,7 +75,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Codes(NamedTuple):
-    """K or V of one kv head in the cache. Strides as in :class:`~kvq_core.kernels.args.Plane`."""
+    """K or V of one kv head in the cache. Strides as in :class:`~kvq_core.kernels.args.PlaneArgs`."""
 
     codes: Any
     scales: Any
@@ -97,7 +97,7 @@ def codes_of_head(plane, kv_head, missing, SCALED: gl.constexpr):
     return Codes(codes, scales, plane.block_stride, plane.slot_stride, plane.scale_block_stride, plane.scale_slot_stride)
 
 
-class Span(NamedTuple):
+class KeyRange(NamedTuple):
     """Which keys: those before ``stop``, in ``last`` tiles, of which the first ``whole`` lie where all rows see them. ``first``: the number
     of the first tile, if tiles are staged."""
 
@@ -144,7 +144,7 @@ class OwnBuffers(NamedTuple):
     rotary: Any
 
 
-class Rows(NamedTuple):
+class GroupRows(NamedTuple):
     """A group's query rows as products take them: their tile in shared memory, and what they take of a rotary mean; ``position`` [HALF].
 
     ``score_scale`` [HALF] turns scores into log2 units. ``row_scale`` [HALF]: what does so before a rotary mean joins, in log2 units.
@@ -177,7 +177,7 @@ class RotaryArgs(NamedTuple):
     tile: Any
 
 
-class RowBlock(NamedTuple):
+class QueryBlock(NamedTuple):
     """A program's query rows: ``num_rows`` tokens from the ``row_start``-th of their sequence on, whose first has number ``first_token`` in
     the batch and ``context_len`` keys before it."""
 

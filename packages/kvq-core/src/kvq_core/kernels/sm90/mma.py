@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from kvq_core.kernels.args import LN2 as _LN2
 from kvq_core.kernels.args import LOG2E as _LOG2E
-from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS, Rows, Sums, product_layout
+from kvq_core.kernels.sm90.layouts import COLUMNS, HALF, PRODUCT, ROWS, WEIGHTS, GroupRows, Sums, product_layout
 from kvq_core.kernels.sm90.pingpong import beyond_huge, multiply_copied
 from kvq_core.kernels.sm90.queries import load_queries, rows_of, score_shift, store_output
 from kvq_core.kernels.sm90.rotary import load_rotary_channels, load_rotary_queries
@@ -36,7 +36,7 @@ def multiply_tiles(
             load_rotary_queries(work, rotary, GROUP, C)
             score_scale = gl.full_like(row_scale, 1.0)
     token, head, position, valid = rows_of(work, GROUP, ROWS, C)
-    rows = Rows(work.tile.index(GROUP), rotary.tile.index(GROUP), position, row_scale, score_scale)
+    rows = GroupRows(work.tile.index(GROUP), rotary.tile.index(GROUP), position, row_scale, score_scale)
     acc = gl.zeros([HALF, D], gl.float32, OUTPUT)
     reference = gl.full([HALF], float("-inf"), gl.float32, ROWS)
     sums = Sums(acc, reference, no_sums(C.tile.keys), gl.full([HALF], 2.0**-100, gl.float32, ROWS))

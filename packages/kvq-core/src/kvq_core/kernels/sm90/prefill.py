@@ -13,10 +13,10 @@ from kvq_core.kernels.sm90.layouts import (
     THREADS,
     WARPS,
     Buffers,
+    KeyRange,
     OwnBuffers,
+    QueryBlock,
     QueryTile,
-    RowBlock,
-    Span,
     codes_of_head,
 )
 from kvq_core.kernels.sm90.mma import LOG2E, multiply_tiles
@@ -91,7 +91,7 @@ def attend_in_groups(
         if SCALED and not COPIED:
             # Their scales are over half of the largest (unpack.py).
             value_unit = value_operand_scale * 0.5
-        where = RowBlock(row_start, num_rows, first_token, context_len, kv_head)
+        where = QueryBlock(row_start, num_rows, first_token, context_len, kv_head)
         work = query_tile(queries, output, scoring, score_unit, value_unit, where, own, matrix_ptr, C)
         BALANCED: gl.constexpr = queries.factor is not None
         SINKS: gl.constexpr = scoring.sinks is not None
@@ -123,7 +123,7 @@ def span_of(seq, kv_head, position, stop, batch, table_stride, num_blocks, COPIE
         table += kv_head.to(gl.int64) * table_stride + first
     else:
         table += seq.to(gl.int64) * table_stride
-    return Span(table, first, num_blocks, whole, last, stop)
+    return KeyRange(table, first, num_blocks, whole, last, stop)
 
 
 @gluon.jit

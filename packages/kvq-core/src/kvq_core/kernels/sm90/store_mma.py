@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvq_core.kernels.packing import deinterleave, interleave
-from kvq_core.kernels.store import NewRows, load_rows_at, rows_at, store_lanes_at, store_scales
+from kvq_core.kernels.store import WriteRows, load_rows_at, rows_at, store_lanes_at, store_scales
 
 APART = gl.constexpr(2)
 """Ways whose sum and difference a pair is: those of channel bit 1."""
@@ -90,7 +90,7 @@ def write_plane(source, plane, rows, quantized, IS_VALUE: gl.constexpr, WAYS: gl
 @gluon.jit
 def moved(rows, LAYOUT: gl.constexpr):
     """The same in another layout's name: each thread keeps what it has."""
-    return NewRows(
+    return WriteRows(
         gl.convert_layout(rows.token, LAYOUT),
         gl.convert_layout(rows.head, LAYOUT),
         gl.convert_layout(rows.block, LAYOUT),

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kvq_core.kernels.paged_kv import entries_of
-from kvq_core.kernels.sm90.decode_multirow.layouts import Places, copying
+from kvq_core.kernels.sm90.decode_multirow.layouts import KeySlots, copying
 from kvq_core.kernels.sm90.layouts import VECTOR
 from kvq_core.kernels.sm90.renamed import async_load
 
@@ -18,7 +18,7 @@ def find_tile(number, span, CHECKED: gl.constexpr, SCALED: gl.constexpr, C: gl.c
     scale_block, scale_slot, scale_exists = block, slot, exists
     if SCALED:
         scale_block, scale_slot, scale_exists = find_keys(number, span, VECTOR, CHECKED, C)
-    return Places(block, slot, exists, scale_block, scale_slot, scale_exists)
+    return KeySlots(block, slot, exists, scale_block, scale_slot, scale_exists)
 
 
 @gluon.jit

@@ -8,7 +8,16 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvq_core.kernels.epilogue import note_plan
 from kvq_core.kernels.sm90.decode_multirow.copying import copy_tile, find_tile
-from kvq_core.kernels.sm90.decode_multirow.layouts import FARTHEST, OFFSETS_TILE, Span, State, Tiles, lane_tile, product, right_operand
+from kvq_core.kernels.sm90.decode_multirow.layouts import (
+    FARTHEST,
+    OFFSETS_TILE,
+    KeyBlocks,
+    SharedTiles,
+    State,
+    lane_tile,
+    product,
+    right_operand,
+)
 from kvq_core.kernels.sm90.decode_multirow.operands import key_operands, value_operands
 from kvq_core.kernels.sm90.decode_multirow.queries import load_queries, score_shift, write_partial
 from kvq_core.kernels.sm90.decode_multirow.rotary import load_rotary
@@ -70,7 +79,7 @@ def attend_multirow(
     kv_head = gl.program_id(1)
     k = codes_of_head(keys, kv_head, queries.ptr, N.scaled)
     v = codes_of_head(values, kv_head, queries.ptr, N.scaled)
-    tiles = Tiles(
+    tiles = SharedTiles(
         gl.allocate_shared_memory(gl.uint16, [STAGES, KEYS, LANES], lane_tile(LANES)),
         gl.allocate_shared_memory(gl.uint16, [STAGES, KEYS, LANES], lane_tile(LANES)),
         gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN),
@@ -90,8 +99,8 @@ def attend_multirow(
         first = work.start // KEYS
         last = gl.maximum(gl.cdiv(work.stop, KEYS), first)
         whole = gl.maximum(gl.minimum(work.context_len + work.row_start + 1, work.stop) // KEYS, first)
-        span = Span(batch.block_table + work.seq.to(gl.int64) * table_stride, num_blocks, work.stop, False)
-        span = Span(span.table, num_blocks, work.stop, all_exist(first * KEYS, work.stop, span, C))
+        span = KeyBlocks(batch.block_table + work.seq.to(gl.int64) * table_stride, num_blocks, work.stop, False)
+        span = KeyBlocks(span.table, num_blocks, work.stop, all_exist(first * KEYS, work.stop, span, C))
         whole = gl.where(span.complete, whole, first)
         for ahead in gl.static_range(STAGES - 1):
             copy_tile(find_tile(first + ahead, span, True, N.scaled, C), ahead, k, v, tiles, True, N.scaled, C)

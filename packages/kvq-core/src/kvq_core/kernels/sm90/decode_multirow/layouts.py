@@ -69,7 +69,7 @@ def right_operand(columns):
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns * 2), element_bitwidth=16, rank=2)
 
 
-class Tiles(NamedTuple):
+class SharedTiles(NamedTuple):
     """Shared memory: ``stages`` tiles of lanes [KEYS, LANES] and scale words [KEYS] of K and V, the weights [KEYS, ROWS] of this tile and
     the one before, and the two halves of the query's ways [ROWS, 64]; ``offsets``: where values have zero points, what takes them off
     in these two tiles; ``flags``: two words of each warp's."""
@@ -84,7 +84,7 @@ class Tiles(NamedTuple):
     flags: Any
 
 
-class Span(NamedTuple):
+class KeyBlocks(NamedTuple):
     """Which keys: those before ``stop`` in the blocks of ``table``, and whether they are ``complete``, each in a block of the cache's."""
 
     table: Any
@@ -93,7 +93,7 @@ class Span(NamedTuple):
     complete: Any
 
 
-class Places(NamedTuple):
+class KeySlots(NamedTuple):
     """Blocks and slots of a tile's keys, [KEYS], and whether they are there: as their codes are copied, and as scales are (VECTOR)."""
 
     block: Any
@@ -104,7 +104,7 @@ class Places(NamedTuple):
     scale_exists: Any
 
 
-class Rows(NamedTuple):
+class QueryFactors(NamedTuple):
     """Facts of the query rows, [ROWS]: what is left to multiply products by, and what of that once a rotary mean has joined them; what the
     codes' offset adds to them; positions."""
 

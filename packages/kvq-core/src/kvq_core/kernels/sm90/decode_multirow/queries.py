@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kvq_core.kernels.queries import head_offset
-from kvq_core.kernels.sm90.decode_multirow.layouts import FARTHEST, Rows, along, product
+from kvq_core.kernels.sm90.decode_multirow.layouts import FARTHEST, QueryFactors, along, product
 from kvq_core.kernels.sm90.layouts import HALF, QUERY
 from kvq_core.kernels.sm90.queries import sign_word
 
@@ -59,7 +59,7 @@ def load_queries(queries, tiles, work, kv_head, score_unit, N: gl.constexpr, C: 
         # In log2 units, as what joins the scores is.
         score_scale = gl.full_like(row_scale, 1.0)
     index, _, _ = rows_of(work, kv_head, KEPT, C)
-    return Rows(row_scale, score_scale, gl.convert_layout(total, KEPT) * (N.offset * N.unit), work.context_len + index)
+    return QueryFactors(row_scale, score_scale, gl.convert_layout(total, KEPT) * (N.offset * N.unit), work.context_len + index)
 
 
 @gluon.jit

@@ -84,7 +84,7 @@ class LayerPages:
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
         twin = copy(self)
-        twin._pages, twin._exact = self._enlarged(self.num_blocks), deepcopy(self._exact)
+        twin._pages, twin._exact = deepcopy(self._pages), deepcopy(self._exact)
         if self.smoothing is not None:
             with torch.inference_mode(False):
                 twin.smoothing = replace(self.smoothing, mean=self.smoothing.mean.clone())
@@ -144,7 +144,7 @@ class LayerPages:
     def grow(self, num_blocks: int, num_exact_blocks: int = 0) -> None:
         """Make room for ``num_blocks`` blocks, and as many of exact rows; those there are keep their numbers and bytes."""
         if num_blocks > self.num_blocks:
-            self._pages = self._enlarged(num_blocks)
+            self._pages = self._pages.enlarged(num_blocks)
         if self._exact is not None:
             self._exact.grow(num_exact_blocks)
 
@@ -158,8 +158,7 @@ class LayerPages:
 
         ``exact``: the same of blocks of exact rows.
         """
-        for buffer in self._buffers(self._pages).values():
-            buffer[:, : len(blocks)] = buffer.index_select(1, blocks)
+        self._pages.gather_blocks(blocks)
         if self._exact is not None and exact is not None:
             self._exact.gather_blocks(exact)
 
@@ -235,14 +234,6 @@ class LayerPages:
     def _allocated(self, geometry: Geometry) -> Pages:
         with torch.inference_mode(False):
             return Pages(self.backend, geometry, self.device, *self._scales)
-
-    def _enlarged(self, num_blocks: int) -> Pages:
-        """A copy with room for ``num_blocks``, no fewer than there are."""
-        larger = self._allocated(replace(self.geometry, num_blocks=num_blocks))
-        old = self._buffers(self._pages)
-        for name, buffer in self._buffers(larger).items():
-            buffer[:, : self.num_blocks] = old[name]
-        return larger
 
     @staticmethod
     def _buffers(pages: Pages) -> dict[str, torch.Tensor]:

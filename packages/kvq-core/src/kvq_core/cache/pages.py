@@ -118,11 +118,19 @@ class Pages:
         self.viewed = set(state["viewed"])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        twin = type(self).__new__(type(self))
-        with torch.inference_mode(False):
-            tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        twin._take(self.backend, self.geometry, tensors)
+        twin = self.enlarged(self.geometry.num_blocks)
         twin.viewed = set(self.viewed)
+        return twin
+
+    def enlarged(self, num_blocks: int) -> Self:
+        """A copy with room for ``num_blocks``, no fewer than there are; those there are keep their numbers and bytes."""
+        geometry, twin = replace(self.geometry, num_blocks=num_blocks), type(self).__new__(type(self))
+        with torch.inference_mode(False):
+            tensors = {name: tensor.clone() for name, tensor in self.tensors.items() if name not in self._buffers}
+            for name, buffer in self._buffers.items():
+                tensors[name] = buffer.new_zeros((buffer.shape[0], num_blocks, *buffer.shape[2:]))
+                tensors[name][:, : buffer.shape[1]] = buffer
+        twin._take(self.backend, geometry, tensors)
         return twin
 
     @property
@@ -135,6 +143,12 @@ class Pages:
         source, target = pairs.unbind()
         for buffer in self._buffers.values():
             buffer.index_copy_(1, target, buffer.index_select(1, source))
+
+    def gather_blocks(self, blocks: torch.Tensor) -> None:
+        """Block i becomes what block ``blocks[i]`` was, in every layer, at the same addresses; ``blocks`` [n] int64, n at most
+        ``num_blocks``."""
+        for buffer in self._buffers.values():
+            buffer[:, : len(blocks)] = buffer.index_select(1, blocks)
 
 
 def backend_of(argument: str, mode: str | QuantKVBackend) -> QuantKVBackend:

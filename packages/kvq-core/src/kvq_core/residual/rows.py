@@ -137,9 +137,7 @@ class ExactPages:
     def grow(self, num_blocks: int) -> None:
         """Make room for ``num_blocks`` blocks; those there are keep their numbers and rows."""
         if num_blocks > self._pages.geometry.num_blocks:
-            old, self._pages = self._pages, self._made(replace(self._pages.geometry, num_blocks=num_blocks), self.device)
-            for name, tensor in self._pages.tensors.items():
-                tensor[:, : old.geometry.num_blocks] = old.tensors[name]
+            self._pages = self._pages.enlarged(num_blocks)
 
     @property
     def nbytes(self) -> int:
@@ -239,8 +237,7 @@ class ExactPages:
 
     def gather_blocks(self, blocks: torch.Tensor) -> None:
         """Block i becomes what block ``blocks[i]`` was, in every layer; ``blocks`` [n] int64."""
-        for tensor in self._pages.tensors.values():
-            tensor[:, : len(blocks)] = tensor.index_select(1, blocks)
+        self._pages.gather_blocks(blocks)
 
     def _staged_past(self, layer: int, staging: Staging) -> LayerCaches:
         """Blocks to read a call in, with the exact rows of before."""

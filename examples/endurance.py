@@ -152,7 +152,7 @@ class TracingEngine(Engine):
 
 
 def again(engine: Engine, request: Traced, num_steps: int | None = None) -> Request:
-    """``request`` computed anew, alone in ``engine``, in the steps it took (the first ``num_steps``); still there unless it finished."""
+    """``request`` recomputed, alone in ``engine``, in the steps it took (the first ``num_steps``); still there unless it finished."""
     prompt = request.tokens[: request.num_prompt]
     if request.origin is None:
         alone = Request(prompt, request.max_new_tokens, request.temperature, request.seed)

@@ -238,7 +238,7 @@ class Engine:
             self.exact.table.free(request.number)
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks and exact rows; it keeps its tokens and is computed anew, as one prompt, when there is room."""
+        """Take a running request's blocks and exact rows; it keeps its tokens and is recomputed, as one prompt, when there is room."""
         self.running.remove(request)
         self.release(request)
         self.waiting.appendleft(request)

@@ -296,7 +296,7 @@ def test_the_doors_launch_what_the_table_of_their_gpu_says() -> None:
     path.parent.mkdir(parents=True)
     Table("sm_90", {kind: (tune.Entry({}, choice),) for kind, choice in entries.items()}).write(path)
     for arch, changed in (("sm_90", True), ("sm_80", False)):
-        # An empty table has everything planned anew.
+        # An empty table has everything planned again.
         with ops.planning_with(Table(arch, {})), offline.planning_for(replace(tune.ASSUMED, arch=arch)) as planned:
             precompile.call(get_backend("int4"), tune.shapes.HEADLINE[0])
             precompile.call(get_backend("int4"), tune.shapes.WRITE[0])

@@ -31,7 +31,7 @@ def apart(x: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["fp8_per_tensor", "int4"])
 def test_growing_contexts_compile_once_more_at_most(mode: str, device: torch.device) -> None:
-    """No graph break; the eager bits; compiled anew when ``max_seqlen_k`` turns out to vary."""
+    """No graph break; the eager bits; recompiled when ``max_seqlen_k`` turns out to vary."""
     made = scene.build(Case(query_lens=(1, 1), seq_lens=(40, 44), dtype=torch.float32), get_backend(mode), device).fill()
     given = {name: apart(x) for name, x in made.read_arguments().items()}
 

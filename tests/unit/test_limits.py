@@ -21,15 +21,15 @@ def words(launches: dict[str, list[str]], kernels: list[tuple[str, dict[str, str
 
 READ_FIGURES = {"ns": "158,464", "memory": "83.5", "registers": "168"}
 READ = ("attend", {limits._METRICS[name]: figure for name, figure in READ_FIGURES.items()} | {limits._WAITS["wait"]: "1.75"})
-MERGE = ("combine_kernel", {limits._METRICS["ns"]: "6000", limits._METRICS["registers"]: "64"})
+COMBINE = ("combine_kernel", {limits._METRICS["ns"]: "6000", limits._METRICS["registers"]: "64"})
 COPY = ("void at::native::copy()", {})
 
 
 def test_kernels_are_found_and_told_longest_wait_first() -> None:
-    said = words({"int4:A": ["attend", "combine_kernel"], "int2:A": ["attend"]}, [READ, COPY, MERGE, READ])
-    read, merge, other = limits.limits_of(said)
+    said = words({"int4:A": ["attend", "combine_kernel"], "int2:A": ["attend"]}, [READ, COPY, COMBINE, READ])
+    read, combine, other = limits.limits_of(said)
     assert (read.call, read.kernel, read.us, read.memory, read.registers) == ("int4:A", "attend", 158.464, 83.5, 168)
-    assert (merge.call, merge.kernel, merge.us, other.call) == ("int4:A", "combine_kernel", 6.0, "int2:A")
+    assert (combine.call, combine.kernel, combine.us, other.call) == ("int4:A", "combine_kernel", 6.0, "int2:A")
     line = limits.table([read]).splitlines()[-1]
     assert line.split()[:4] == ["int4:A", "attend", "158.5", "84"] and "168  wait 1.8, " in line
 
@@ -40,7 +40,7 @@ def test_kernels_are_found_and_told_longest_wait_first() -> None:
         "",
         "==ERROR== ERR_NVGPUCTRPERM",
         words({"int4:A": ["attend", "combine_kernel"]}, [READ]),
-        words({"int4:A": ["attend", "combine_kernel"]}, [MERGE, READ]),
+        words({"int4:A": ["attend", "combine_kernel"]}, [COMBINE, READ]),
         words({"int4:A": ["attend"]}, [("attend", {})], [limits._METRICS["memory"]]),
     ],
 )

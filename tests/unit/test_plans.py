@@ -105,8 +105,8 @@ def test_batch_invariance_ignores_the_rest_of_the_batch(problem: Problem, num_se
 
     def deciding(problem: Problem) -> Iterator[tuple[object, ...]]:
         for x in plan(problem):
-            merge = combine_tile(problem, x, problem.num_seqs * x.max_row_blocks) if x.split else None
-            yield x.tile, x.split, x.chunk, x.min_query_len, x.max_query_len, merge
+            combine = combine_tile(problem, x, problem.num_seqs * x.max_row_blocks) if x.split else None
+            yield x.tile, x.split, x.chunk, x.min_query_len, x.max_query_len, combine
 
     alone = replace(problem, batch_invariant=True, engine_segments=0)
     others = replace(alone, num_seqs=num_seqs, uniform=not alone.uniform, max_seqlen_k=2 * alone.max_seqlen_k)

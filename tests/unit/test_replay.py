@@ -89,7 +89,7 @@ def variations(arguments: Arguments, all_options: Arguments) -> Iterator[tuple[s
                 others[f"shorter in {dim}"] = x.narrow(dim, 0, max(x.shape[dim] - 1, 0))
                 others[f"longer in {dim}"] = torch.cat([x, x.narrow(dim, 0, 1)], dim) if x.shape[dim] else x
         elif isinstance(x, bool):
-            others = {"turned": not x}
+            others = {"negated": not x}
         elif isinstance(x, int | float):
             others = {f"= {value}": type(x)(value) for value in (0, 1, 2, 3, 16, 100, -1, -2, x + 1)}
         else:
@@ -295,10 +295,10 @@ def test_hooks_change_no_launch_and_see_all_of_them() -> None:
     plain = {entry.mode: with_hooks(entry.mode, ())[0] for entry in list_backends()}
     for mode, names in (*(("int4_per_token_head", (name,)) for name in HOOKS), *((mode, HOOKS) for mode in plain)):
         started, calls, told = with_hooks(mode, names)
-        merges = sum(kernel == OF_A_KERNEL for kernel, _ in started)
+        combines = sum(kernel == OF_A_KERNEL for kernel, _ in started)
         assert started == plain[mode], (mode, names)
         assert all(calls[name] == len(started) for name in OF_LAUNCHES if name in names), calls
-        assert calls.get(OF_A_KERNEL, merges) == merges > 0, calls
+        assert calls.get(OF_A_KERNEL, combines) == combines > 0, calls
         # A kernel's constants are told once, and its format's among them.
         assert sum(calls[name] for name in OF_KERNELS) == sum(json.dumps(d["constant_vals"]).count("head_size_v") == 1 for d in told)
         assert all(calls[name] > 0 for name in OF_KERNELS if name in names), calls

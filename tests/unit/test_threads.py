@@ -49,8 +49,8 @@ class Starts(list[tuple[int, Started]]):
 
 
 def raced(every: list[list[Call]]) -> tuple[int, int, int]:
-    """How many launches a thread made at least; how many used a workspace between another thread's launch into it and that one's merge; how
-    many began while Triton was choosing for another thread."""
+    """How many launches a thread made at least; how many used a workspace between another thread's launch into it and that one's combine
+    kernel; how many began while Triton was choosing for another thread."""
     inside, overlaps, run = list[object](), list[object](), JITFunction.run
 
     def noted(kernel: Any, *arguments: Any, **options: Any) -> Any:
@@ -61,7 +61,7 @@ def raced(every: list[list[Call]]) -> tuple[int, int, int]:
         finally:
             inside.pop()
 
-    # A device of its own, so that Triton chooses anew.
+    # A device of its own, so Triton chooses again.
     with launching_for("sm_90") as dry, patch.object(JITFunction, "run", noted):
         dry.started = starts = Starts()  # type: ignore[assignment]
         in_threads([lambda calls=calls: [call() for call in calls] for calls in every])  # type: ignore[misc]

@@ -41,7 +41,7 @@ from kvq_vllm.impl import KVQImpl
 from kvq_vllm.names import VLLM_NAMES
 
 if not torch.cuda.is_available():
-    # vLLM looks at each architecture in a process that imports all of vLLM anew, lest it initialize CUDA in this one.
+    # vLLM looks at each architecture in a process that imports all of vLLM again, lest it initialize CUDA in this one.
     registry._run_in_subprocess = lambda look: look()
 
 TOKENS = 12

@@ -57,7 +57,7 @@ class Text:
     """An engine's: the tokens of a prompt, those it was continued with, and the log-probability that the engine gave each of these.
 
     ``steps``: the parts in which it read both, each with its first token, their number, and how many of these are drafts, where results
-    depend on them: those of a preempted text begin anew.
+    depend on them: those of a preempted text begin again.
     """
 
     prompt: list[int]

@@ -108,7 +108,7 @@ class KVQCache(Cache):
         given = layers_given(smoothing, known, k_scale, v_scale, backends)
         if residual is not None:
             _check_sinks(sink_tokens, windows.values())
-            residual.check_rotary(given[index].turned for index, backend in backends.items() if residual.serves(backend.mode))
+            residual.check_rotary(given[index].subtracted_rotary for index, backend in backends.items() if residual.serves(backend.mode))
         # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
         stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
         recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]

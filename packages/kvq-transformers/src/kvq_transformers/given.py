@@ -30,7 +30,7 @@ class LayerGiven:
     rotary: RotaryMean | None = None
 
     @property
-    def turned(self) -> RotaryMean | None:
+    def subtracted_rotary(self) -> RotaryMean | None:
         """The rotary mean that is taken off its keys."""
         return self.smoothing.rotary if isinstance(self.smoothing, KeySmoothing) else self.rotary
 

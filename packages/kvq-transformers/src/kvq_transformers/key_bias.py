@@ -52,7 +52,7 @@ _KNOWN: Final[Memory] = weakref.WeakKeyDictionary()
 def remembered(
     memory: Memory, model: PreTrainedModel, weights: Iterable[torch.Tensor], find: Callable[[], dict[int, KeySmoothing]]
 ) -> dict[int, KeySmoothing]:
-    """What ``find`` finds for ``model``, anew only if one of ``weights`` has changed since."""
+    """What ``find`` finds for ``model``, looked for again only if one of ``weights`` has changed since."""
     state: State = tuple((weakref.ref(each), 0 if each.is_inference() else each._version, each.device) for each in weights)
     known = memory.get(model)
     if known is None or not _are_equal(known[0], state):

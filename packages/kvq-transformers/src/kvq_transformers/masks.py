@@ -75,7 +75,7 @@ def _of_fixed_length(
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(batch_size, 1, 1, q_length)
     columns = torch.arange(q_length, device=attention_mask.device) + q_offset
     last = attention_mask.shape[-1] - 1
-    # A tensor of its own: a view's strides would grow with the text, and compiled code is made anew for each.
+    # A tensor of its own: a view's strides would grow with the text, and torch.compile would recompile for each.
     return (attention_mask.index_select(1, columns.clamp(max=last)) & (columns <= last))[:, None, None, :]
 
 

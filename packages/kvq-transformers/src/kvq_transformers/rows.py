@@ -232,7 +232,7 @@ class RowTable:
         # Of rows that share a block, the longest comes last and keeps it: what it writes is past the end of all of them.
         order = sorted(range(len(counts)), key=lambda i: self._sequences.get(self._rows[i]).length)
         new_tokens = {self._rows[i]: counts[i] for i in order if counts[i]}
-        # An upper bound: all blocks anew, and one copy a row.
+        # An upper bound: all blocks are new, and one copy a row.
         needed = sum(-(-count // self.block_size) + 2 for count in new_tokens.values())
         self._reserve(needed)
         growth = self._sequences.plan(new_tokens)

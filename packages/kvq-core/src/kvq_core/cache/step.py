@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvq_core.residual.step import ResidualStep
     from kvq_core.smoothing.calibration import KeySmoothing
 
-# Triton compiles anew when a pointer or a stride stops being a multiple of 16: keep both so from one step to the next.
+# Triton recompiles when a pointer or a stride stops being a multiple of 16: keep both so from one step to the next.
 _ALIGNMENT = 64
 _TABLE_WIDTH = 16
 

@@ -251,7 +251,7 @@ def joined_reads() -> Iterator[None]:
 
 
 class _Ops:
-    """The ops defined so far. A mode registered anew (a test's, say) takes over its name's ops."""
+    """The ops defined so far. A mode that is registered again (a test's, say) takes over its name's ops."""
 
     def __init__(self) -> None:
         self._libraries: list[torch.library.Library] = []

@@ -209,7 +209,7 @@ def _holds_tensor(value: object) -> bool:
 
 
 def _knobs() -> tuple[object, ...]:
-    """The knobs that Triton compiles a kernel anew for."""
+    """The knobs that Triton recompiles a kernel for."""
     compilation = knobs.compilation
     # The last one is new in Triton 3.9.
     return knobs.runtime.debug, compilation.instrumentation_mode, getattr(compilation, "fpsan_homomorphic_casts", False)

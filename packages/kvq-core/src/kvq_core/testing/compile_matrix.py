@@ -90,8 +90,8 @@ CASES = MappingProxyType(
         ),
     }
 )
-"""What is built for each mode: the split decode kernel and its merge, plain, and the kernel for many rows with every option on. Further
-tiles are built plain."""
+"""What is built for each mode: the split decode kernel and its combine kernel, plain, and the kernel for many rows with every option on.
+Further tiles are built plain."""
 ORDERED = MappingProxyType({"ordered-decode": replace(CASES["decode"], smoothing="ordered")})
 """Of keys with an order of channels, beside :data:`CASES` for modes that take one."""
 VARIANTS = MappingProxyType(

@@ -31,8 +31,8 @@ _SPLIT = (
     Case(query_lens=(4,), seq_lens=(385,), num_kv_heads=1, queries_per_kv=3, sinks=True, window=300),
     Case(query_lens=(2, 20, 0), seq_lens=(255, 280, 300), num_kv_heads=1, queries_per_kv=1, softcap=9.0, head_size=96),
 )
-_MANY_PIECES = Case(query_lens=(1, 1), seq_lens=(1500, 200), num_kv_heads=1, queries_per_kv=3, dtype=torch.bfloat16)
-"""Their rows are merged one by one, where a merge of few pieces takes eight together."""
+_MANY_SPLITS = Case(query_lens=(1, 1), seq_lens=(1500, 200), num_kv_heads=1, queries_per_kv=3, dtype=torch.bfloat16)
+"""Their rows are combined one by one, where those of few splits are combined eight at a time."""
 _WINDOWED = Case(query_lens=(1, 1), seq_lens=(70, 45), window=9)
 _ROWS_WINDOWED = Case(query_lens=(4, 20), seq_lens=(70, 65), window=9)
 _BIASED = Case(query_lens=(3, 8), seq_lens=(65, 48), alibi=True, qq_bias=8, sinks=True)
@@ -109,7 +109,7 @@ class ReadTests(Subject):
         wanted = built.read(**whole, seqused_k=held)
         assert not torch.equal(wanted, built.read())
         assert torch.equal(built.read(**whole), wanted)
-        # Where keys may be split, lengths decide how, and a merge rounds otherwise than a program that has all of a row's keys.
+        # Where keys may be split, lengths decide how, and a combine kernel rounds otherwise than a program that has all of a row's keys.
         torch.testing.assert_close(built.read(block_table=narrow), wanted)
         with batch_invariant():
             wanted = built.read(block_table=narrow, seqused_k=held)
@@ -155,7 +155,7 @@ class ReadTests(Subject):
         for name, x in scratch.items():
             assert not isinstance(x, torch.Tensor) or bool(x.isnan().all()), f"{name} was written"
 
-    @places.each((*_SPLIT, _MANY_PIECES), large=LARGE[:4], quick=(_MANY_PIECES,))
+    @places.each((*_SPLIT, _MANY_SPLITS), large=LARGE[:4], quick=(_MANY_SPLITS,))
     def test_planned_splits(self, backend: QuantKVBackend, place: Place, case: Case) -> None:
         """kvq's own plan."""
         self.assert_read(backend, self.build(backend, case, place).fill(), place)

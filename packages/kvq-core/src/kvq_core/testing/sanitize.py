@@ -5,7 +5,7 @@ caching allocator off, so that every tensor ends where its memory does. ``memche
 hazards in shared memory, ``initcheck`` reads of memory that nothing has written. The kernels are compiled before, by a run without a tool,
 which must give the right results, too.
 
-``delays`` is no tool of NVIDIA's: warps sleep at random around their synchronization (:mod:`kvq_core.testing.delays`), drawn anew for each
+``delays`` is no tool of NVIDIA's: warps sleep at random around their synchronization (:mod:`kvq_core.testing.delays`), drawn again for each
 of ``--seeds``, and results must have the bits of the run without. It is for what ``racecheck`` does not track: asynchronous products and
 copies.
 

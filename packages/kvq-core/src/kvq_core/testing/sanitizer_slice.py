@@ -1,6 +1,6 @@
 """A slice of small problems for a memory checker to watch: ``python -m kvq_core.testing.sanitizer_slice MODE``.
 
-Every kernel of a mode in every layout: writes, decode by one program and by several with their merge, an engine's segments, several rows a
+Every kernel of a mode in every layout: writes, decode by one program and by several that are combined, an engine's segments, several rows a
 sequence, prefill, and a residual window's two reads with one combine. There is no poison and no guard here: each stretch of a cache, each
 row tensor, output, scratch and workspace is an allocation of its own that ends where its last element does, and has never been written.
 

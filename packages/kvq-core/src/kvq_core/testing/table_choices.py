@@ -50,7 +50,7 @@ class Problem:
         self.made.backend.unified_attention(out=self.made.fresh_out(num_rows)["rows"], **arguments)
 
     def tiles(self, device: Device) -> list[Choice]:
-        """What its reads are planned with on ``device``, merges aside."""
+        """What its reads are planned with on ``device``, combine kernels aside."""
         # A table without entries: what was planned before is asked for again.
         with ops.planning_with(Table(device.arch, {})), planning_for(device), listening() as asked:
             self.read()

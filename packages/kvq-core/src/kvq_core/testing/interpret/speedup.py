@@ -169,7 +169,7 @@ def _remembering_types(init: Any, core: Any) -> Any:
 
 
 def _of_itself(to_ir: Any, interpreter: Any) -> Any:
-    """``to_ir`` of a type of blocks, which for the interpreter makes it anew."""
+    """``to_ir`` of a type of blocks, which the interpreter makes again each time."""
 
     @functools.wraps(to_ir)
     def of_itself(self: Any, builder: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -45,13 +46,18 @@ class SelfCheck:
 
 def nearest_head_size(backend: QuantKVBackend, wanted: int) -> int:
     """The head size nearest to ``wanted`` that ``backend`` takes; raise :class:`SelfCheckError` if there is none."""
-    multiples = range(backend.head_size_multiple, min(backend.max_head_size, LARGEST_HEAD) + 1, backend.head_size_multiple)
-    for size in sorted(multiples, key=lambda size: abs(size - wanted)):
+    largest = min(backend.max_head_size, LARGEST_HEAD)
+    for size in _nearest_first(backend.head_size_multiple, largest, wanted):
         with contextlib.suppress(ArgumentError):
             backend.check_head_size(size, "head_size")
             return size
-    largest = min(backend.max_head_size, LARGEST_HEAD)
     raise SelfCheckError(f"mode {backend.mode}: takes no head size, of the multiples of {backend.head_size_multiple} up to {largest}")
+
+
+@functools.cache
+def _nearest_first(multiple: int, largest: int, wanted: int) -> tuple[int, ...]:
+    """The multiples of ``multiple`` up to ``largest``, by their distance from ``wanted``."""
+    return tuple(sorted(range(multiple, largest + 1, multiple), key=lambda size: abs(size - wanted)))
 
 
 @torch.inference_mode()

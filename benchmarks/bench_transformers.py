@@ -3,7 +3,7 @@
 ``python benchmarks/bench_transformers.py`` builds a Llama-like model with random bfloat16 weights, fills each cache with random rows (with
 ``--prefill``: reads a random text into it, in chunks), and lets ``generate`` decode on from there. Time per token is the difference of a
 long and a short ``generate``, divided by the difference of their tokens, so that the first step and other fixed costs cancel; by default
-that is 128 tokens, in which HF's quantized caches quantize what they hold again just once. Caches that can (HF's static one, and KVQCache
+that is 128 tokens, in which HF's quantized caches requantize what they hold just once. Caches that can (HF's static one, and KVQCache
 with ``max_cache_len``) are decoded the way ``generate`` does it by itself: compiled, in a CUDA graph. What runs eagerly is measured twice,
 and the second time counts: the first may build a kernel for each new length. Peak memory is beyond the weights.
 

@@ -42,12 +42,27 @@ def test_steps_belong_to_the_cache_they_were_copied_with():
         assert torch.equal(twin.attend(0, q, same), cache.attend(0, q, copy.copy(step)))
 
 
+class Own(NoneBackend):
+    """Registered by nobody, so a pickle cannot name it."""
+
+    mode = "own"
+
+
 def test_copies_hold_the_instance_of_a_mode():
-    for backend in (get_backend("int4"), type("Own", (NoneBackend,), {"mode": "own"})()):
+    for backend in (get_backend("int4"), Own()):
         cache = PagedKVCache(backend, num_blocks=1, num_kv_heads=1, head_size=32)
         twin = copy.deepcopy(cache)
         assert copy.deepcopy(backend) is copy.copy(backend) is twin.backend is twin._pages.backend is backend
     assert pickle.loads(pickle.dumps(get_backend("int4"))) is get_backend("int4")
+
+
+def test_a_pickle_takes_along_a_mode_that_is_not_registered():
+    cache, rows = PagedKVCache(Own(), num_blocks=2, num_kv_heads=1, head_size=32), torch.randn(9, 1, 32, dtype=torch.bfloat16)
+    step = cache.append({cache.allocate_sequence(): 9})
+    cache.write(0, rows, rows, step)
+    twin, same = pickle.loads(pickle.dumps((cache, step)))
+    assert type(twin.backend) is Own and twin.backend is twin._pages.backend is not cache.backend
+    assert torch.equal(twin.attend(0, rows, same), cache.attend(0, rows, step))
 
 
 def test_another_process_has_pages_of_its_own():

@@ -123,13 +123,6 @@ class ExactPages:
         self.window, self.backend = window, get_backend(window.mode)
         self._pages = self._made(replace(geometry, num_blocks=num_blocks, block_size=window.block_size, layout="head_major"), device)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"window": self.window, "_pages": self._pages}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.backend = get_backend(self.window.mode)
-
     @property
     def device(self) -> torch.device:
         return self._pages.device

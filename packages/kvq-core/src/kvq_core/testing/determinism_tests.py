@@ -40,7 +40,7 @@ _MIXED_LARGE = (
     Case(**_LONG_KEYS, head_size=64, window=5000),
     Case(**_LONG_KEYS, head_size=96, sinks=True, queries_per_kv=7),
 )
-"""On a GPU a sequence's keys come in 35 chunks, 10, 3, 2 and 1; the batches are as many as several kinds of combine take."""
+"""On a GPU a sequence's keys come in 35 chunks, 10, 3, 2 and 1; the batches are as many as several kinds of combine kernels take."""
 
 
 class DeterminismTests(Subject):

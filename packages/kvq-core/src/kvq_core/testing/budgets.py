@@ -67,8 +67,18 @@ def level_error(backend: QuantKVBackend) -> LevelError:
 NO_LEVEL_ERROR = LevelError()
 
 
-def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_error: LevelError = NO_LEVEL_ERROR) -> torch.Tensor:
-    """The bound [Hq, n, Dv] on |float32 result - exact.out| where matrix operands have unit roundoff ``u``; 0: they are not rounded."""
+def read(
+    exact: Exact,
+    softmax_scale: float,
+    softcap: float,
+    u: float,
+    level_error: LevelError = NO_LEVEL_ERROR,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The bound [Hq, n, Dv] on |float32 result - exact.out| where matrix operands have unit roundoff ``u``; 0: they are not rounded.
+
+    ``rows`` [n] bool: where sigma_c counts, which takes longest; the bound is less elsewhere. By default everywhere.
+    """
     num_keys = exact.k.shape[1]
     deviation = _deviation(softmax_scale, u)
     from_query, rest = _scores(exact, softmax_scale, softcap, u, level_error)
@@ -86,7 +96,7 @@ def read(exact: Exact, softmax_scale: float, softcap: float, u: float, level_err
     sink = (1 - p.sum(-1, keepdim=True)).clamp(min=0) * (p.sum(-1, keepdim=True) > 0)
     least = ((p * torch.exp(-score)).sum(-1, keepdim=True) + sink).clamp(min=SMALLEST)
     moved = p * beyond
-    effect = deviation * _largest_effect(exact, p * slope) if u else 0.0
+    effect = deviation * _largest_effect(exact, p * slope, rows) if u else 0.0
     weights = (effect + moved @ v + moved.sum(-1, keepdim=True) * exact.out.abs()) / least
     # Sums run over codes in the mode's own basis, so that what float32 loses there is relative to the whole row.
     rows = p @ exact.v.norm(dim=-1, keepdim=True)
@@ -152,18 +162,17 @@ def _largest_spread(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.stack([(a.square() @ b.square().transpose(1, 2)).sqrt() for a, b in zip(_bases(q), _bases(k), strict=True)]).amax(0)
 
 
-def _largest_effect(exact: Exact, weights: torch.Tensor) -> torch.Tensor:
-    """sqrt(sum_d q_d^2 G_dc^2) [Hq, n, Dv], the largest over the bases; ``weights`` [Hq, n, m] are p_j c_j."""
+def _largest_effect(exact: Exact, weights: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """sqrt(sum_d q_d^2 G_dc^2) [Hq, n, Dv], the largest over the bases, 0 but in ``rows`` [n]; ``weights`` [Hq, n, m] are p_j c_j."""
     q, k, v = exact.q, exact.k, exact.v
-    effect = torch.empty_like(exact.out)
+    effect = torch.zeros_like(exact.out)
+    numbers = torch.arange(q.shape[1], device=q.device) if rows is None else rows.nonzero().flatten()
     per_row = k.shape[0] * (k.shape[1] + v.shape[2]) * k.shape[2]
-    # Few enough numbers at once that they stay near the processor, and enough for one launch on a GPU.
-    step = max(1, 2**24 // max(per_row, 1))
-    for first in range(0, q.shape[1], step):
-        at = slice(first, first + step)
-        weighted = weights[:, at, :, None] * k[:, None]
-        gains = v.transpose(1, 2)[:, None] @ weighted - exact.out[:, at, :, None] * weighted.sum(2)[:, :, None]
-        squares = [(a[:, at, None].square() * g.square()).sum(-1) for a, g in zip(_bases(q), _bases(gains), strict=True)]
+    # 16 MiB at once: few enough that they stay near the processor, and enough for one launch on a GPU.
+    for at in numbers.split(max(1, 2**21 // max(per_row, 1))):
+        weighted = weights[:, at, None] * v.transpose(1, 2)[:, None]
+        gains = weighted @ k[:, None] - exact.out[:, at, :, None] * (weights[:, at] @ k)[:, :, None]
+        squares = [(a[:, :, None].square() * g.square()).sum(-1) for a, g in zip(_bases(q[:, at]), _bases(gains), strict=True)]
         effect[:, at] = torch.stack(squares).amax(0).sqrt()
     return effect
 

@@ -28,8 +28,9 @@ Encoded = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Judged:
-    """One sequence's result: ``got`` and ``wanted`` float64 and the ``bound`` on their distance, [Hq, n, Dv]; the ``lse`` wanted and the
-    ``lse_bound`` on its distance, [Hq, n]. ``exact`` knows nothing of what another read has found, the others do."""
+    """One sequence's result: ``got`` and ``wanted`` float64 and the ``bound`` on their distance, [Hq, n, Dv]: in rows that are within it
+    without :func:`budgets.read`'s sigma_c, without; the ``lse`` wanted and the ``lse_bound`` on its distance, [Hq, n]. ``exact`` knows
+    nothing of what another read has found, the others do."""
 
     seq: int
     position: int
@@ -174,24 +175,9 @@ class Subject:
         u = place.unit_roundoff(self.operand_dtype(case.dtype)) if place.kernels else budgets.F32
         level_error = budgets.level_error(backend) if place.kernels else budgets.NO_LEVEL_ERROR
         for position, seq in enumerate(range(case.num_seqs) if seqs is None else seqs):
-            if not case.query_lens[seq]:
-                continue
-            exact = oracle.of_sequence(built, seq, arguments, position, damaged)
-            bound = budgets.read(exact, arguments["softmax_scale"], arguments["softcap"], u, level_error)
-            lse_bound = budgets.lse(exact, arguments["softmax_scale"], arguments["softcap"], u, level_error)
-            first = int(arguments["cu_seqlens_q"][position])
-            wanted, lse, scale = exact.out, exact.lse, arguments["output_scale"]
-            if arguments["other"] is not None:
-                rows = slice(first, first + case.query_lens[seq])
-                other, other_lse = (arguments[name][rows].double().transpose(0, 1) for name in ("other", "other_lse"))
-                bound = budgets.joined(exact, other, other_lse, bound, lse_bound)
-                wanted, lse = oracle.joined(exact, other, other_lse)
-            if scale is not None:
-                largest = torch.finfo(out.dtype).max
-                wanted, bound = (wanted / scale.double()).clamp(-largest, largest), bound / scale.double()
-            bound = budgets.stored(bound, wanted, out.dtype, place.unit_roundoff(out.dtype))
-            got = out[first : first + case.query_lens[seq]].double().transpose(0, 1)
-            yield Judged(seq, position, exact, got, wanted, bound, lse, lse_bound)
+            if case.query_lens[seq]:
+                exact = oracle.of_sequence(built, seq, arguments, position, damaged)
+                yield _judged(exact, out, seq, position, case.query_lens[seq], arguments, u, place.unit_roundoff(out.dtype), level_error)
 
     def assert_encoded(
         self, built: Scene, half: str, x: torch.Tensor, slots: torch.Tensor, what: str, kept: torch.Tensor | None = None
@@ -246,3 +232,41 @@ def assert_within(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, 
         f"{what}: {int((~good).sum())} of {good.numel()} elements out of bounds, worst at {worst}: "
         f"got {float(got[at])!r}, exact {float(wanted[at])!r}, bound {float(bound.expand_as(error)[at]):.3g}"
     )
+
+
+def _judged(
+    exact: oracle.Exact,
+    out: torch.Tensor,
+    seq: int,
+    position: int,
+    num_rows: int,
+    arguments: Mapping[str, Any],
+    u: float,
+    out_u: float,
+    level_error: budgets.LevelError,
+) -> Judged:
+    """One sequence's rows of ``out``, which a read with ``arguments`` gave; unit roundoffs are ``u`` of operands and ``out_u`` of ``out``."""
+    first = int(arguments["cu_seqlens_q"][position])
+    mine = slice(first, first + num_rows)
+    rounding = arguments["softmax_scale"], arguments["softcap"], u, level_error
+    wanted, lse, lse_bound = exact.out, exact.lse, budgets.lse(exact, *rounding)
+    other = None if arguments["other"] is None else [arguments[name][mine].double().transpose(0, 1) for name in ("other", "other_lse")]
+    if other is not None:
+        wanted, lse = oracle.joined(exact, *other)
+    scale = None if arguments["output_scale"] is None else arguments["output_scale"].double()
+    if scale is not None:
+        largest = torch.finfo(out.dtype).max
+        wanted = (wanted / scale).clamp(-largest, largest)
+    got = out[mine].double().transpose(0, 1)
+
+    def bound_of(rows: torch.Tensor) -> torch.Tensor:
+        bound = budgets.read(exact, *rounding, rows)
+        if other is not None:
+            bound = budgets.joined(exact, *other, bound, lse_bound)
+        return budgets.stored(bound if scale is None else bound / scale, wanted, out.dtype, out_u)
+
+    bound = bound_of(torch.zeros(num_rows, dtype=torch.bool, device=out.device))
+    outside = ~((got - wanted).abs() <= bound).all(-1).all(0)
+    if bool(outside.any()):
+        bound = bound_of(outside)
+    return Judged(seq, position, exact, got, wanted, bound, lse, lse_bound)

@@ -1,8 +1,8 @@
 """Every kernel builds for every GPU, within that GPU's shared memory, and costs no more there than the golden counts say.
 
-Each target in a process of its own: this one interprets. By default every mode is built for one target, and others build some of the modes;
-``-m matrix`` builds the other targets, modes and tiles, which takes minutes. CI builds some modes for every target, so that each mode is built
-for another NVIDIA target, too.
+Each target in a process of its own: this one interprets. By default every mode is built for one target, and others build some of the
+modes; ``-m matrix`` builds the other targets, modes and tiles, which takes minutes. CI builds some modes for every target, so that each
+mode is built for another NVIDIA target, too.
 """
 
 import functools

@@ -245,14 +245,15 @@ def _judged(
     out_u: float,
     level_error: budgets.LevelError,
 ) -> Judged:
-    """One sequence's rows of ``out``, which a read with ``arguments`` gave; unit roundoffs are ``u`` of operands and ``out_u`` of ``out``."""
+    """One sequence's rows of ``out``, which a read with ``arguments`` gave; ``u``, ``out_u``: unit roundoffs of operands and of ``out``."""
     first = int(arguments["cu_seqlens_q"][position])
     mine = slice(first, first + num_rows)
     rounding = arguments["softmax_scale"], arguments["softcap"], u, level_error
     wanted, lse, lse_bound = exact.out, exact.lse, budgets.lse(exact, *rounding)
-    other = None if arguments["other"] is None else [arguments[name][mine].double().transpose(0, 1) for name in ("other", "other_lse")]
-    if other is not None:
-        wanted, lse = oracle.joined(exact, *other)
+    other = other_lse = None
+    if arguments["other"] is not None:
+        other, other_lse = (arguments[name][mine].double().transpose(0, 1) for name in ("other", "other_lse"))
+        wanted, lse = oracle.joined(exact, other, other_lse)
     scale = None if arguments["output_scale"] is None else arguments["output_scale"].double()
     if scale is not None:
         largest = torch.finfo(out.dtype).max
@@ -261,8 +262,8 @@ def _judged(
 
     def bound_of(rows: torch.Tensor) -> torch.Tensor:
         bound = budgets.read(exact, *rounding, rows)
-        if other is not None:
-            bound = budgets.joined(exact, *other, bound, lse_bound)
+        if other is not None and other_lse is not None:
+            bound = budgets.joined(exact, other, other_lse, bound, lse_bound)
         return budgets.stored(bound if scale is None else bound / scale, wanted, out.dtype, out_u)
 
     bound = bound_of(torch.zeros(num_rows, dtype=torch.bool, device=out.device))

@@ -46,6 +46,12 @@ def test_views_have_logical_shapes_and_cover_every_byte_once(mode, layout, devic
     assert sum(view.nbytes for view in views) == memory.nbytes == memory.bytes_per_slot * B * P
 
 
+def test_scales_are_written_outside_of_inference_mode(device):
+    with torch.inference_mode():
+        scales = get_backend("int4").allocate_scale_caches(B, P, H, device)
+    assert not any(tensor.is_inference() for tensor in scales)
+
+
 def test_the_order_of_bytes(device):
     """Tokens of a head are neighbours in head_major, heads of a token in token_major, K and V of a cell in interleaved."""
     layers = {layout: pages("int4", layout, device).layers[1] for layout in LAYOUTS}

@@ -113,6 +113,15 @@ def test_head_sizes_that_are_no_whole_lanes_are_told(base: str, channels: int) -
         ordered.write(None)
 
 
+def test_values_that_a_mode_encodes_wrongly_leave_the_keys_alone() -> None:
+    wrong = {"mode": "selfcheck_values", "encode_value": lambda self, x, scale=None: (x[..., :8], None)}
+    backend, rows = type("Wrong", (NoneBackend,), wrong)(), torch.ones(3, 2, 64)
+    keys, values = torch.zeros(2, 2, 8, 2, 64)
+    with pytest.raises(KVQError, match=r"encode returned codes \[3, 2, 8\]"):
+        backend.reshape_and_cache(rows, rows, keys, values, torch.arange(3))
+    assert not keys.any() and not values.any()
+
+
 class Sized(NoneBackend):
     mode = "selfcheck_sized"
 

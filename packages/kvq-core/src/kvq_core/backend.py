@@ -148,10 +148,10 @@ class QuantKVBackend(ABC):
         if not self.needs_scale_caches:
             return None, None
 
-        def plane() -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=checks.device("device", device)).transpose(1, 2)
-
-        return plane(), plane()
+        # Never inference tensors, which only inference mode may write to.
+        with torch.inference_mode(False):
+            k, v = (torch.zeros(shape, dtype=torch.float32, device=checks.device("device", device)).transpose(1, 2) for _ in range(2))
+        return k, v
 
     # -- what a mode implements -----------------------------------------------------------------------------------------
 
@@ -250,8 +250,8 @@ class QuantKVBackend(ABC):
         Args:
             key, value: [num_tokens, num_kv_heads, head_size(_v)], bf16/fp16/fp32, any token and head strides.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, packed_head_size], any strides but the last.
-            slot_mapping: [num_tokens] int64, ``block * block_size + offset``; rows with a slot outside the cache (negative: padding),
-                or past the end of a shorter ``slot_mapping``, are skipped. Of rows that name one slot either may be stored;
+            slot_mapping: [num_tokens] int64, contiguous, ``block * block_size + offset``; rows with a slot outside the cache (negative:
+                padding), or past the end of a shorter ``slot_mapping``, are skipped. Of rows that name one slot either may be stored;
                 ``KVQ_DEBUG=1`` refuses them.
             k_scale_cache, v_scale_cache: [num_blocks, block_size, num_kv_heads] float32 where :attr:`needs_scale_caches`, one
                 element each for ``fp8_per_tensor``, otherwise ``None``.

@@ -128,6 +128,7 @@ class NewRows:
         need_tensor(slot_mapping, "slot_mapping", 1, (torch.int64,), key.device)
         count = slot_mapping.shape[0]
         need(count <= key.shape[0], "slot_mapping", shape_of(slot_mapping), f"at most one slot for each of {key.shape[0]} tokens")
+        need(slot_mapping.is_contiguous(), "slot_mapping", f"strides {slot_mapping.stride()}", "a contiguous tensor")
         key, value = key[:count], value[:count]
         keys = Plane(args.key_cache, args.k_scale_cache, key.shape[2])
         values = Plane(args.value_cache, args.v_scale_cache, value.shape[2])

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
 
 def write(backend: QuantKVBackend, rows: NewRows) -> None:
-    """Encode all rows and scatter those whose slot lies in the cache."""
+    """Encode the rows whose slot lies in the cache, K and V, and then scatter both."""
     num_slots = rows.keys.num_blocks * rows.keys.block_size
     kept = (rows.slot_mapping >= 0) & (rows.slot_mapping < num_slots)
     slots = rows.slot_mapping[kept]
     key = rows.key if rows.smoothing is None else rows.smoothing.smooth(rows.key, rows.positions)
     key_half, value_half = backend.key_half, backend.value_half
+    encoded = []
     for x, plane, half, encode in (
         (key, rows.keys, key_half, key_half.encode),
         (rows.value, rows.values, value_half, value_half.encode_value),
     ):
         given = None if backend.needs_scale_caches else plane.scales
         made = half.encode_ordered(x[kept]) if rows.is_ordered and plane is rows.keys else encode(x[kept], scale=given)
-        codes, scales = checked_encoding(half, x[kept], made, plane.codes.shape[-1])
+        encoded.append((plane, *checked_encoding(half, x[kept], made, plane.codes.shape[-1])))
+    for plane, codes, scales in encoded:
         block, offset = slots // plane.block_size, slots % plane.block_size
         plane.codes[block, offset] = codes.view(plane.codes.dtype)
         if backend.needs_scale_caches and plane.scales is not None and scales is not None:

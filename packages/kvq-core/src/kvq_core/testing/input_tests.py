@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 
 Change = Callable[[dict[str, Any], Scene], None]
 _CASE = Case(query_lens=(3, 1), seq_lens=(20, 9))
+_MANY_OPTIONS = Case(
+    query_lens=(6, 3),
+    seq_lens=(40, 20),
+    sinks=True,
+    alibi=True,
+    qq_bias=6,
+    mm_prefix=(((12, 17), (3, 3)), ((2, 9), (15, 18))),
+    key_stops=(39, 18),
+    smoothing="rotary",
+    joined=True,
+)
 
 
 def _set(name: str, make: Callable[[torch.Tensor], Any]) -> Change:
@@ -33,6 +45,14 @@ def _set(name: str, make: Callable[[torch.Tensor], Any]) -> Change:
 def _gapped(x: torch.Tensor) -> torch.Tensor:
     """The same values with a last dimension that is not contiguous."""
     return torch.stack((x, x), -1)[..., 0]
+
+
+def _strided(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a call but the pages', once for each of its dimensions: the same values with steps twice as long there."""
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor) and "cache" not in name:
+            for dim, size in enumerate(x.shape):
+                yield name, x.repeat_interleave(2, dim).unflatten(dim, (size, 2)).select(dim + 1, 0)
 
 
 def _wider(x: torch.Tensor) -> torch.Tensor:
@@ -191,6 +211,27 @@ class InputTests(Subject):
             except BaseException as error:
                 error.add_note(what)
                 raise
+
+    @pytest.mark.quick
+    def test_any_strides(self, backend: QuantKVBackend, place: Place) -> None:
+        """Each tensor that a door is given beside the pages, with steps twice as long in one dimension: right, or refused."""
+        built = self.build(backend, replace(_MANY_OPTIONS, smoothing="balanced"), place)
+        built.pages.settle()
+        for name, strided in _strided(built.write_arguments()):
+            built.pages.restore()
+            try:
+                built.write(**{name: strided})
+            except ArgumentError as error:
+                assert error.argument == name and not built.pages.changed()
+                continue
+            for half, x in (("key", built.stored_key), ("value", built.value)):
+                self.assert_encoded(built, half, x, built.slots, f"{name} with strides {strided.stride()}")
+        built = self.build(backend, _MANY_OPTIONS, place).fill()
+        for name, strided in _strided(built.read_arguments()):
+            try:
+                self.assert_read(backend, built, place, None, **{name: strided})
+            except ArgumentError as error:
+                assert error.argument == name
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)

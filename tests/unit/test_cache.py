@@ -94,12 +94,47 @@ def test_layers_that_a_step_was_not_written_to_are_not_read(device):
 
 
 @pytest.mark.quick
+def test_views_do_not_reach_exact_rows(device):
+    """Of which the blocks of a layer that was not written hold those of freed sequences."""
+    cache = make(device=device, residual_length=16, max_sequences=1)
+    step, rows = cache.append({cache.allocate_sequence(): 3}), torch.ones(3, 2, 32, device=device)
+    cache.backend.reshape_and_cache(rows, rows, slot_mapping=step.slot_mapping, **vars(cache.layer(0)))
+    with pytest.raises(ArgumentError, match=r"^layer: got 0, need one written with this step"):
+        cache.attend(0, rows, step)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_fit_both_kinds_of_pages(dtype, device):
+    """Exact rows in int8 take any dtype; those of mode none beside them, one."""
+    cache = make("none", device=device, dtype=torch.float32, residual_length=16, residual_mode="int8", max_sequences=1)
+    step, rows = cache.append({cache.allocate_sequence(): 3}), torch.ones(3, 2, 32, device=device, dtype=dtype)
+    if dtype == torch.float32:
+        cache.write(0, rows, rows, step)
+        assert torch.equal(cache.attend(0, rows, step), rows.expand(3, 2, 32))
+    else:
+        with pytest.raises(ArgumentError, match=r"^key: got torch.float16, need torch.float32"):
+            cache.write(0, rows, rows, step)
+
+
+@pytest.mark.quick
+def test_memory_that_exact_rows_would_take_is_named(device):
+    for most in (2**26, 2**30):
+        with pytest.raises(ArgumentError, match=rf"^max_sequences: got {most} with 3 blocks of 16 exact rows each: "):
+            make(device=device, residual_length=16, max_sequences=most)
+
+
+@pytest.mark.quick
 def test_scales_of_ranges_seen(device):
     """TensorRange: none before it has seen rows, a positive one of zeros; and 1 if none is given."""
     zeros = TensorRange()
     for use, message in ((zeros.scale, r"^rows: got none so far"), (lambda: zeros.add(torch.zeros(3, 16)), r"^rows: got shape")):
         with pytest.raises(ArgumentError, match=message):
             use()
+    for number in (torch.nan, torch.inf, -torch.inf):
+        zeros.add(torch.full((3, 1, 16), number))
+    with pytest.raises(ArgumentError, match=r"^rows: got none so far"):
+        zeros.scale()
     zeros.add(torch.zeros(3, 1, 16))
     default = PagedKVCache("fp8_per_tensor", num_blocks=1, num_kv_heads=1, head_size=16, device=device, k_scale=zeros.scale())
     assert default.layer(0).k_scale_cache > 0 and default.layer(0).v_scale_cache.tolist() == [1.0]

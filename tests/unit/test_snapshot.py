@@ -105,9 +105,9 @@ def test_permissions_links_and_what_is_no_file(tmp_path):
 # -- refusals -------------------------------------------------------------------------------------------------------------
 
 
-def rewritten(path, change):
+def rewritten(path, change, **options):
     """Save a cache at ``path``, let ``change(tensors, header)`` meddle with it or give another header's text, and write it back."""
-    filled("fp8_per_tensor").save(path)
+    filled("fp8_per_tensor", **options).save(path)
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["kvq"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -184,6 +184,26 @@ def test_what_does_not_fit_is_refused(change, message, tmp_path):
     path = tmp_path / "kv"
     rewritten(path, change)
     with pytest.raises(SnapshotError, match=f"{re.escape(str(path))}.*{message}"):
+        PagedKVCache.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (forged("exact_blocks", lambda x: x + 99), "exact_blocks: got a block outside the cache"),
+        (forged("exact_blocks", lambda x: x[:1].expand(x.shape)), "exact_blocks: got block .* again, in sequence 0"),
+        (forged("exact_blocks", lambda x: x[1:]), "exact_blocks: got"),
+        (forged("exact_sinks", lambda x: x + 16), "exact_firsts: got"),
+        (forged("exact_ends", lambda x: x - 1), "exact_firsts: got"),
+    ],
+)
+def test_exact_rows_that_cannot_be_are_refused(change, message, tmp_path):
+    path = tmp_path / "kv"
+    window = {"residual_length": 16, "sink_tokens": 8, "max_sequences": 3}
+    rewritten(path, lambda tensors, header: None, **window)
+    assert_goes_on_alike(PagedKVCache.load(path), filled("fp8_per_tensor", **window))
+    rewritten(path, change, **window)
+    with pytest.raises(SnapshotError, match=message):
         PagedKVCache.load(path)
 
 

@@ -13,6 +13,7 @@ from kvq_core.cache.layout import Geometry, LayerCaches
 from kvq_core.cache.pages import Pages
 from kvq_core.call import ops
 from kvq_core.registry import get_backend
+from kvq_core.residual.reads import PagedRead
 from kvq_core.residual.rows import ExactPages
 from kvq_core.residual.step import ResidualStep
 from kvq_core.residual.window import ResidualWindow
@@ -217,19 +218,13 @@ class LayerPages:
             self._exact.attend(self.backend, 0, q, caches, out, batch.residual, **options)
             batch.residual.release()
             return
-        self.backend.unified_attention(
-            q,
-            caches.key_cache,
-            caches.value_cache,
-            out,
-            seqused_k=batch.seqused_k,
-            max_seqlen_k=batch.max_seqlen_k,
-            block_table=batch.block_table,
-            k_scale_cache=caches.k_scale_cache,
-            v_scale_cache=caches.v_scale_cache,
-            first_positions=batch.first_positions,
-            **options,
-        )
+        keys = {
+            "seqused_k": batch.seqused_k,
+            "max_seqlen_k": batch.max_seqlen_k,
+            "block_table": batch.block_table,
+            "first_positions": batch.first_positions,
+        }
+        PagedRead(self.backend, caches, keys)(q, out, **options)
 
     def _allocated(self, geometry: Geometry) -> Pages:
         with torch.inference_mode(False):

@@ -24,6 +24,7 @@ from kvq_core.cache.saved import Parts
 from kvq_core.cache.sequences import SequenceTable
 from kvq_core.cache.step import Step
 from kvq_core.errors import ArgumentError, described
+from kvq_core.residual.reads import PagedRead
 from kvq_core.residual.rows import ResidualRows
 from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import ModelSmoothing, Smoothings
@@ -156,7 +157,8 @@ class PagedKVCache:
 
     def layer(self, layer: int) -> LayerCaches:
         """Views of one layer's caches, in the shapes the doors take. Writing through them writes to the cache, where no step sees it:
-        :meth:`attend` no longer asks for a :meth:`write` of that layer first."""
+        :meth:`attend` no longer asks for a :meth:`write` of that layer first, unless the newest tokens are read from exact rows, which are
+        not in the views."""
         caches = self._caches(layer)
         self._pages.viewed.add(int(layer))
         return caches
@@ -265,7 +267,7 @@ class PagedKVCache:
         g, caches = self.geometry, self._caches(layer)
         steps.check(step, self._table)
         for name, rows, size in (("key", key, g.head_size), ("value", value, g.head_size_v)):
-            (self._exact or self._pages).check_rows(name, rows, (step.num_tokens, g.num_kv_heads, size))
+            self._check_rows(name, rows, (step.num_tokens, g.num_kv_heads, size))
         smoothing = self._smoothings.for_write(layer, key)
         stored: dict[str, Any] = {"smoothing": smoothing, "positions": step.positions_for(smoothing)}
         self.backend.reshape_and_cache(key, value, slot_mapping=step.slot_mapping, **vars(caches), **stored)
@@ -311,9 +313,10 @@ class PagedKVCache:
         """
         g, caches = self.geometry, self._caches(layer)
         steps.check(step, self._table)
-        checks.need(layer in step.written or layer in self._pages.viewed, "layer", layer, "one written with this step: write() comes first")
+        written = layer in step.written or (self._exact is None and layer in self._pages.viewed)
+        checks.need(written, "layer", layer, "one written with this step: write() comes first")
         num_query_heads = q.shape[1] if checks.tensor("q", q).dim() == 3 else g.num_kv_heads
-        (self._exact or self._pages).check_rows("q", q, (step.num_tokens, num_query_heads, g.head_size))
+        self._check_rows("q", q, (step.num_tokens, num_query_heads, g.head_size))
         shape = (step.num_tokens, num_query_heads, g.head_size_v)
         if out is None:
             out = torch.empty(shape, dtype=q.dtype if output_scale is None else torch.float8_e4m3fn, device=self.device)
@@ -336,19 +339,14 @@ class PagedKVCache:
         if self._exact is not None and step.residual is not None:
             self._exact.pages.attend(self.backend, layer, q, caches, out, step.residual, **options)
             return out
-        self.backend.unified_attention(
-            q,
-            caches.key_cache,
-            caches.value_cache,
-            out,
-            seqused_k=step.seqused_k,
-            max_seqlen_k=step.max_seqlen_k,
-            block_table=step.block_table,
-            k_scale_cache=caches.k_scale_cache,
-            v_scale_cache=caches.v_scale_cache,
-            **options,
-        )
+        keys = {"seqused_k": step.seqused_k, "max_seqlen_k": step.max_seqlen_k, "block_table": step.block_table}
+        PagedRead(self.backend, caches, keys)(q, out, **options)
         return out
+
+    def _check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._pages.check_rows(argument, rows, shape)
+        if self._exact is not None:
+            self._exact.pages.check_rows(argument, rows, shape)
 
     # -- to a file and back ---------------------------------------------------------------------------------------------
 

@@ -31,7 +31,13 @@ class ResidualRows:
         self.window, self.max_sequences = window, checks.integer("max_sequences", max_sequences, 1)
         num_blocks = self.max_sequences * window.blocks_per_sequence
         self.table = ExactTable(window, num_blocks)
-        self.pages = ExactPages(window, geometry, num_blocks, device)
+        try:
+            self.pages = ExactPages(window, geometry, num_blocks, device)
+        except ArgumentError as error:
+            if error.argument != "num_blocks":
+                raise
+            each = f"{window.blocks_per_sequence} blocks of {window.block_size} exact rows each"
+            raise ArgumentError("max_sequences", f"{self.max_sequences} with {each}: {error.got} blocks", error.need) from None
         self._packed_block_size = geometry.block_size
 
     @classmethod
@@ -61,11 +67,6 @@ class ResidualRows:
         if max_sequences is not None:
             raise ArgumentError("max_sequences", max_sequences, "None: without residual_length and sink_tokens no exact rows are kept")
         return None
-
-    def check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Raise :class:`ArgumentError` unless ``rows`` are of that ``shape`` and of the cache's device and dtype, to be stored as they
-        are."""
-        self.pages.check_rows(argument, rows, shape)
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +143,8 @@ class ExactPages:
         return {f"exact_{name}": tensor for name, tensor in self._pages.tensors.items()}
 
     def check_rows(self, argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Raise :class:`ArgumentError` as :meth:`ResidualRows.check_rows`."""
+        """Raise :class:`ArgumentError` unless ``rows`` are of that ``shape`` and of the cache's device and dtype, to be stored as they
+        are."""
         self._pages.check_rows(argument, rows, shape)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -154,11 +154,17 @@ class ExactTable:
         if any(not 0 <= block < most for block in blocks):
             raise ArgumentError("exact_blocks", "a block outside the cache", f"0 .. {most - 1}")
         rows, size, taken = {}, self.window.block_size, 0
+        places: dict[int, int] = {}
         for sequence, sink, first, end in zip(lengths, sinks, firsts, ends, strict=True):
-            if not 0 <= sink <= first <= end == lengths[sequence] or sink % size:
+            if not 0 <= sink <= min(first, self.window.sinks) or not first <= end == lengths[sequence] or sink % size:
                 raise ArgumentError("exact_firsts", f"{sink}, {first}, {end} in sequence {sequence}", "exact rows of its newest tokens")
             held = -(-(sink + end - first) // size)
             rows[sequence] = ExactRows(array("i", blocks[taken : taken + held]), sink, first, end)
+            for number, block in enumerate(rows[sequence].blocks):
+                # Only forks share blocks, which hold the same tokens of all that do.
+                place = number * size if number * size < sink else first + number * size - sink
+                if places.setdefault(block, place) != place:
+                    raise ArgumentError("exact_blocks", f"block {block} again, in sequence {sequence}", "blocks shared as forks share them")
             taken += held
         if taken != len(blocks):
             raise ArgumentError("exact_blocks", f"{len(blocks)} blocks", f"{taken} for these rows")

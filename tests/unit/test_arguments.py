@@ -248,7 +248,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSmoothing.load, {}, {"path": nothing}),
         (ModelSmoothing({}).save, {}, {"path": lambda x: True}),
     )
-    monkeypatch.setattr(kvq_core.plan.invariance._BATCH_INVARIANT, "value", None)  # put back at the end, whatever the calls make of it
+    monkeypatch.setattr(kvq_core.plan.invariance._SWITCH, "value", None)  # put back at the end, whatever the calls make of it
     try_each(entries)
     kvq_core.unregister_backend("none")
 
@@ -314,7 +314,7 @@ def test_schemas_tell_what_a_call_writes(mode: str) -> None:
     backend = get_backend(mode)
     changed = {"key_cache", "value_cache"} | ({"k_scale_cache", "v_scale_cache"} if mode == "int4" else set())
     results = {"out", "softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "lse"}
-    for op, args, names in ((ops.write_op(backend), WriteArgs, changed), (ops.read_op(backend), ReadArgs, results)):
+    for op, args, names in ((ops.op(backend, "write"), WriteArgs, changed), (ops.op(backend, "read"), ReadArgs, results)):
         declared = op._schema.arguments  # type: ignore[attr-defined]
         assert [argument.name for argument in declared] == list(args._fields)
         assert {argument.name for argument in declared if argument.is_write} == names

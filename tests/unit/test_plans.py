@@ -5,6 +5,7 @@ And the tables: which one is asked, what a wrong one is told, and that a file an
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -187,14 +188,36 @@ def test_writes_of_the_shipped_tables(words: str) -> None:
 def test_batch_invariance_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process; what the environment says is test_variables.py's."""
     # Whatever an earlier test of this process has set.
-    monkeypatch.setattr(invariance._BATCH_INVARIANT, "value", None)
-    monkeypatch.delenv("KVQ_BATCH_INVARIANT", raising=False)
+    monkeypatch.setattr(invariance._SWITCH, "value", None)
+    monkeypatch.delenv("KVQ_SWITCH", raising=False)
     with invariance.batch_invariant():
         assert invariance.is_batch_invariant()
         with invariance.batch_invariant(False):
             assert not invariance.is_batch_invariant()
         assert invariance.is_batch_invariant()
     assert not invariance.is_batch_invariant()
+
+
+def test_batch_invariance_of_overlapping_blocks() -> None:
+    """Each thread has what its own block says, whichever ends first; threads without one have what the newest says."""
+    entered, ended, seen = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        seen.append(invariance.is_batch_invariant())
+        with invariance.batch_invariant(False):
+            entered.set()
+            ended.wait(60)
+            seen.append(invariance.is_batch_invariant())
+
+    before = invariance.is_batch_invariant()
+    with invariance.batch_invariant():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(60) and invariance.is_batch_invariant()
+    assert not invariance.is_batch_invariant()
+    ended.set()
+    thread.join()
+    assert seen == [True, False] and invariance.is_batch_invariant() == before
 
 
 INT4 = {

@@ -32,7 +32,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in variables.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     # Whatever an earlier test of this process has set.
-    monkeypatch.setattr(invariance._BATCH_INVARIANT, "value", None)
+    monkeypatch.setattr(invariance._SWITCH, "value", None)
 
 
 def test_flags_take_the_usual_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -375,13 +375,3 @@ def try_repeat(backend: QuantKVBackend, verb: str, arguments: tuple[Any, ...]) -
     """Repeat what the op ``verb`` launched for an earlier call with such arguments, plain tensors and numbers; False if only the op can."""
     bound = _OPS.bound(backend)
     return bound is not None and target.current() is None and bound.try_repeat(_BY_NAME[verb], arguments)
-
-
-def write_op(backend: QuantKVBackend) -> Callable[..., object]:
-    """The op ``kvq::<mode>_write``, bound to ``backend``."""
-    return op(backend, "write")
-
-
-def read_op(backend: QuantKVBackend) -> Callable[..., object]:
-    """The op ``kvq::<mode>_read``, bound to ``backend``."""
-    return op(backend, "read")

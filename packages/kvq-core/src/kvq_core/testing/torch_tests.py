@@ -66,10 +66,10 @@ class TorchTests(Subject):
         built.q[sum(_CASE.query_lens) :] = 0
         writing, reading = _apart(built.fill())
         if door == "write":
-            _opcheck(ops.write_op(backend), *writing.values())
+            _opcheck(ops.op(backend, "write"), *writing.values())
         else:
             out = torch.zeros(built.q.shape, dtype=built.q.dtype, device=place.device)
-            _opcheck(ops.read_op(backend), *_read_inputs(reading, out))
+            _opcheck(ops.op(backend, "read"), *_read_inputs(reading, out))
 
     @places.each((_CASE, Case(query_lens=(4, 1), seq_lens=(30, 20), sinks=True, window=9)))
     def test_compiles_whole(self, backend: QuantKVBackend, place: Place, case: Case) -> None:

@@ -1,6 +1,7 @@
 """The calculator's functions, on configs of published models: bytes worked out by hand, parameters as published."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def test_what_kvq_cannot_cache_or_count_is_refused(described: dict[str, Any], me
     ("name", "value"),
     [
         *(("context", 0), ("concurrency", 0), ("block_size", 12), ("residual_length", -1), ("gpu_bytes", 0), ("weight_bytes", -1)),
+        *(("context", 1.5), ("context", True), ("concurrency", 1.5), ("gpu_bytes", math.inf), ("weight_bytes", "1"), ("utilization", "1")),
         *(("utilization", 0.0), ("utilization", 1.1), ("shape", ModelShape("x", (AttentionLayer(1, 512, 512),), 1, BF16, None))),
     ],
 )

@@ -33,7 +33,10 @@ def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, place: str
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        *(("out", wrong) for wrong in (None, OUT[0], OUT.int(), OUT.double(), OUT.float().to_sparse(), OUT.clone().requires_grad_())),
+        *(
+            ("out", wrong)
+            for wrong in (None, OUT[0], OUT.int(), OUT.double(), OUT.float().to_sparse(), OUT[..., :0], OUT.clone().requires_grad_())
+        ),
         *(("result", wrong) for wrong in (5, OUT.double(), OUT[:2], OUT.clone().requires_grad_())),
         *(("lse", wrong) for wrong in (LSE.clone().requires_grad_(), LSE.double(), LSE[:2])),
         *(("other", OUT.float()), ("other_lse", LSE[None])),

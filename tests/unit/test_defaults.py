@@ -28,7 +28,7 @@ def default(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     before = torch.get_default_dtype()
 
     def change() -> None:
-        hadamard.hadamard_matrix.cache_clear()
+        hadamard._sylvester.cache_clear()
         hadamard.sign_bits.cache_clear()
         if request.param == "on meta":
             torch.set_default_device("meta")
@@ -38,7 +38,7 @@ def default(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     yield change
     torch.set_default_device(None)
     torch.set_default_dtype(before)
-    hadamard.hadamard_matrix.cache_clear()
+    hadamard._sylvester.cache_clear()
 
 
 @pytest.mark.usefixtures("torch_path")

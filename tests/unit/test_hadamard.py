@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kvq_core.errors import ArgumentError
 from kvq_core.hadamard import block_hadamard, fast_hadamard_transform, hadamard_matrix, rht_signs, single_rht
@@ -30,6 +31,18 @@ def test_fast_transform(size: int, dtype: torch.dtype, device: torch.device) -> 
     steps = math.log2(size) * torch.finfo(torch.float32 if dtype.itemsize < 4 else dtype).eps
     bound = x.double().abs().sum(-1, keepdim=True) * steps + exact.abs() * torch.finfo(dtype).eps / 2 * 1.01
     assert bool(((y.double() - exact).abs() <= bound).all())
+
+
+def test_a_tracer_s_matrix_serves_nobody_else() -> None:
+    x = torch.ones(2, 8)
+    for _ in range(2):
+        with FakeTensorMode():
+            fast_hadamard_transform(torch.ones(2, 8, dtype=torch.float16, device="cuda" if torch.cuda.is_available() else "cpu"))
+            assert isinstance(hadamard_matrix(8), FakeTensor)
+        assert torch.equal(x @ hadamard_matrix(8), fast_hadamard_transform(x))
+    with torch.inference_mode():
+        hadamard_matrix(4)
+    assert not hadamard_matrix(4).is_inference()
 
 
 def test_only_powers_of_two() -> None:

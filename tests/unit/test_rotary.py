@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cache_checks import attention
 from kvq_core import ArgumentError, PagedKVCache, get_backend
@@ -50,6 +51,13 @@ def smoothing(heads: int = HEADS, size: int = SIZE) -> ModelSmoothing:
 def cache(mode: str, **window: Any) -> PagedKVCache:
     options: dict[str, Any] = {"num_blocks": 40, "num_kv_heads": HEADS, "head_size": SIZE, "max_sequences": 4 if window else None}
     return PagedKVCache(mode, **options, dtype=torch.float32, smoothing=smoothing(), **window)
+
+
+@pytest.mark.quick
+def test_a_tracer_makes_one() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        mean = a_mean(**{name: mode.from_tensor(tensor) for name, tensor in a_mean().tensors.items()})
+        assert mean.pair_table.shape == a_mean().pair_table.shape
 
 
 @pytest.mark.quick

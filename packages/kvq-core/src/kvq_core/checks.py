@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvq_core.errors import ArgumentError, described
 
@@ -70,6 +71,11 @@ def tensor(argument: str, value: object) -> torch.Tensor:
     if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):
         raise ArgumentError(argument, "a view that negates lazily", "a plain one: resolve_neg() makes it")
     return value
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether there is something to look at: not in a tensor of meta, or of a tracer."""
+    return not (x.is_meta or isinstance(x, FakeTensor) or torch.compiler.is_compiling())
 
 
 def floats(argument: str, value: object, rank: int, shape: str) -> torch.Tensor:

@@ -46,11 +46,19 @@ def rht_signs(head_size: int, round_index: int = 0, device: torch.device | str =
     return signs.repeat(head_size // block)
 
 
-@functools.cache
 def hadamard_matrix(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """The Sylvester matrix [size, size] float32, entries +-1. ``size`` is a power of two. Shared: do not write to it."""
     if size < 1 or size & (size - 1):
         raise ArgumentError("size", size, "a power of two")
+    # A tracer's tensors (FakeTensorMode's) are its own: they serve nobody else, and nobody else's serve it.
+    of_tracer = type(torch.empty(0, device="cpu")) is not torch.Tensor
+    return _sylvester.__wrapped__(size, device) if of_tracer else _sylvester(size, device)
+
+
+@functools.cache
+# Never inference tensors, which autograd cannot save.
+@torch.inference_mode(False)
+def _sylvester(size: int, device: torch.device | str) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

@@ -45,7 +45,8 @@ def checked_scale(argument: str, layer: int | None, scale: object) -> float:
 
 
 class TensorRange:
-    """The least and the largest value of each channel over rows of keys or values, as they come: from any number of :meth:`add`."""
+    """The least and the largest value of each channel over rows of keys or values, as they come: from any number of :meth:`add`. Tokens
+    with a number that is not finite do not count."""
 
     def __init__(self) -> None:
         self._low: torch.Tensor | None = None
@@ -55,9 +56,11 @@ class TensorRange:
         """Count rows [num_tokens, num_kv_heads, head_size]; none is no error."""
         if rows.dim() != 3 or not rows.is_floating_point():
             raise ArgumentError("rows", f"shape {tuple(rows.shape)}, {rows.dtype}", "[num_tokens, num_kv_heads, head_size] floats")
+        rows = rows.detach()
+        rows = rows[rows.isfinite().flatten(1).all(1)]
         if not len(rows):
             return
-        low, high = rows.detach().float().aminmax(dim=0)
+        low, high = rows.float().aminmax(dim=0)
         self._low = low if self._low is None else torch.minimum(low, self._low)
         self._high = high if self._high is None else torch.maximum(high, self._high)
 

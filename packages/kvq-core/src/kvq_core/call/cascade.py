@@ -46,7 +46,7 @@ def combine(
         checks.tensor(name, tensor)
     if torch.is_grad_enabled():
         refuse_gradients(tuple(named), tuple(named.values()))
-    if out.dim() != 3 or out.dtype not in FLOATS:
+    if out.dim() != 3 or not out.shape[2] or out.dtype not in FLOATS:
         need = "[num_tokens, num_query_heads, head_size_v] of bfloat16, float16 or float32"
         raise ArgumentError("out", f"shape {tuple(out.shape)} of {out.dtype}", need)
     needs = {"lse": (out.shape[:2], torch.float32), "other": (out.shape, out.dtype), "other_lse": (out.shape[:2], torch.float32)}

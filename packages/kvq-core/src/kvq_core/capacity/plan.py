@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from kvq_core import checks
 from kvq_core.cache.layout import cell_size, fields
 from kvq_core.capacity.shape import AttentionLayer, ModelShape
 from kvq_core.errors import ArgumentError
@@ -32,12 +33,9 @@ class Budget:
     utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.gpu_bytes < 1:
-            raise ArgumentError("gpu_bytes", self.gpu_bytes, "a positive number of bytes")
-        for name in ("weight_bytes", "reserved_bytes"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(name, getattr(self, name), "a number of bytes, 0 or more")
-        if not 0 < self.utilization <= 1:
+        for name, least in (("gpu_bytes", 1), ("weight_bytes", 0), ("reserved_bytes", 0)):
+            checks.integer(name, getattr(self, name), least, checks.INT64_MAX)
+        if not 0 < checks.real("utilization", self.utilization) <= 1:
             raise ArgumentError("utilization", self.utilization, "a share of the memory, above 0 and up to 1")
 
     @property
@@ -171,8 +169,7 @@ def size_of(
         ArgumentError: the mode cannot pack the model's head sizes, or a number is out of range.
     """
     for name, value in (("context", context), ("concurrency", concurrency), ("block_size", block_size)):
-        if value < 1:
-            raise ArgumentError(name, value, "a positive integer")
+        checks.integer(name, value, 1, checks.INT64_MAX)
     if block_size % 8:
         raise ArgumentError("block_size", block_size, "a multiple of 8")
     costs = _costs(backend, shape, ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode))
@@ -190,18 +187,28 @@ def size_of(
     )
 
 
-def capacity_of(backend: QuantKVBackend, shape: ModelShape, budget: Budget, *, context: int, **options: Any) -> Capacity:
-    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. ``options`` and errors are those of :func:`size_of`."""
-    size = size_of(backend, shape, context=context, **options)
-    room, block_size = max(budget.cache_bytes, 0), options.get("block_size", 16)
-    window = ResidualWindow.of(
-        options.get("residual_length", 0), options.get("sink_tokens", 0), block_size, options.get("residual_mode", "none")
-    )
-    each = room // options.get("concurrency", 1)
+def capacity_of(
+    backend: QuantKVBackend,
+    shape: ModelShape,
+    budget: Budget,
+    *,
+    context: int,
+    concurrency: int = 1,
+    block_size: int = 16,
+    residual_length: int = 0,
+    sink_tokens: int = 0,
+    residual_mode: str = "none",
+) -> Capacity:
+    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. The other arguments, and errors, are those of
+    :func:`size_of`."""
+    exact: dict[str, Any] = {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
+    size = size_of(backend, shape, context=context, concurrency=concurrency, block_size=block_size, **exact)
+    window = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
+    room = max(budget.cache_bytes, 0)
     return Capacity(
         **vars(size),
         tokens=longest_context(backend, shape, room, block_size, window),
         sequences=room // size.sequence_bytes,
-        concurrent_context=longest_context(backend, shape, each, block_size, window),
+        concurrent_context=longest_context(backend, shape, room // concurrency, block_size, window),
         fits=size.total_bytes <= room,
     )

@@ -26,7 +26,7 @@ _RESIDENCY = _axis(
     # A quarter of a multiprocessor's 65,536 registers holds two one-warp programs of up to 255 a thread, three of 168, four of 128.
     of=((1, None, 8), (1, 168, 12), (1, 128, 16), (2, None, 4), (2, 168, 6), (4, None, 2), (4, None, 4)),
 )
-_MERGING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
+_COMBINING = _axis("few", "blocks", of=((1, 1), (4, 8), (8, 1), (8, 8), (8, 64)))
 _TILES: Final = (32, 64, 128)
 # A warp has 8 rows or 16. Beside them, what else writes well.
 _FRAGMENTS = _axis(
@@ -35,7 +35,7 @@ _FRAGMENTS = _axis(
 # Without groups, registers are nobody's.
 _GROUPS = _axis("groups", "registers", of=((0, 184), (2, 168), (2, 176), (2, 184), (2, 192), (2, 200)))
 # One group, with as many registers as two programs leave it, or three.
-_DRAFTS = _axis("groups", "registers", of=((0, 184), (1, 168), (1, 248)))
+_MULTIROW = _axis("groups", "registers", of=((0, 184), (1, 168), (1, 248)))
 # Five stages are a second buffer of tiles, which only the loop without masks leaves registers for.
 _BUFFERS = _axis("stages", "loops", of=((2, 1), (5, 2)))
 _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
@@ -43,7 +43,7 @@ _CROSSED: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
     Prefill: (_axis("rows", of=_TILES), _axis("keys", of=_TILES), _axis("warps", of=(4, 8)), _axis("stages", of=(2, 3))),
     Groups: (_GROUPS,),
     Write: (_axis("rows", of=(4, 8, 16, 32, 64)), _axis("warps", of=(1, 2, 4))),
-    Combine: (_MERGING, _axis("splits", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
+    Combine: (_COMBINING, _axis("splits", of=(32, 64, 128, 256)), _axis("warps", of=(4, 8))),
 }
 """Every combination of these is tried, with the other fields as they are."""
 _ALONE: Final[Mapping[type[Choice], tuple[Axis, ...]]] = {
@@ -74,7 +74,7 @@ def candidates(present: Choice, *, quick: bool = False) -> list[Choice]:
     """``present`` first, and what to try beside it, each once. ``quick``: only what differs from it along one axis."""
     crossed, alone = _CROSSED[type(present)], _ALONE[type(present)]
     if isinstance(present, Groups) and present.groups == 1:
-        crossed, alone = (_DRAFTS,), (_axis("stages", of=(3, 4, 5)),)
+        crossed, alone = (_MULTIROW,), (_axis("stages", of=(3, 4, 5)),)
     if isinstance(present, Write) and present.store_mma:
         crossed = (_FRAGMENTS,)
     found = {present: None}

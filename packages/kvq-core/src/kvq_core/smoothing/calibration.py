@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Final, Self, Union
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from kvq_core import checks
 from kvq_core.cache import tensorfile
@@ -97,7 +96,7 @@ class KeySmoothing:
             if self.balance is None or self.order.shape[1] % channel_order.PARTS:
                 beside = "no balance" if self.balance is None else f"heads of {self.order.shape[1]}"
                 raise ArgumentError("order", f"one with {beside}", f"a balance beside it, and heads that {channel_order.PARTS} divides")
-            if not (self.order.is_meta or isinstance(self.order, FakeTensor) or torch.compiler.is_compiling()):
+            if checks.has_values(self.order):
                 # On any device: kernels take channels from where it says.
                 channel_order.check(self.order)
             read, write = channel_order.tables(self.balance, self.order)
@@ -163,7 +162,7 @@ class KeySmoothing:
     def check_numbers(self, owner: str = "") -> None:
         """Raise :class:`~kvq_core.ArgumentError`, with ``owner`` before the tensor's name, for numbers that keys cannot be smoothed with.
         Waits for the device. Tensors without values, of meta or of a tracer, pass."""
-        if self.mean.is_meta or isinstance(self.mean, FakeTensor) or torch.compiler.is_compiling():
+        if not checks.has_values(self.mean):
             return
         checks.finite(f"{owner}mean", self.mean)
         if self.balance is not None:

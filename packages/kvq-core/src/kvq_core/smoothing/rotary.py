@@ -66,7 +66,7 @@ class RotaryMean:
                 raise ArgumentError(name, f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}", need)
         for name in ("channels", "steps", "bias"):
             object.__setattr__(self, name, getattr(self, name).detach().clone(memory_format=torch.contiguous_format))
-        if self.steps.device.type != "meta":
+        if checks.has_values(self.steps):
             self._check_numbers()
         object.__setattr__(self, "channel_table", self._channel_table())
         object.__setattr__(self, "pair_table", self._pair_table())

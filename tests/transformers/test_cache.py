@@ -1,6 +1,7 @@
 """KVQCache as a container: rows, lengths, blocks and bytes; and everything it refuses."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from transformers import AutoConfig, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, StaticCache
 from transformers.masking_utils import create_causal_mask
 
+import tiny_models
 from kvq_core import ArgumentError, KVQError, UnknownModeError
 from kvq_core.smoothing.calibration import ModelSmoothing
 from kvq_transformers import KVQCache, calibrate, enable
-from kvq_transformers.attention import kvq_attention
+from kvq_transformers.attention import kvq_attention, switch_off, switch_on
 from kvq_transformers.naming import GENERATE, cache_argument
-from kvq_transformers.rows import piece_length
+from kvq_transformers.rows import chunk_length
 from transformers_families import (
     COMMON,
     MIXED,
@@ -34,9 +36,9 @@ pytestmark = pytest.mark.usefixtures("torch_path")
 IDS = prompts(2, 40)["input_ids"]
 
 
-def test_fewer_queries_than_keys_are_the_last(capacity: dict[str, Any]) -> None:
-    """As when another cache hands over all of its keys; behind a window a long prompt is written in pieces, some without a query."""
-    model, columns = make_model("Mistral"), 1100 if capacity else 40
+def test_fewer_queries_than_keys_are_the_last() -> None:
+    """As when another cache hands over all of its keys. Pages of a fixed size never hold such."""
+    model, columns = make_model("Mistral"), 40
     generator = torch.Generator().manual_seed(0)
     size, mask = model.config.head_dim, torch.ones(2, 1, 1, columns, dtype=torch.bool)
     mask[1, ..., :5] = False
@@ -44,9 +46,12 @@ def test_fewer_queries_than_keys_are_the_last(capacity: dict[str, Any]) -> None:
     rows = [torch.randn(2, 2, columns, size, generator=generator) for _ in range(2)]
     found = []
     for count in (columns, 3):
-        cache = KVQCache(model.config, "none", **{name: columns for name in capacity})
+        cache = KVQCache(model.config, "none")
         key, value = cache.update(*rows, 0)
         found.append(kvq_attention(model.model.layers[0].self_attn, query[:, :, -count:], key, value, mask)[0])
+    key, value = KVQCache(model.config, "none", max_cache_len=columns).update(*rows, 0)
+    with pytest.raises(ArgumentError, match=r"^query: got 3 columns, need 40, as keys"):
+        kvq_attention(model.model.layers[0].self_attn, query[:, :, -3:], key, value, mask)
     assert found[1].shape == (2, 3, 4, size)
     torch.testing.assert_close(found[1], found[0][:, -3:], rtol=1e-5, atol=1e-6)
 
@@ -85,9 +90,9 @@ def test_bytes_are_of_tokens_and_of_exact_rows() -> None:
 
 
 def test_long_prompts_behind_a_window_are_exact_and_take_its_space(capacity: dict[str, Any]) -> None:
-    """Longer than several pieces, padded, then decoded on."""
+    """Longer than several chunks, padded, then decoded on."""
     window = 11
-    steps = [2 * piece_length(window) + 100, 1, 3]
+    steps = [2 * chunk_length(window) + 100, 1, 3]
     model = make_model("Mistral", num_hidden_layers=1, max_position_embeddings=4096)
     inputs, cache = prompts(2, sum(steps), (0, 700)), KVQCache(model.config, "none", **{name: sum(steps) for name in capacity})
     found = logits_in_steps(model, inputs, cache, steps)
@@ -95,7 +100,7 @@ def test_long_prompts_behind_a_window_are_exact_and_take_its_space(capacity: dic
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-3, atol=1e-3)
     assert int(cache.get_seq_length()) == sum(steps)
-    assert cache.nbytes / cache.bytes_per_token <= 2 * (window + piece_length(window) + 3 * 16) * 1.25
+    assert cache.nbytes / cache.bytes_per_token <= 2 * (window + chunk_length(window) + 3 * 16) * 1.25
 
 
 def test_a_composite_models_text_decoder_is_switched_alone() -> None:
@@ -113,6 +118,27 @@ def test_a_composite_models_text_decoder_is_switched_alone() -> None:
     image = {"pixel_values": torch.zeros(2, 3, 28, 28), "token_type_ids": (ids == 5).long()}
     with pytest.raises(ArgumentError, match="tokens that see later ones"):
         model.generate(ids, **image, **options)
+
+
+def test_towers_of_a_config_that_is_its_own_text_decoder_s_stay_as_they_are() -> None:
+    config = tiny_models.tiny_config("phi4_multimodal")
+    config._attn_implementation = {"": "sdpa", "vision_config": "eager", "audio_config": "sdpa"}
+    for use, name in ((switch_on, "kvq"), (switch_off, "sdpa")):
+        use(config)
+        found = [one._attn_implementation for one in (config, config.vision_config, config.audio_config)]
+        assert found == [name, "eager", "sdpa"]
+
+
+@torch.no_grad()
+def test_layers_that_cache_nothing_are_copied_and_cropped() -> None:
+    model = tiny_models.tiny_model(tiny_models.tiny_config("nemotron_h", layer_types=["attention", "mlp"], num_hidden_layers=2))
+    cache = KVQCache(model, "none")
+    model(IDS[:, :20], **{GENERATE: cache})
+    wanted = model(IDS[:, 20:21], **{GENERATE: copy.copy(cache)}).logits
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        model(IDS[:, 25:27], **{GENERATE: twin})
+        twin.crop(-2)
+        torch.testing.assert_close(model(IDS[:, 20:21], **{GENERATE: twin}).logits, wanted)
 
 
 WRONG: list[Any] = [[], "a", {}, object(), [5], [-3], [2**70], [0.5], np.array([0.5]), torch.eye(2).to_sparse(), torch.tensor([[0]])]
@@ -236,6 +262,9 @@ def dropping(model: Any) -> dict[str, Any]:
 FIXED: dict[str, Any] = {"max_cache_len": 24}
 CANNOT: list[tuple[str, dict[str, Any], Callable[[Any, KVQCache], object], str]] = [
     ("Llama", {}, lambda model, cache: {"output_attentions": True}, "output_attentions: got True, need False"),
+    ("Llama", {}, lambda model, cache: {"return_shared_kv_states": True}, "return_shared_kv_states: got True, need False"),
+    ("Llama", {}, lambda model, cache: {"block_indices": IDS}, "block_indices: got a value, need None"),
+    ("Llama", {}, lambda model, cache: {"sinks": IDS}, "sinks: got a value, need None"),
     ("Llama", {}, lambda model, cache: {"attention_mask": torch.zeros(2, 1, 5, 25)}, "kvq takes no custom mask"),
     ("Llama", {}, lambda model, cache: {"attention_mask": torch.ones(2, 4)}, "attention_mask: got 4 columns, need 25"),
     ("Llama", {}, lambda model, cache: {GENERATE: StaticCache(model.config, max_cache_len=10)}, "in place of a static cache"),

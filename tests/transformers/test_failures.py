@@ -229,6 +229,9 @@ def test_compiled_code_gives_no_number_where_a_window_would_reach_too_far() -> N
         assert found[0].isfinite().all() and found[1].isnan().all()
         with pytest.raises(ArgumentError, match="padding between tokens"):
             model(IDS[:, 16:17], attention_mask=mask[:, :17], **{GENERATE: twin})
+        mask[1, 4:7] = 0
+        found = compiled(IDS[:, :24], attention_mask=mask[:, :24], use_cache=False).logits
+        assert found[0].isfinite().all() and found[1, :4].isfinite().all() and found[1, 16:].isnan().all()
 
 
 @pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])

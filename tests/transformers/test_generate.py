@@ -84,6 +84,16 @@ def test_a_decode_step_compiles_once_and_as_one_graph() -> None:
         cache.reset()
 
 
+@torch.no_grad()
+def test_a_growing_cache_in_a_compiled_model() -> None:
+    """Its account is no part of the graph."""
+    model, ids = make_model("Llama"), prompts(2, 24)["input_ids"]
+    cache, step = KVQCache(model, "none"), torch.compile(model, backend="eager")
+    torch._dynamo.reset()
+    logits = [step(part, **{GENERATE: cache}).logits for part in (ids[:, :10], *ids[:, 10:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(logits, 1), eager_twin(model)(ids).logits, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["lazily", "early"])
 def test_chunked_prefill_compiles(early: bool) -> None:
     """``generate`` compiles that, too. Pages made beforehand leave nothing to do inside the graph."""

@@ -77,10 +77,10 @@ def test_rows_that_moved_are_read_as_before(window: dict[str, Any], capacity: di
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @torch.no_grad()
 def test_all_rows_go_where_a_loaded_cache_is_mapped(device: str, capacity: dict[str, Any]) -> None:
-    """A device is saved with no part of it."""
-    model, saved = make_model("Llama").to(device), io.BytesIO()
+    """A device is saved with no part of it, and what Python keeps account of stays where that is."""
+    model, saved, inputs = make_model("Llama").to(device), io.BytesIO(), prompts(2, 41, (0, 5))
     cache = KVQCache(model, "int4", **SINKS, **capacity)
-    model(prompts(2, 40)["input_ids"].to(device), **{GENERATE: cache})
+    model(inputs["input_ids"][:, :40].to(device), attention_mask=inputs["attention_mask"][:, :40].to(device), **{GENERATE: cache})
     with patch.object(Pages, "__getstate__", side_effect=AssertionError("pages that remember their device")):
         torch.save(cache, saved)
     saved.seek(0)
@@ -89,6 +89,10 @@ def test_all_rows_go_where_a_loaded_cache_is_mapped(device: str, capacity: dict[
         assert {x.device for x in (layer.pages.caches.key_cache, *layer.pages.exact_tensors)} == {layer.device} == {torch.device("cpu")}
         for x, y in zip(layer.pages.exact_tensors, before.pages.exact_tensors, strict=True):
             assert torch.equal(x.view(torch.uint8), y.cpu().view(torch.uint8))
+    saved.seek(0)
+    again = torch.load(saved, map_location=device, weights_only=False)
+    last = {"input_ids": inputs["input_ids"][:, 40:].to(device), "attention_mask": inputs["attention_mask"].to(device)}
+    assert torch.equal(*(model(**last, **{GENERATE: one}).logits for one in (again, cache)))
 
 
 def test_sinks_may_take_all_of_a_fixed_cache() -> None:

@@ -64,7 +64,7 @@ def test_what_was_given_may_change_afterwards() -> None:
     torch.testing.assert_close(after.logits, before.logits)
     used = after[GENERATE]
     assert used.modes == {0: "none", 1: "int8_per_token_head"} and used.get_max_length() == 64
-    assert used.layers[1].pages.exact_backend.mode == "none"
+    assert used.layers[1].pages.exact_tensors[0].shape[-1] == 4 * model.config.head_dim
 
 
 def test_a_generate_of_the_models_own_is_called_and_comes_back() -> None:

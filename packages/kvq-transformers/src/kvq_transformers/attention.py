@@ -24,6 +24,9 @@ _LOG: Final = logging.getLogger(__name__)
 _REFUSED: Final = {
     "output_attentions": "False: attention weights never exist as a tensor",
     "position_bias": "None: kvq adds no learned bias to scores",
+    "block_indices": "None: a row sees all keys that its layer's window leaves",
+    "sinks": "None: kvq takes sinks as s_aux",
+    "return_shared_kv_states": "False: K and V are in kvq's pages, which no other model reads",
     "cu_seq_lens_q": "None: sequences of a KVQCache are rows of the batch",
 }
 
@@ -81,7 +84,7 @@ def kvq_attention(
     window = sliding_window
     if layer is None:
         layer = _passing_layer(key, value, attention_mask)
-        _check_reach(attention_mask, query.shape[2], window)
+        query = _within_reach(query, attention_mask, window)
     elif layer.window is not None:
         window = layer.window if window is None else min(window, layer.window)
     scoring = LayerScoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux)
@@ -111,22 +114,35 @@ def _warn_of_weights(module: torch.nn.Module) -> None:
         _LOG.warning("this model's keys %s, of which KVQCache(model.config) knows nothing: KVQCache(model) loses less accuracy", found)
 
 
+class _PassingLayer(GrowingLayer):
+    """A layer that lives as long as a call, which torch.compile can trace."""
+
+    _attend = GrowingLayer._attend_rows
+
+
 def _passing_layer(key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> GrowingLayer:
     """A layer for keys that no ``KVQCache`` holds: all of them are in ``key``."""
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         got = f"{key.shape[2]} keys, {attention_mask.shape[-1]} of them written"
         raise ArgumentError("cache", got, "a KVQCache (with max_cache_len) in place of a static cache, under kvq's attention")
-    layer = GrowingLayer(get_backend("none"), 0, None, GrowingForward({0: None}, [], block_size=64))
+    layer = _PassingLayer(get_backend("none"), 0, None, GrowingForward({0: None}, [], block_size=64))
     layer.update(key, value)
     layer.arrive()
     return layer
 
 
-def _check_reach(attention_mask: torch.Tensor | None, num_queries: int, window: int | None) -> None:
-    """Refuse padding between tokens in a window, where kvq's counts tokens and transformers' columns, as a ``KVQCache`` does."""
+def _within_reach(query: torch.Tensor, attention_mask: torch.Tensor | None, window: int | None) -> torch.Tensor:
+    """``query``; padding between tokens in a window, where kvq's counts tokens and transformers' columns, is refused, as by a ``KVQCache``.
+    Compiled code, which cannot refuse it, makes NaN of these rows."""
+    num_queries = query.shape[2]
     mask = padding_of(attention_mask, num_queries)
-    if mask is not None and window is not None and may_wait(mask.device):
-        check_reach(reaching_too_far(mask, torch.arange(mask.shape[1] - num_queries, mask.shape[1], device=mask.device), window), window)
+    if mask is None or window is None:
+        return query
+    too_far = reaching_too_far(mask, torch.arange(mask.shape[1] - num_queries, mask.shape[1], device=mask.device), window)
+    if not may_wait(mask.device):
+        return query.masked_fill(too_far[:, None, :, None], torch.nan)
+    check_reach(too_far, window)
+    return query
 
 
 class _NoBackward(torch.autograd.Function):
@@ -152,7 +168,7 @@ class _Switched:
             if id(config) not in self._before:
                 weakref.finalize(config, self._before.pop, id(config), None)
             self._before[id(config)] = config._attn_implementation
-            config._attn_implementation = NAME
+            _set_alone(config, NAME)
 
     def before(self, config: PretrainedConfig) -> str | None:
         return self._before.get(id(config))
@@ -160,7 +176,12 @@ class _Switched:
     def off(self, config: PretrainedConfig, before: str | None) -> None:
         if config._attn_implementation == NAME:
             # Eager attention is what every model has.
-            config._attn_implementation = self.before(config) or before or "eager"
+            _set_alone(config, self.before(config) or before or "eager")
+
+
+def _set_alone(config: PretrainedConfig, name: str) -> None:
+    """Not for the configs within it, which may be of a vision tower: transformers would pass a plain name on to those."""
+    config._attn_implementation = {"": name}
 
 
 _SWITCHED = _Switched()

@@ -135,7 +135,8 @@ class KVQCache(Cache):
         self._forward.settle()
         for layer in self._other_layers:
             for name in ("conv_states", "recurrent_states"):
-                for index in range(layer.number_of_states):
+                # Layers of some models have no state at all.
+                for index in range(getattr(layer, "number_of_states", 0)):
                     _own(layer, name, index)
         return self.__dict__
 
@@ -253,7 +254,7 @@ class KVQCache(Cache):
         self._forward.settle()
         others = self._others("crop")
         for layer in self._other_layers:
-            if not (layer.record_past and layer.is_croppable):
+            if not (getattr(layer, "record_past", True) and layer.is_croppable):
                 got = f"{-count}: layers of type {type(layer).__name__}, which this model has, too, keep no past states"
                 raise CacheStateError("tokens_to_remove", got, "activate_past_recording() before, and no recurrent states")
         cropped: Any = self._forward.cropped(count)

@@ -1,8 +1,8 @@
 """``FixedLayer``: pages of a fixed size whose account is kept on the device, so that a forward compiles and a CUDA graph can replay it.
 
 Every row owns ``ceil(max_cache_len / block_size)`` blocks from the start, or, under a sliding window, a ring of as many as the window
-and one piece of a prompt need: logical block i lies in the ring's block ``i % ring``, and what a new token overwrites is out of sight,
-of the tokens before this forward, too, unless it has several pieces. Padding has no slot. The real tokens of a forward come last in
+and one chunk of a prompt need: logical block i lies in the ring's block ``i % ring``, and what a new token overwrites is out of sight,
+of the tokens before this forward, too, unless it has several chunks. Padding has no slot. The real tokens of a forward come last in
 each row, into which they are put in order: then row t of ``n`` new columns sits at position ``length - n + t`` whatever is padded before
 it, and a padding row before the first token, at a negative position, sees nothing.
 """
@@ -22,7 +22,7 @@ from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.given import NOTHING, LayerGiven
 from kvq_transformers.layers import KVQLayer
 from kvq_transformers.masks import check_reach, may_wait, reaching_too_far
-from kvq_transformers.rows import piece_length, token_rows
+from kvq_transformers.rows import chunk_length, token_rows
 from kvq_transformers.storage import LayerBatch, LayerPages, LayerScoring
 
 
@@ -194,10 +194,10 @@ class FixedLayer(KVQLayer):
         self.forward, self.max_cache_len, self.block_size = forward, forward.max_cache_len, block_size
         self.num_logical = -(-self.max_cache_len // block_size)
         self.ring = self.num_logical
-        self.piece = self.max_cache_len
+        self.chunk_length = self.max_cache_len
         if window is not None:
-            self.piece = piece_length(window)
-            self.ring = min(self.num_logical, -(-(window - 1 + self.piece) // block_size) + 1)
+            self.chunk_length = chunk_length(window)
+            self.ring = min(self.num_logical, -(-(window - 1 + self.chunk_length) // block_size) + 1)
             if self.comes_round:
                 forward.rings.add((window, self.ring * block_size))
 
@@ -254,34 +254,35 @@ class FixedLayer(KVQLayer):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor:
         columns = key.shape[2]
+        if query.shape[2] != columns:
+            raise ArgumentError("query", f"{query.shape[2]} columns", f"{columns}, as keys, for a cache with max_cache_len")
         self.forward.plan(columns, mask)
-        # Fewer queries than keys are those of the last columns, as when another cache hands over all of its keys.
-        skipped = columns - query.shape[2]
         if self.window is not None and self.window < self.max_cache_len:
             too_far = self.forward.too_far(self.window, self.account)
             if not may_wait(self.device):
                 # What compiled code cannot refuse is no number, and so nobody takes it for a result.
-                query = query.masked_fill(too_far[:, None, skipped:, None], torch.nan)
-        if self.comes_round and columns > self.piece and not self.forward.is_fresh:
+                query = query.masked_fill(too_far[:, None, :, None], torch.nan)
+        if self.comes_round and columns > self.chunk_length and not self.forward.is_fresh:
             self.forward.is_torn = True
-        order = None if mask is None or skipped else _real_last(mask)
+        order = None if mask is None else _real_last(mask)
         if order is not None:
             query, key, value = (torch.take_along_dim(states, order[:, None, :, None], 2) for states in (query, key, value))
             mask = torch.take_along_dim(mask, order, 1) if mask is not None else None
         start = self.lengths
         parts = []
-        for first in range(0, columns, self.piece):
-            last = min(first + self.piece, columns)
-            part, rows = slice(first, last), slice(max(first - skipped, 0), max(last - skipped, 0))
+        for first in range(0, columns, self.chunk_length):
+            last = min(first + self.chunk_length, columns)
+            part = slice(first, last)
             real = None if mask is None else mask[:, part]
             end = start + (last - first if real is None else real.sum(1, dtype=torch.int32))
             is_first = self.forward.is_fresh and not first
-            parts.append(self._attend_piece(query[:, :, rows], key[:, :, part], value[:, :, part], real, start, end, scoring, is_first))
+            q, k, v = (states[:, :, part] for states in (query, key, value))
+            parts.append(self._attend_chunk(q, k, v, real, start, end, scoring, is_first))
             start = end
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return out if order is None else torch.zeros_like(out).scatter(1, order[..., None, None].expand_as(out), out)
 
-    def _attend_piece(
+    def _attend_chunk(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -292,8 +293,8 @@ class FixedLayer(KVQLayer):
         scoring: LayerScoring,
         is_first: bool,
     ) -> torch.Tensor:
-        """``start`` and ``end`` [batch_size] int32: the lengths before and after the piece."""
-        (batch_size, num_heads, num_queries, _), columns = query.shape, key.shape[2]
+        """``start`` and ``end`` [batch_size] int32: the lengths before and after the chunk."""
+        batch_size, num_heads, columns, _ = query.shape
         plain = torch.arange(columns, device=self.device).expand(batch_size, -1)
         rank = plain if mask is None or columns == 1 else mask.cumsum(1) - 1
         position = start[:, None] + rank
@@ -307,12 +308,11 @@ class FixedLayer(KVQLayer):
         residual = None if self.exact is None else self.exact.plan(position, mask, start, end, is_first=is_first)
         positions = position.flatten().to(torch.int32)
         self.pages.write(token_rows(key), token_rows(value), slots.flatten(), positions, is_first=is_first, residual=residual)
-        out = query.new_empty(batch_size * num_queries, num_heads, value.shape[-1])
-        if num_queries:
-            starts = torch.arange(0, batch_size * num_queries + 1, num_queries, dtype=torch.int32, device=self.device)
-            batch = LayerBatch(starts, end, self.block_table, num_queries, self.max_cache_len, residual)
-            self.pages.attend(token_rows(query), out, batch, scoring)
-        return out.view(batch_size, num_queries, num_heads, value.shape[-1])
+        out = query.new_empty(batch_size * columns, num_heads, value.shape[-1])
+        starts = torch.arange(0, batch_size * columns + 1, columns, dtype=torch.int32, device=self.device)
+        batch = LayerBatch(starts, end, self.block_table, columns, self.max_cache_len, residual)
+        self.pages.attend(token_rows(query), out, batch, scoring)
+        return out.view(batch_size, columns, num_heads, value.shape[-1])
 
     def select(self, rows: list[int]) -> None:
         """Row i becomes a copy of row ``rows[i]``, at the same addresses."""

@@ -71,10 +71,6 @@ class Forward(ABC):
             raise KVQError(f"layer {layer}: attention was called twice on the K and V of one update")
         self._pending = None
 
-    def is_pending(self, layer: int) -> bool:
-        """Whether what ``layer`` announced has not arrived yet."""
-        return self._pending == layer
-
     def store(self, layer: int) -> None:
         """``layer`` has stored its rows; the forward's tokens are in the cache once all have."""
         self._stored.add(layer)

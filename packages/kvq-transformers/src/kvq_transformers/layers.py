@@ -19,7 +19,7 @@ from kvq_core.cache.layout import Geometry
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_transformers.forward import Forward
 from kvq_transformers.given import NOTHING, LayerGiven
-from kvq_transformers.rows import GrowingForward, Piece, RowTable, token_rows
+from kvq_transformers.rows import Chunk, GrowingForward, RowTable, token_rows
 from kvq_transformers.storage import LayerBatch, LayerPages, LayerScoring
 
 HANDLE = "_kvq_layer"
@@ -56,11 +56,6 @@ class KVQLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         return self.forward.batch_size
-
-    @property
-    def is_pending(self) -> bool:
-        """Between :meth:`update` and :meth:`arrive`."""
-        return self.forward.is_pending(self.index)
 
     # -- what transformers calls ----------------------------------------------------------------------------------------
 
@@ -188,7 +183,13 @@ class GrowingLayer(KVQLayer):
         """The mask covers the new columns only: which of the older ones are padding was settled when they were written."""
         return query_length, self.forward.columns
 
+    @torch.compiler.disable  # rows are Python's account, which grows with each call
     def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
+    ) -> torch.Tensor:
+        return self._attend_rows(query, key, value, mask, scoring)
+
+    def _attend_rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: LayerScoring
     ) -> torch.Tensor:
         batch_size, num_heads, num_queries, _ = query.shape
@@ -197,19 +198,19 @@ class GrowingLayer(KVQLayer):
         self.pages.grow(table.num_blocks, table.num_exact_blocks)
         if num_queries < columns:
             return self._attend_last(query, key, value, mask, table, scoring)
-        if len(table.pieces) == 1 and table.pieces[0].index is None:
-            return self._attend_piece(query, key, value, table.pieces[0], scoring).view(batch_size, columns, num_heads, -1)
+        if len(table.chunks) == 1 and table.chunks[0].index is None:
+            return self._attend_chunk(query, key, value, table.chunks[0], scoring).view(batch_size, columns, num_heads, -1)
         out = query.new_zeros(batch_size, columns, num_heads, value.shape[-1])
-        for piece in table.pieces:
-            piece.put(self._attend_piece(query, key, value, piece, scoring), out)
+        for chunk in table.chunks:
+            chunk.put(self._attend_chunk(query, key, value, chunk, scoring), out)
         return out
 
-    def _attend_piece(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scoring: LayerScoring
+    def _attend_chunk(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: Chunk, scoring: LayerScoring
     ) -> torch.Tensor:
-        """The piece's rows of the result, [num_tokens, num_query_heads, head_size_v]."""
-        batch = self._write(piece.take(key), piece.take(value), piece)
-        q = piece.take(query)
+        """The chunk's rows of the result, [num_tokens, num_query_heads, head_size_v]."""
+        batch = self._write(chunk.take(key), chunk.take(value), chunk)
+        q = chunk.take(query)
         out = q.new_empty(*q.shape[:2], value.shape[-1])
         self.pages.attend(q, out, batch, scoring)
         return out
@@ -225,10 +226,10 @@ class GrowingLayer(KVQLayer):
     ) -> torch.Tensor:
         """Fewer queries than keys: those of the last columns, as when another cache hands over all of its keys."""
         batch_size, num_heads, num_queries, _ = query.shape
-        if len(table.pieces) != 1:
+        if len(table.chunks) != 1:
             raise KVQError(f"layer {self.index}: {num_queries} queries for {key.shape[2]} new keys under a sliding window")
-        (piece,) = table.pieces
-        batch = self._write(piece.take(key), piece.take(value), piece)
+        (chunk,) = table.chunks
+        batch = self._write(chunk.take(key), chunk.take(value), chunk)
         if mask is None:
             mask = torch.ones(batch_size, key.shape[2], dtype=torch.bool, device=self.device)
         # Rows of padding alone are not in the batch.
@@ -242,10 +243,10 @@ class GrowingLayer(KVQLayer):
         out.view(-1, *result.shape[1:])[chosen] = result
         return out
 
-    def _write(self, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> LayerBatch:
-        self.pages.copy_blocks(piece.growth.copies)
-        step = piece.step(self.table.block_size, self.device)
-        is_first = self.forward.is_fresh and not piece.first
+    def _write(self, key: torch.Tensor, value: torch.Tensor, chunk: Chunk) -> LayerBatch:
+        self.pages.copy_blocks(chunk.growth.copies)
+        step = chunk.step(self.table.block_size, self.device)
+        is_first = self.forward.is_fresh and not chunk.first
         positions = step.positions_for(self.pages.smoothing)
         self.pages.write(key, value, step.slot_mapping, positions, is_first=is_first, residual=step.residual)
         lengths = step.cu_seqlens_q, step.seqused_k, step.block_table, step.max_seqlen_q, step.max_seqlen_k

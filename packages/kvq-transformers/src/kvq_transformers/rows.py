@@ -25,13 +25,13 @@ from kvq_transformers.forward import CacheStateError, Forward
 from kvq_transformers.masks import check_reach, reaching_too_far
 
 
-def piece_length(window: int) -> int:
+def chunk_length(window: int) -> int:
     """New tokens of a row that a windowed layer takes at a time, so that a long prompt never lies in its pages as a whole."""
     return max(window, 512)
 
 
 @dataclass
-class Piece:
+class Chunk:
     """Part of a forward: for every row, its real new tokens ``first:last``. ``copies`` are block copies to make before writing.
 
     ``dropped``: tokens of each grown row that its table has no longer. ``index`` [num_tokens] are the places of these tokens among the
@@ -61,7 +61,7 @@ class Piece:
         return self._steps[device]
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
-        """The piece's tokens of ``states`` [batch_size, heads, columns, head_size]: [num_tokens, heads, head_size]."""
+        """The chunk's tokens of ``states`` [batch_size, heads, columns, head_size]: [num_tokens, heads, head_size]."""
         if self.index is None:
             is_whole = self.last - self.first == states.shape[2]
             return token_rows(states if is_whole else states[:, :, self.first : self.last])
@@ -82,7 +82,7 @@ class RowTable:
         self.block_size, self.window = block_size, window
         self.columns = 0
         self.keeps_past = False
-        self.pieces: tuple[Piece, ...] = ()
+        self.chunks: tuple[Chunk, ...] = ()
         self._sequences = SequenceTable(BlockPool(0), block_size)
         self._exact = None if residual is None else ExactTable(residual, num_blocks=None)
         self._rows: list[int] = []
@@ -92,10 +92,15 @@ class RowTable:
         # Whether there may be padding between tokens.
         self._is_parted = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Wherever torch.load put it.
+        self._real = None if self._real is None else self._real.cpu()
+
     def copy(self) -> RowTable:
         """A table of its own; the pages are the same."""
         twin = copy(self)
-        twin._sequences, twin._rows, twin._dropped, twin.pieces = self._sequences.copy(), self._rows[:], self._dropped[:], ()
+        twin._sequences, twin._rows, twin._dropped, twin.chunks = self._sequences.copy(), self._rows[:], self._dropped[:], ()
         twin._exact = None if self._exact is None else self._exact.copy()
         return twin
 
@@ -130,10 +135,10 @@ class RowTable:
             self._dropped = [0] * batch_size
 
     def advance(self, columns: int, mask: torch.Tensor | None) -> None:
-        """Reserve slots for ``columns`` more tokens of each row; :attr:`pieces` then says how each layer writes and reads them.
+        """Reserve slots for ``columns`` more tokens of each row; :attr:`chunks` then says how each layer writes and reads them.
 
-        ``mask`` [batch_size, columns] bool says which are real; ``None``: all. With a mask this waits for the device. One piece leaves
-        the blocks as they were, up to the old lengths: a copy made before still reads them. Several pieces reuse each other's blocks.
+        ``mask`` [batch_size, columns] bool says which are real; ``None``: all. With a mask this waits for the device. One chunk leaves
+        the blocks as they were, up to the old lengths: a copy made before still reads them. Several chunks reuse each other's blocks.
 
         Raises:
             ArgumentError: padding between tokens takes a place in the window of a later one.
@@ -141,9 +146,9 @@ class RowTable:
         real = self._real_with(columns, mask)
         counts = [columns] * self.batch_size if mask is None else mask.sum(1).tolist()
         longest = max(counts, default=0)
-        limit = max(longest, 1) if self.window is None or self.keeps_past else piece_length(self.window)
+        limit = max(longest, 1) if self.window is None or self.keeps_past else chunk_length(self.window)
         rank = None if mask is None else mask.cumsum(1) - 1
-        pieces = []
+        chunks = []
         for first in range(0, longest, limit):
             last = min(first + limit, longest)
             growth = self._grow([min(max(count - first, 0), limit) for count in counts])
@@ -156,9 +161,9 @@ class RowTable:
                 index = (mask & (rank >= first) & (rank < last)).flatten().nonzero().squeeze(1)
             of_rows = dict(zip(self._rows, self._dropped, strict=True))
             dropped = tuple(of_rows[row.sequence] for row in growth.rows)
-            pieces.append(Piece(first, last, growth, self.residual, exact, dropped, index, self._sequences.clock))
+            chunks.append(Chunk(first, last, growth, self.residual, exact, dropped, index, self._sequences.clock))
             self._drop_unseen()
-        self.pieces = tuple(pieces)
+        self.chunks = tuple(chunks)
         self._real = real
         self.columns += columns
 
@@ -185,7 +190,7 @@ class RowTable:
                 self._exact.truncate(row, max(length, 0))
             if length <= 0:
                 self._dropped[i] = 0
-        self.columns, self._real, self.pieces = columns, real, ()
+        self.columns, self._real, self.chunks = columns, real, ()
         self._drop_unseen(even_if_kept=True)
 
     def select(self, rows: list[int]) -> None:
@@ -193,7 +198,7 @@ class RowTable:
         taken = [self._fork(self._rows[row]) for row in rows]
         for row in self._rows:
             self._free(row)
-        self._rows, self._dropped, self.pieces = taken, [self._dropped[row] for row in rows], ()
+        self._rows, self._dropped, self.chunks = taken, [self._dropped[row] for row in rows], ()
         self._real = None if self._real is None else self._real[rows]
 
     def reset(self) -> None:
@@ -298,7 +303,7 @@ class GrowingForward(Forward):
             table = self.tables[window].copy()
             table.start(batch_size)
             table.advance(columns, mask)
-            if len(table.pieces) > 1 and any(self.tables[window].lengths):
+            if len(table.chunks) > 1 and any(self.tables[window].lengths):
                 self.is_torn = True
             self._planned[window] = table
         if table.columns != self.columns + columns:

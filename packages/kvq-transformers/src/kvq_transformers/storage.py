@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -84,7 +84,8 @@ class LayerPages:
             ops.define(used)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerPages:
-        twin = copy(self)
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         twin._pages, twin._exact = deepcopy(self._pages), deepcopy(self._exact)
         if self.smoothing is not None:
             with torch.inference_mode(False):
@@ -136,11 +137,6 @@ class LayerPages:
     def exact_tensors(self) -> tuple[torch.Tensor, ...]:
         """The exact rows of a residual window."""
         return () if self._exact is None else tuple(self._exact.tensors.values())
-
-    @property
-    def exact_backend(self) -> QuantKVBackend | None:
-        """The mode of exact rows, if it keeps some."""
-        return None if self._exact is None else self._exact.backend
 
     def grow(self, num_blocks: int, num_exact_blocks: int = 0) -> None:
         """Make room for ``num_blocks`` blocks, and as many of exact rows; those there are keep their numbers and bytes."""

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from typing import Any, Final, NoReturn
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from kvq_core.call.spec import FLOATS
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.residual.window import ResidualWindow
-from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, WEIGHTS, KeySmoothing, ModelSmoothing, Smoothings
+from kvq_core.smoothing.calibration import KEY_BIAS, WEIGHTS, ModelSmoothing, Smoothings
 from kvq_transformers.attention import switch_on
 from kvq_transformers.fixed import FixedForward, FixedLayer
 from kvq_transformers.forward import CacheStateError
 from kvq_transformers.given import Scales, layers_given, usable_device, whole
-from kvq_transformers.key_bias import key_biases
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
 from kvq_transformers.rows import GrowingForward, row_indices
-from kvq_transformers.support import check_head_sizes, check_layers, decoder_config
-from kvq_transformers.weights import weights_smoothing
+from kvq_transformers.support import check_head_sizes, check_layers, decoder_config, own_layers
+from kvq_transformers.weights import known_smoothing
 
 # Slots are counted in int32, rows by launch grids.
 _MOST_TOKENS: Final = 2**31 - 1
@@ -88,43 +86,30 @@ class KVQCache(Cache):
         if max_cache_len is not None:
             max_cache_len = whole("max_cache_len", max_cache_len, most=_MOST_TOKENS)
         block_size = whole("block_size", block_size, most=_LARGEST_BLOCK, step=8)
-        try:
-            layers = DynamicCache(config=text).layers
-        except KeyError as unknown:
-            raise ArgumentError(
-                "config", f"{text.model_type} with layers of type {unknown}", "types that transformers' caches know"
-            ) from None
-        windows = {index: _window(layer, index, text) for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
-        if not windows:
-            raise ArgumentError("config", f"{text.model_type}, whose layers keep no K and V", "a model with attention layers")
+        own = own_layers(text)
         if model is not None:
-            check_layers(model, text, windows)
-        backends = layer_modes(mode, list(windows), len(layers))
+            check_layers(model, text, own.windows)
+        backends = layer_modes(mode, list(own.windows), len(own.layers))
         check_head_sizes(text, backends)
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
-        known: Mapping[int, KeySmoothing] = {}
-        if model is not None and smoothing in (WEIGHTS, KEY_BIAS, FIRST_PREFILL):
-            known = weights_smoothing(model) if smoothing == WEIGHTS else key_biases(model)
-        given = layers_given(smoothing, known, k_scale, v_scale, backends)
+        given = layers_given(smoothing, known_smoothing(model, smoothing), k_scale, v_scale, backends)
         if residual is not None:
-            _check_sinks(sink_tokens, windows.values())
+            _check_sinks(sink_tokens, own.windows.values())
             residual.check_rotary(given[index].subtracted_rotary for index, backend in backends.items() if residual.serves(backend.mode))
-        # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
-        stateless = {index for index, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in ("moe", "mlp")}
-        recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]
         self._forward: GrowingForward | FixedForward
+        layers = dict(enumerate(own.layers))
         if max_cache_len is None:
-            self._forward = growing = GrowingForward(windows, recurrent, block_size, residual)
-            for index, window in windows.items():
+            self._forward = growing = GrowingForward(own.windows, own.recurrent, block_size, residual)
+            for index, window in own.windows.items():
                 layers[index] = GrowingLayer(backends[index], index, window, growing, given[index])
         else:
-            self._forward = fixed = FixedForward(list(windows), recurrent, max_cache_len)
-            for index, window in windows.items():
+            self._forward = fixed = FixedForward(list(own.windows), own.recurrent, max_cache_len)
+            for index, window in own.windows.items():
                 layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index], residual)
         gains = smoothing in (WEIGHTS, KEY_BIAS) and any(backend.mode != "none" for backend in backends.values())
         self._forward.knows_no_weights = model is None and gains
         self._forward.num_layers = getattr(text, "num_hidden_layers", None)
-        super().__init__(layers=layers)
+        super().__init__(layers=list(layers.values()))
         switch_on(text)
 
     def __copy__(self) -> KVQCache:
@@ -374,23 +359,9 @@ def _own(layer: Any, name: str, index: int) -> None:
         states[index] = state.detach()
 
 
-def _window(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> int | None:
-    """The sliding window of what transformers would keep this layer in."""
-    if type(layer) is DynamicLayer:
-        return None
-    if type(layer) is DynamicSlidingWindowLayer:
-        return layer.sliding_window
-    _refuse_layer(layer, index, config)
-
-
 def _check_sinks(sinks: int, windows: Collection[int | None]) -> None:
     """Raise :class:`ArgumentError` for sinks in a model with sliding windows."""
     sliding = [window for window in windows if window is not None]
     if sinks and sliding:
         got = f"{sinks} in a model with sliding windows of {min(sliding)} tokens"
         raise ArgumentError("sink_tokens", got, "0: a sliding window does not see the first tokens")
-
-
-def _refuse_layer(layer: CacheLayerMixin, index: int, config: PretrainedConfig) -> NoReturn:
-    got = f"{config.model_type}, whose layer {index} needs a {type(layer).__name__}"
-    raise ArgumentError("config", got, "layers of full or sliding-window attention, or without K and V")

@@ -1,12 +1,14 @@
-"""What a KVQCache cannot serve, said before anything runs, with the reason."""
+"""What of a model a KVQCache serves; and what it cannot serve, said before anything runs, with the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
@@ -61,6 +63,42 @@ def _model_class(config: PretrainedConfig) -> Any:
     """The causal language model that transformers has for ``config``, if any."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+@dataclass(frozen=True)
+class OwnLayers:
+    """The layers of the cache that transformers itself would give a model; the ``windows`` of those that keep K and V, by number (``None``:
+    all of the text); and the numbers of those with a ``recurrent`` state."""
+
+    layers: list[Any]
+    windows: dict[int, int | None]
+    recurrent: list[int]
+
+
+def own_layers(config: PretrainedConfig) -> OwnLayers:
+    """Those of the text decoder that ``config`` describes.
+
+    Raises:
+        ArgumentError: some are of a kind that these pages cannot hold, or none keeps K and V.
+    """
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as unknown:
+        raise _refusal(config, f"layers of type {unknown}", "types that transformers' caches know") from None
+    windows: dict[int, int | None] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, CacheLayerMixin):
+            continue
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            got = f"{config.model_type}, whose layer {index} needs a {type(layer).__name__}"
+            raise ArgumentError("config", got, "layers of full or sliding-window attention, or without K and V")
+        windows[index] = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    if not windows:
+        raise ArgumentError("config", f"{config.model_type}, whose layers keep no K and V", "a model with attention layers")
+    # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
+    stateless = {index for index, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in ("moe", "mlp")}
+    recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]
+    return OwnLayers(layers, windows, recurrent)
 
 
 def check_layers(model: torch.nn.Module, config: Any, layers: Collection[int]) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvq_core.errors import ArgumentError
-from kvq_core.smoothing.calibration import KeySmoothing
+from kvq_core.smoothing.calibration import FIRST_PREFILL, KEY_BIAS, WEIGHTS, KeySmoothing, Smoothings
 from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of, rows_of_heads, with_factors
 from kvq_transformers.key_bias import Memory, embeddings, key_biases, remembered
 
@@ -36,6 +36,13 @@ class _Norms:
         parts = ((self.q_norm, self.num_query_heads), (self.k_norm, self.num_kv_heads))
         queries, keys = (rows_of_heads(norm_squares(norm, self.head_size), count, count) for norm, count in parts)
         return None if queries is None or keys is None else norm_factors(keys, queries, pairs)
+
+
+def known_smoothing(model: PreTrainedModel | None, smoothing: Smoothings) -> Mapping[int, KeySmoothing]:
+    """What ``smoothing`` takes from the weights of ``model``, by layer; nothing of a model that is not known."""
+    if model is None or smoothing not in (WEIGHTS, KEY_BIAS, FIRST_PREFILL):
+        return {}
+    return weights_smoothing(model) if smoothing == WEIGHTS else key_biases(model)
 
 
 def weights_smoothing(model: PreTrainedModel) -> Mapping[int, KeySmoothing]:

@@ -38,6 +38,7 @@ import report  # noqa: E402
 import shapes  # noqa: E402
 from kvq_core import KVQError, QuantKVBackend  # noqa: E402
 from kvq_core.environment import installed, nvidia_driver, source_version  # noqa: E402
+from kvq_core.errors import ArgumentError  # noqa: E402
 from kvq_core.launch.offline import Device  # noqa: E402
 from rows import DeviceLostError, Row  # noqa: E402
 from timing import Timer  # noqa: E402
@@ -49,7 +50,7 @@ Plan = tuple[tuple[str, tuple[shapes.Setting, ...]], ...]
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only decode in settings A, B and C")
+    parser.add_argument("--quick", action="store_true", help="only decode in settings A, B and C; not beside --settings")
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="only these (with commas or spaces); none is always among them")
     parser.add_argument("--settings", metavar="A,B,...", help="only these, or all of decode, prefill, write or more; see shapes.py")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), metavar="DIR", help="for the JSON and the PNG")
@@ -60,7 +61,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    if options.settings:
+    if options.settings is not None:
+        if options.quick:
+            raise ArgumentError("--quick", f"--settings {options.settings} beside it", "one or the other")
         return shapes.chosen([name.strip() for name in options.settings.split(",") if name.strip()])
     return shapes.QUICK if options.quick else shapes.DEFAULT
 

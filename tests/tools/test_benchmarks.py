@@ -91,6 +91,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("program", "argv", "said"),
     [
         (run, "--settings A,Z", "no such settings: Z"),
+        (run, "--quick --settings prefill", "--quick: got --settings prefill beside it, need one or the other"),
+        (run, "--settings=", "no such settings: none named"),
         (run, "--modes int7", "int7"),
         (run, "--compare old.json", "old.json"),
         (tune, "--kinds decode,speed", "--kinds: got 'decode,speed', need some of decode, prefill, groups, write, combine"),

@@ -22,7 +22,7 @@ import torch
 
 import run as benchmarks
 import tune
-from command_line import CONFIGS, LLAMA, MODES, kvq, refused, row
+from command_line import CODE, CONFIGS, LLAMA, MODES, kvq, refused, row
 from kvq_core import PagedKVCache, capacity
 from kvq_core.cli import suite
 from kvq_core.cli.app import app
@@ -117,6 +117,9 @@ def test_the_wheel_carries_the_command_with_benchmarks_and_plans(tmp_path: Path)
         (["calc", LLAMA, "--mode", "int9"], "did you mean 'int8'?"),
         (["calc", LLAMA, "--mode", "kvq-int2:int4"], "takes mode 'int4_per_token_head' from kvq-int2, which does not provide it"),
         (["calc", LLAMA, "--sink-tokens", "4", "--residual-mode", "int9"], "Error: kvq calc: no installed package provides mode 'int9'"),
+        (["calc", LLAMA, "--weights-gib", "10", "--reserve-gib", "5"], "--weights-gib, --reserve-gib: got no --gpu-gib, need"),
+        (["calc", LLAMA, "--utilization", "0.9", "--json"], "--utilization: got no --gpu-gib, need --gpu-gib, too"),
+        (["calc", LLAMA, "--mode", "none", "--sink-tokens", "4"], "--sink-tokens: got none, need a mode whose rows are less exact"),
         (["calc", LLAMA, "--residual-mode", "int8"], "residual_mode: got int8_per_token_head, need none: without residual_length"),
         *((["calc", LLAMA, "--gpus", gpus], f"gpus: got {gpus} for layers of ") for gpus in ("3", "12", "64")),
         (["calc", LLAMA, "--gpus", "3"], "need a divisor of the query heads that divides the kv heads, too, or is a multiple of them"),
@@ -135,6 +138,7 @@ def test_the_wheel_carries_the_command_with_benchmarks_and_plans(tmp_path: Path)
         (["bench", "--compare", "/no/such.json"], "'/no/such.json' does not exist"),
         (["tune", "--quick"], "kvq tune --dry-run"),
         (["tune", "--modes", "int9"], "int9"),
+        (["tune", "--dry-run", "--out", "new", "--processes", "3"], "--out, --processes: got --dry-run beside it, need one or the other"),
         *(
             (["list", "--mode", name], f"mode: got {name!r}, need one mode, or that of K")
             for name in ("int4/", "/int4", "int4/int2/int8", "/")
@@ -168,6 +172,35 @@ def test_modes_that_are_broken_or_claimed_twice_are_told(install: Callable[..., 
     assert (plain.status, checked.status) == (0, 1) and row(plain.out, "int7")[-1] == "installed"
     assert plain.out.count("duplicate: int5") == 2 and "alpha 1.0 and beta 1.0" in plain.out and "KVQ_BACKENDS=" in plain.out
     assert "broken: int7 from kvq-int7: " in checked.out and "ImportError: no libkvq7.so here" in checked.out
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_what_is_wrong_is_told_beside_every_form(install: Callable[..., Path], small_weights: Path, tmp_path: Path) -> None:
+    """CSV has no place for it but standard error."""
+    install("kvq-int7", "int7", "raise ImportError('no libkvq7.so here')")
+    (text := tmp_path / "text.txt").write_text(CODE)
+    given = ("eval", "--model", small_weights, "--text", text, "--length", "60", "--documents", "1", "--device", "cpu")
+    for arguments in (("calc", {"head_dim": 512}), given):
+        table, comma, content = (kvq(*arguments, *form) for form in ((), ("--csv",), ("--json",)))
+        assert (table.status, comma.status, content.status) == (1, 1, 1)
+        assert all("ImportError: no libkvq7.so here" in told for told in (table.out, comma.err, content.out))
+        assert not any(line.startswith(("broken", "note")) for line in comma.out.splitlines())
+        if arguments is not given:
+            assert all("int4_per_token_head does not fit" in told for told in (table.out, comma.err, content.out)) and not content.err
+
+
+def test_notes_and_wrong_switches_are_told_beside_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = ("calc", LLAMA, "--mode", "none", "--context", "200000", "--gpu-gib", "8")
+    told = [kvq(*long).out, kvq(*long, "--csv").err, *["\n".join(kvq(*long, "--json").json["notes"])]]
+    assert all("nothing fits: " in said and "attends over 131,072 tokens" in said for said in told)
+    (table := tmp_path / "sm_75.json").write_text("{")
+    monkeypatch.setenv("KVQ_DEBUG", "maybe")
+    monkeypatch.setenv("KVQ_PLANS", str(table.parent))
+    ran = kvq("doctor", "--csv")
+    assert ran.status == 1 and "wrong: KVQ_DEBUG: got 'maybe'" in ran.err and f"broken: {table}: " in ran.err
+    assert len(list(csv.DictReader(io.StringIO(ran.out)))) == len(MODES)
+    content = kvq("doctor", "--json").json
+    assert "maybe" in content["wrong_switches"]["KVQ_DEBUG"] and str(table) in content["wrong_plans"]
 
 
 @pytest.mark.usefixtures("fresh_registry")
@@ -306,13 +339,15 @@ def test_calc_answers_or_refuses_any_config_and_options() -> None:
 @pytest.mark.parametrize(
     ("command", "script", "given"),
     [
-        ("bench", benchmarks, f"--modes int4,int8 --settings decode --out new --compare {LLAMA} --no-peers --quick"),
-        ("tune", tune, "--dry-run --quick --modes int4,none --kinds write --out new --processes 3"),
+        ("bench", benchmarks, f"--modes int4,int8 --settings decode --out new --compare {LLAMA} --no-peers"),
+        ("bench", benchmarks, "--quick"),
+        ("tune", tune, "--quick --modes int4,none --kinds write --out new --processes 3"),
+        ("tune", tune, "--dry-run"),
     ],
 )
 def test_bench_and_tune_hand_on_options_and_status(command: str, script: Any, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: command == "bench")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "--dry-run" not in given)
     monkeypatch.setattr(suite.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=3))
     assert kvq(command, *given.split()).status == 3
     ((interpreter, path, *handed_on),) = commands

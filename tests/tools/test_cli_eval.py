@@ -14,12 +14,13 @@ import safetensors.torch
 import torch
 
 from command_line import CODE, MODES, kvq, refused, row
-from kvq_core import ArgumentError, register_backend
+from kvq_core import ArgumentError, get_backend, register_backend
 from kvq_core.cli.eval import passages_of
-from kvq_core.evaluation import Document, Passage, huggingface, pretrained, tiny_subject
+from kvq_core.evaluation import Document, Passage, huggingface, journal, pretrained, tiny_subject
 from kvq_core.evaluation.huggingface import HuggingFaceSubject, load, load_gguf
 from kvq_core.evaluation.tiny_model import TinyModel
 from kvq_core.none import NoneBackend
+from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
 
 CPU = torch.device("cpu")
 
@@ -71,6 +72,34 @@ def test_a_run_goes_on_and_its_figures_lie_in_three_files(given: tuple[str, ...]
     assert "of another run: chunk 128, now 64" in refused(*given, "--mode", "int2", "--chunk", "64")
 
 
+def kls(*given: object) -> list[float]:
+    return [line["kl"] for line in kvq(*given, "--json").json["results"][1:]]
+
+
+def test_what_a_label_does_not_tell_is_measured_again(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smoothing file's contents, the passages whose keys have a part in a mean, and a mode's maker. Other modes' figures are kept."""
+    resumed = (*given, "--resume", str(tmp_path / "run.jsonl"))
+
+    def smooth(value: float) -> None:
+        ModelSmoothing({layer: KeySmoothing(torch.full((1, 64), value)) for layer in range(2)}).save(tmp_path / "keys.safetensors")
+
+    smooth(0.0)
+    modes = ("--mode", f"int4:smoothing={tmp_path / 'keys.safetensors'},int8:smoothing=first_prefill,int2")
+    before = kls(*resumed, *modes)
+    smooth(30.0)
+    for more in ((), ("--batch", "1"), ("--batch", "1", "--documents", "2"), ("--batch", "16", "--documents", "2")):
+        ran, fresh = kls(*resumed, *modes, *more), kls(*given, *modes, *more)
+        assert ran == pytest.approx(fresh, rel=1e-6) and ran != before, more
+    for maker in (NoneBackend, type(get_backend("int2"))):
+        register_backend(type(f"My{maker.__name__}", (maker,), {"mode": "mine_test"}), replace=True)
+        (ran,) = kls(*resumed, "--mode", "mine_test")
+        assert (ran == 0) == (maker is NoneBackend)
+    lines = [json.loads(line)["mode"] for line in (tmp_path / "run.jsonl").read_text().splitlines()[1:]]
+    assert len([mode for mode in lines if mode.startswith("int2_per_token_head")]) == 4, "no passage twice"
+    monkeypatch.setattr(journal, "installed", lambda name: "9.9")
+    assert "now '9.9'" in refused(*resumed, *modes)
+
+
 @pytest.mark.parametrize(
     ("lengths", "scored", "calibrates"),
     [((9, 9, 9), [0, 1], 2), ((9, 9, 2), [0, 2], 1), ((2, 9), [0], 1), ((9, 2, 1), [1, 2], 0), ((3,), [0], 0)],
@@ -113,6 +142,7 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
         (["--modes", "int2,int4:smoothing=rotary_ordered"], "mode int4_per_token_head takes no order of channels"),
         (["--modes", "int4:sink_tokens=-1"], "sink_tokens: got '-1', need a number of tokens"),
         (["--modes", "int4:residual_length=4,residual_mode=fp8_per_tensor"], "residual_mode: got fp8_per_tensor"),
+        (["--modes", "none:residual_length=4"], "'none:residual_length=4': rows are as exact without, need a mode"),
         (["--modes", "int4:sink_tokens"], "need a value: int4:sink_tokens=..."),
         (["--modes", "sink_tokens=4"], "need MODE:name=value"),
         (["--dtype", "float16"], "--dtype: got 'float16', need none: the tiny model's rows are bfloat16"),
@@ -122,6 +152,10 @@ def test_tasks_have_tables_and_files_of_their_own(given: tuple[str, ...], tmp_pa
         (["--smoothing", "median"], "--smoothing: got 'median', need"),
         (["--task", "kl,gsm8k"], "--task: got 'gsm8k', need some of kl, copy, passkey, arithmetic, generate"),
         (["--task", "kl,copy", "--csv"], "--json prints both"),
+        (["--items", "20"], "--items: got no task but kl, need some of copy, passkey, arithmetic, generate"),
+        (["--task", "copy,arithmetic"], "--documents: got tasks copy, arithmetic, need kl or generate, which read passages"),
+        (["--mode", "none", "--smoothing", "mean"], "--smoothing: got no mode that takes it, need one beside none without"),
+        (["--mode", "int4:smoothing=mean", "--smoothing", "balanced"], "--smoothing: got no mode that takes it"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[Any], said: str, given: tuple[str, ...]) -> None:

@@ -1,10 +1,12 @@
 """Evaluation through the cache: figures against dense models and sums done otherwise, tasks that scripts answer, journals, and what
 ``MODE:name=value`` names. The accuracy scripts, each once on a small random model: kvq's modes, formats and caches of others."""
 
+import copy
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,6 +276,42 @@ def test_answers_to_word_problems_are_matched_strictly_and_flexibly(form: str, r
     text = (" " + form.format(item.expected)).encode()
     found = run(Scripted(small_model, lambda mode, seen: text[max(len(seen) - len(item.prompt), 0)]), "arithmetic", [NONE], count=1)
     assert [found["none", label].value.mean for label in ("strict", "flexible")] == right
+
+
+def test_a_group_that_was_cut_off_is_read_whole(small_model: TinyModel, tmp_path: Path) -> None:
+    """Its items have a part in the mean of their keys; so has another group's."""
+
+    class Counted(TinySubject):
+        def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> Any:
+            opened.append(len(passages))
+            return super().open(backend, passages, calibration, **options)
+
+    opened: list[int] = []
+    subject, configs, path = Counted(small_model), [NONE, parse_mode("int4:smoothing=first_prefill")], tmp_path / "run.jsonl"
+
+    def again(count: int, batch: int) -> list[int]:
+        opened.clear()
+        run(subject, "copy", configs, count=count, batch=batch, journal=Journal(path))
+        return list(opened)
+
+    assert again(3, 3) == [3, 3] and again(3, 3) == []
+    path.write_bytes(path.read_bytes()[:-40])
+    assert again(3, 3) == [3] and again(2, 2) == [2] and again(3, 3) == []
+
+
+def test_models_are_told_apart_by_every_weight_and_by_their_sizes(small_model: TinyModel, llama_folder: Path) -> None:
+    def other(change: Callable[[TinyModel], object]) -> str:
+        change(model := copy.deepcopy(small_model))
+        return TinySubject(model).fingerprint()
+
+    known = TinySubject(small_model).fingerprint()
+    assert other(lambda model: None) == known != other(lambda model: model.embed.weight[3, 5].add_(1e-3))
+    assert other(lambda model: setattr(model, "config", replace(model.config, rope_theta=500.0))) != known
+    pytest.importorskip("kvq_transformers")
+    subject, same = (load(str(llama_folder), torch.device("cpu")) for _ in range(2))
+    assert subject.fingerprint() == same.fingerprint()
+    same.model.config.rms_norm_eps = 0.1
+    assert subject.fingerprint() != same.fingerprint()
 
 
 @pytest.mark.parametrize("name", ["copy", "generate"])

@@ -18,7 +18,7 @@ kvq bench --out new --compare old/benchmarks.json     what has changed since
 
 @click.command(epilog=_EXAMPLES)
 @mode_option
-@click.option("--quick", is_flag=True, help="Only decode, in settings A, B and C.")
+@click.option("--quick", is_flag=True, help="Only decode, in settings A, B and C; not beside --settings.")
 @click.option("--settings", metavar="A,B,...", help="Only these settings, or all of decode, prefill, write or more.")
 @click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help="For the JSON and the PNG.  [default: benchmark-results]")
 @click.option("--compare", type=click.Path(exists=True, dir_okay=False), metavar="OLD.json", help="Show the difference to an earlier run.")

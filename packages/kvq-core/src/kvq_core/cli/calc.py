@@ -12,6 +12,7 @@ import click
 
 from kvq_core.cli import output
 from kvq_core.cli.modes import backends_of, mode_option
+from kvq_core.cli.unused import refuse
 from kvq_core.errors import ArgumentError, BrokenBackendError, KVQError
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def calc(
 
     if block_size < 8 or block_size % 8:
         raise ArgumentError("block_size", block_size, "a multiple of 8")
+    if gpu_gib is None:
+        refuse("weights_gib", "reserve_gib", "utilization", got="no --gpu-gib", need="--gpu-gib, too: the memory that they divide")
     described, folder = _read(config)
     shape = _adjusted(model_shape(described), dtype, ignore_windows).on_each_of(gpus)
     budget, source = None, ""
@@ -110,46 +113,26 @@ def calc(
         whole, source = _weights(described, folder, weights_gib)
         budget = Budget(max(1, int(gpu_gib * GIB)), -(-whole // gpus), int(reserve_gib * GIB), utilization)
     context = context or min(8192, shape.max_context or 8192)
-    backends, faults = backends_of(modes)
     numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
     window = {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
-    with_window = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode) is not None
-    notes, exact = list(shape.notes), residual_length + sink_tokens
-    if exact > context:
-        notes += [
-            f"the window of {exact:,} exact tokens is longer than the context of {context:,}: a cache sets memory aside for all of them"
-        ]
+    exact = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
+    backends, faults = backends_of(modes)
+    if exact is not None and not any(exact.serves(backend.mode) for backend in backends):
+        need = "a mode whose rows are less exact than those kept beside them"
+        refuse("residual_length", "sink_tokens", got=", ".join(backend.mode for backend in backends), need=need)
     figures, refused, broken = _figures(backends, bool(modes), shape, budget, **numbers, **window)
     faults += broken
+    notes = _notes(shape, budget, context, residual_length + sink_tokens)
+    records = [asdict(figure) for figure in figures]
     if form == "table":
-        _explain(config, shape, budget, source, gpus, notes)
-        output.say(_table(figures, context, concurrency, with_window=with_window))
-        for line in [*refused, *(f"broken: {fault}" for fault in faults)]:
-            output.say(line)
-        if shape.max_context and context > shape.max_context:
-            output.say(f"note: the config says the model attends over {shape.max_context:,} tokens")
-        if budget is not None and budget.cache_bytes <= 0:
-            needed = (budget.weight_bytes + budget.reserved_bytes) / GIB / utilization
-            output.say(
-                f"note: nothing fits: {utilization:.0%} of {gpu_gib:g} GiB hold no cache beside the weights; more than {needed:.1f} do"
-            )
+        output.say(_headline(config, shape, budget, source, gpus))
+        output.say(_table(figures, context, concurrency, with_window=exact is not None))
+    elif form == "csv":
+        output.say(output.as_csv(records))
     else:
-        facts = {
-            "model_type": shape.model_type,
-            "layers": [asdict(layer) for layer in shape.layers],
-            "num_layers": shape.num_layers,
-            "gpus": gpus,
-            **numbers,
-            **window,
-            "weight_bytes": budget.weight_bytes if budget else None,
-            "weights_from": source or None,
-            "cache_bytes": budget.cache_bytes if budget else None,
-            "notes": notes,
-            "refused": refused,
-            "broken": faults,
-        }
-        records = [asdict(figure) for figure in figures]
-        output.say(output.as_csv(records) if form == "csv" else output.as_json({**facts, "modes": records}))
+        facts = _facts(shape, budget, source, gpus) | numbers | window
+        output.say(output.as_json({**facts, "notes": notes, "refused": refused, "broken": faults, "modes": records}))
+    output.say_beside([*(f"note: {note}" for note in notes), *refused, *(f"broken: {fault}" for fault in faults)], form)
     if plot:
         on = f", {gpus} x " * (gpus > 1) + f"{gpu_gib:g} GiB" if gpu_gib else ""
         _plot(figures, ", ".join(filter(None, (Path(config).name, on.strip(", "), f"context {context:,}"))), plot)
@@ -230,17 +213,47 @@ def _figures(
     return sorted(found, key=lambda figure: -figure.bytes_per_token), refused, broken
 
 
-def _explain(config: str, shape: ModelShape, budget: Budget | None, source: str, gpus: int, notes: Sequence[str]) -> None:
+def _facts(shape: ModelShape, budget: Budget | None, source: str, gpus: int) -> dict[str, Any]:
+    """The model and the memory, as JSON has them."""
+    return {
+        "model_type": shape.model_type,
+        "layers": [asdict(layer) for layer in shape.layers],
+        "num_layers": shape.num_layers,
+        "gpus": gpus,
+        "weight_bytes": budget.weight_bytes if budget else None,
+        "weights_from": source or None,
+        "cache_bytes": budget.cache_bytes if budget else None,
+    }
+
+
+def _headline(config: str, shape: ModelShape, budget: Budget | None, source: str, gpus: int) -> str:
+    """The model and the memory, in words."""
     from kvq_core.capacity import GIB
 
     dtype = str(shape.dtype).removeprefix("torch.")
-    output.say(f"{config} ({shape.model_type}, {dtype}){f', on each of {gpus} GPUs' * (gpus > 1)}: {shape.describe()}")
+    text = f"{config} ({shape.model_type}, {dtype}){f', on each of {gpus} GPUs' * (gpus > 1)}: {shape.describe()}\n"
     if budget is not None:
         room = max(budget.cache_bytes, 0) / GIB
-        output.say(f"weights {budget.weight_bytes / GIB:.2f} GiB ({source}); room for the cache {room:.2f} GiB")
-    for note in notes:
-        output.say(f"note: {note}")
-    output.say()
+        text += f"weights {budget.weight_bytes / GIB:.2f} GiB ({source}); room for the cache {room:.2f} GiB\n"
+    return text
+
+
+def _notes(shape: ModelShape, budget: Budget | None, context: int, exact: int) -> list[str]:
+    """What to know of the figures; ``exact``: the tokens of a sequence that are kept exact."""
+    from kvq_core.capacity import GIB
+
+    notes = list(shape.notes)
+    if exact > context:
+        notes.append(
+            f"the window of {exact:,} exact tokens is longer than the context of {context:,}: a cache sets memory aside for all of them"
+        )
+    if shape.max_context and context > shape.max_context:
+        notes.append(f"the config says the model attends over {shape.max_context:,} tokens")
+    if budget is not None and budget.cache_bytes <= 0:
+        share, needed = budget.utilization, (budget.weight_bytes + budget.reserved_bytes) / GIB / budget.utilization
+        gpu = f"{share:.0%} of {budget.gpu_bytes / GIB:g} GiB"
+        notes.append(f"nothing fits: {gpu} hold no cache beside the weights; more than {needed:.1f} do")
+    return notes
 
 
 def _table(figures: Sequence[CacheSize], context: int, concurrency: int, *, with_window: bool) -> str:

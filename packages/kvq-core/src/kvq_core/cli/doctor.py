@@ -45,10 +45,11 @@ def doctor(form: str) -> None:
         plans, wrong = _plans()
     told = {name: str(fault) for name, fault in faults.items()}
     if form == "json":
-        content = {"machine": machine, "versions": versions, "plans": plans, "switches": switches, "wrong_switches": told}
-        output.say(output.as_json({**content, "families": families, "modes": modes}))
+        content = {"machine": machine, "versions": versions, "plans": plans, "wrong_plans": wrong, "switches": switches}
+        output.say(output.as_json({**content, "wrong_switches": told, "families": families, "modes": modes}))
     elif form == "csv":
         output.say(output.as_csv(modes))
+        output.say_beside([*_wrong(told), *filter(None, [wrong])], form)
     else:
         _tell({**machine, "plans": "; ".join(filter(None, (", then ".join(map(_in_words, plans)), wrong)))}, versions, switches, told)
         _tell_kernels(families, modes)
@@ -149,6 +150,10 @@ def _versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), "torch": f"{torch.__version__} ({built})", **{name: installed(name) for name in names}}
 
 
+def _wrong(faults: dict[str, str]) -> list[str]:
+    return [f"wrong: {fault}" for fault in faults.values()]
+
+
 def _tell(machine: dict[str, str], versions: dict[str, str | None], switches: dict[str, str | None], faults: dict[str, str]) -> None:
     from kvq_core.variables import VARIABLES
 
@@ -163,8 +168,8 @@ def _tell(machine: dict[str, str], versions: dict[str, str | None], switches: di
     output.say()
     for name, setting in settings.items():
         output.say(f"{name:<{width}}{setting:<{of_settings}}{VARIABLES[name].does} ({VARIABLES[name].takes})")
-    for fault in faults.values():
-        output.say(f"wrong: {fault}")
+    for line in _wrong(faults):
+        output.say(line)
 
 
 def _tell_kernels(families: list[dict[str, Any]], modes: list[dict[str, Any]]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from kvq_core.cli import eval_report, output
 from kvq_core.cli.modes import backends_of
 from kvq_core.cli.progress import Progress
+from kvq_core.cli.unused import refuse
 from kvq_core.errors import ArgumentError, KVQError, told
 
 if TYPE_CHECKING:
@@ -171,10 +172,16 @@ def evaluate(
     from kvq_core.environment import default_device
     from kvq_core.evaluation import Journal
     from kvq_core.evaluation import evaluate as measure
+    from kvq_core.evaluation.journal import identity_of
     from kvq_core.evaluation.tasks import TASKS
+    from kvq_core.evaluation.tasks.generation import Generation
     from kvq_core.evaluation.tiny_model import usable_device
 
     others = [TASKS[name] for name in tasks if name != KL]
+    if not others:
+        refuse("items", got="no task but kl", need=f"some of {', '.join(TASKS)}")
+    if not {KL, Generation.name} & {*tasks}:
+        refuse("most", got=f"tasks {', '.join(tasks)}", need=f"{KL} or {Generation.name}, which read passages")
     if form == "csv" and others and KL in tasks:
         raise ArgumentError("--csv", f"tasks {', '.join(tasks)}", "kl alone or without kl: its columns are others; --json prints both")
     configs, faults = _configs(modes, smoothing)
@@ -189,7 +196,7 @@ def evaluate(
         click.echo("one passage: what calibrates is scored, too; more text, or a smaller --length, keeps them apart", err=True)
     chunk = chunk or (128 if length <= _LONG else 512)
     batch = batch or (1 if is_huggingface(subject) else 16)
-    journal = Journal(resume, _identity(subject, calibration, chunk))
+    journal = Journal(resume, identity_of(subject, calibration, chunk)) if resume else Journal()
     found: Evaluation | None = None
     runs: list[TaskRun] = []
     failures = list(faults)
@@ -237,6 +244,9 @@ def _configs(modes: Sequence[str], smoothing: str | None) -> tuple[list[CacheCon
     given = [parse_mode(mode) for mode in modes] if modes else [CacheConfig(backend) for backend in backends]
     others = [config for config in given if config.backend is not exact or config.options]
     if smoothing:
+        if all(SMOOTHING.name in config.options for config in others):
+            need = f"one beside none without a {SMOOTHING.name} of its own"
+            raise ArgumentError("--smoothing", "no mode that takes it", need)
         others = [config.with_default(SMOOTHING.name, smoothing) for config in others]
     return list({config.label: config for config in [CacheConfig(exact), *others]}.values()), faults
 
@@ -271,16 +281,6 @@ def _check(configs: Sequence[CacheConfig], subject: Subject, *, named: bool) -> 
         if named:
             with blamed(config.backend.mode):
                 subject.bytes_per_token(config.backend)
-
-
-def _identity(subject: Subject, calibration: Passage, chunk: int) -> dict[str, Any]:
-    """What finished work depends on, beside a mode and a passage."""
-    from kvq_core import __version__
-
-    weights = subject.fingerprint()
-    found = {"kvq": __version__, "model": subject.name, "weights": weights, "device": subject.device.type, "chunk": chunk}
-    found["rows"] = str(subject.rows_dtype)
-    return found | {"calibration": calibration.digest}
 
 
 def _run(

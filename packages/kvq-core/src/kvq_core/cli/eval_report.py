@@ -69,10 +69,9 @@ def tell(
         output.say(_headline(facts))
         for part in [*([_table(results)] if results else []), *eval_tasks.tables(runs)]:
             output.say(f"\n{part}")
-        for failure in failures:
-            output.say(f"broken: {failure}")
     else:
         output.say(content if form == "json" else output.as_csv(records or answers))
+    output.say_beside([f"broken: {failure}" for failure in failures], form)
     if out:
         title = f"{facts['model']}, {facts['passages']} passages, {facts['tokens']:,} tokens"
         (out / "eval.json").write_text(content + "\n")

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from functools import wraps
 from pathlib import Path
@@ -58,6 +58,15 @@ def say(text: str = "") -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     if stream is not None:
         click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+
+
+def say_beside(lines: Iterable[str], form: str) -> None:
+    """Print notes and faults: below a table, on standard error beside CSV. JSON has them in fields of its own."""
+    for line in lines:
+        if form == "csv":
+            click.echo(line, err=True)
+        elif form == "table":
+            say(line)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import click
 
 from kvq_core.cli.modes import backends_of, mode_option
 from kvq_core.cli.suite import need_gpu, run_suite
+from kvq_core.cli.unused import refuse
 from kvq_core.plan import KINDS
 
 _EXAMPLES = """Examples:
@@ -21,7 +22,9 @@ kvq tune --quick --dry-run                     what would be tried, on any machi
 @mode_option
 @click.option("--kinds", metavar="KIND,...", help=f"Only these of {', '.join(KINDS)}.")
 @click.option("--quick", is_flag=True, help="Fewer settings; candidates that differ from the present choice in one way only.")
-@click.option("--out", type=click.Path(), metavar="PATH", help="The table to write or add to.  [default: where kvq reads it]")
+@click.option(
+    "--out", type=click.Path(), metavar="PATH", help="The table to write or add to; not beside --dry-run.  [default: where kvq reads it]"
+)
 @click.option("--dry-run", is_flag=True, help="List the candidates and measure nothing; needs no GPU.")
 @click.option("--processes", type=click.IntRange(1), metavar="N", help="Compile with so many processes.  [default: one a core, at most 32]")
 def tune(modes: tuple[str, ...], kinds: str | None, quick: bool, out: str | None, dry_run: bool, processes: int | None) -> None:
@@ -32,7 +35,9 @@ def tune(modes: tuple[str, ...], kinds: str | None, quick: bool, out: str | None
     be measured.
     """
     backends_of(modes)
-    if not dry_run:
+    if dry_run:
+        refuse("out", "processes", got="--dry-run beside it", need="one or the other")
+    else:
         need_gpu("it times kernels on a CUDA GPU", "see what it would try: kvq tune --dry-run")
     given = ["--modes", *modes] if modes else []
     for name, value in (("--kinds", kinds), ("--out", out), ("--processes", processes)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -19,6 +20,9 @@ from kvq_core.smoothing.calibration import WEIGHTS, ModelSmoothing, Smoothings
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
+
+_NO_PART: Final = ("_name_or_path", "transformers_version")
+"""Entries of a config that results do not depend on."""
 
 
 def load(name: str, device: torch.device, dtype: torch.dtype | None = None) -> HuggingFaceSubject:
@@ -168,7 +172,9 @@ class HuggingFaceSubject:
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def fingerprint(self) -> str:
-        return fingerprint_of(self.model.parameters())
+        config = self.model.config.to_dict()
+        told = json.dumps({name: value for name, value in config.items() if name not in _NO_PART}, sort_keys=True, default=str)
+        return fingerprint_of(self.model.parameters(), told, sorted(self.stop_tokens))
 
     def open(self, backend: QuantKVBackend, passages: Sequence[Passage], calibration: Passage, **options: Any) -> HuggingFaceSession:
         smoothing = options.pop("smoothing", self.smoothing)

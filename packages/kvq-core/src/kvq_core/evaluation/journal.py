@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
+from kvq_core import __version__
+from kvq_core.environment import installed
 from kvq_core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvq_core.evaluation.options import CacheConfig
+    from kvq_core.evaluation.subject import Passage, Subject
+    from kvq_core.evaluation.tasks.task import Item
 
 _FORMAT: Final = "kvq_eval"
 _VERSION: Final = 1
+
+
+def identity_of(subject: Subject, calibration: Passage, chunk: int) -> dict[str, Any]:
+    """What all records of a run depend on, beside the mode and the item, which :class:`Records` tells apart."""
+    device = subject.device
+    return {
+        "kvq": __version__,
+        **{name: installed(name) for name in ("triton", "transformers", "kvq-transformers")},
+        "torch": torch.__version__,
+        "model": subject.name,
+        "weights": subject.fingerprint(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "chunk": chunk,
+        "rows": str(subject.rows_dtype),
+        "calibration": calibration.digest,
+    }
 
 
 class Journal:
@@ -66,3 +92,30 @@ class Journal:
             with path.open("r+b") as file:
                 file.truncate(len(kept))
         self._found = found
+
+
+class Records:
+    """One mode's records of a task. ``items`` of the methods are read side by side.
+
+    A mode is its label and its digest. Where items share a mean of their keys, an item is told apart by those beside it, too.
+    """
+
+    def __init__(self, journal: Journal, task: str, config: CacheConfig) -> None:
+        self.journal, self.task, self.shares_mean = journal, task, config.shares_mean
+        self.mode = f"{config.label} {config.digest}"
+
+    def get(self, items: Sequence[Passage] | Sequence[Item]) -> list[dict[str, Any] | None]:
+        """The record of each of ``items``, or ``None``."""
+        return [self.journal.get(self.task, self.mode, name) for name in self._names(items)]
+
+    def add(self, items: Sequence[Passage] | Sequence[Item], records: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a record of each of ``items``."""
+        for name, record in zip(self._names(items), records, strict=True):
+            self.journal.add(self.task, self.mode, name, record)
+
+    def _names(self, items: Sequence[Passage] | Sequence[Item]) -> list[str]:
+        digests = [item.digest for item in items]
+        if not self.shares_mean:
+            return digests
+        together = sha256(" ".join(digests).encode()).hexdigest()[:16]
+        return [f"{digest} in {together}" for digest in digests]

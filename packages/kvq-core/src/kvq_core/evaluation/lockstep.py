@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvq_core.errors import ArgumentError
-from kvq_core.evaluation.journal import Journal
+from kvq_core.evaluation.journal import Journal, Records
 from kvq_core.evaluation.options import CacheConfig, cache_arguments
 from kvq_core.evaluation.results import ModeResult, Sizes, Tally
 from kvq_core.evaluation.subject import Passage, Session, Subject
@@ -39,6 +39,7 @@ class _Run:
 
     config: CacheConfig
     arguments: dict[str, Any]
+    records: Records
     tallies: list[Tally] = field(default_factory=list)
     """Of the passages of the moment."""
     session: Session | None = None
@@ -87,15 +88,16 @@ def evaluate(
         raise ArgumentError("passages", f"{len(passages)} of them, some without a token to predict", "at least one of two tokens")
     journal = Journal() if journal is None else journal
     configs = [mode if isinstance(mode, CacheConfig) else CacheConfig(mode) for mode in modes]
-    runs = [_Run(*both) for both in zip(configs, cache_arguments(configs, subject, calibration), strict=True)]
+    arguments = cache_arguments(configs, subject, calibration)
+    runs = [_Run(config, given, Records(journal, TASK, config)) for config, given in zip(configs, arguments, strict=True)]
     memory = _Memory(subject.device)
-    for first in range(0, len(passages), batch):
-        group = passages[first : first + batch]
-        _read_group(subject, runs, group, calibration, chunk, memory, tick, journal)
-        for passage in group:
-            found = {run.label: journal.get(TASK, run.label, passage.digest) for run in runs}
-            report(passage, {label: _tally(record) for label, record in found.items() if record is not None})
-    results = [_result(run, runs[0], subject, passages, journal, memory) for run in runs if run.failure is None]
+    groups = [passages[first : first + batch] for first in range(0, len(passages), batch)]
+    for group in groups:
+        _read_group(subject, runs, group, calibration, chunk, memory, tick)
+        found = [run.records.get(group) for run in runs]
+        for passage, records in zip(group, zip(*found, strict=True), strict=True):
+            report(passage, {run.label: _tally(record) for run, record in zip(runs, records, strict=True) if record is not None})
+    results = [_result(run, runs[0], subject, groups, memory) for run in runs if run.failure is None]
     return Evaluation(tuple(results), {run.label: run.failure for run in runs if run.failure is not None})
 
 
@@ -107,12 +109,11 @@ def _read_group(
     chunk: int,
     memory: _Memory,
     tick: Callable[[str, int], object],
-    journal: Journal,
 ) -> None:
     """Read passages side by side in all runs that have not, the first run along with any other."""
     exact, *others = runs
-    absent = [run for run in others if not all(journal.get(TASK, run.label, p.digest) for p in group)]
-    needed = absent or not all(journal.get(TASK, exact.label, p.digest) for p in group)
+    absent = [run for run in others if None in run.records.get(group)]
+    needed = absent or None in exact.records.get(group)
     active = [exact, *absent] if needed else []
     for run in runs:
         if run not in active:
@@ -127,17 +128,18 @@ def _read_group(
     for run in active:
         run.session, run.held = None, 0
         if run.failure is None:
-            for passage, tally in zip(group, run.tallies, strict=True):
-                journal.add(TASK, run.label, passage.digest, {**asdict(tally), "peak_bytes": run.peak, "document": passage.document})
+            both = zip(group, run.tallies, strict=True)
+            run.records.add(group, [{**asdict(tally), "peak_bytes": run.peak, "document": passage.document} for passage, tally in both])
 
 
 def _tally(record: Mapping[str, Any]) -> Tally:
     return Tally(**{f.name: record[f.name] for f in fields(Tally)})
 
 
-def _result(run: _Run, exact: _Run, subject: Subject, passages: Sequence[Passage], journal: Journal, memory: _Memory) -> ModeResult:
+def _result(run: _Run, exact: _Run, subject: Subject, groups: Sequence[Sequence[Passage]], memory: _Memory) -> ModeResult:
     """The result of a run that did not fail, from the journal's records."""
-    records = [[journal.get(TASK, each.label, p.digest) or {} for p in passages] for each in (run, exact)]
+    passages = [passage for group in groups for passage in group]
+    records = [[record or {} for group in groups for record in each.records.get(group)] for each in (run, exact)]
     mine, reference = ([_tally(record) for record in found] for found in records)
     return ModeResult.of(
         run.label,

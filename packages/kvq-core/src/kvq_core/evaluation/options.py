@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvq_core.errors import ArgumentError
-from kvq_core.registry import get_backend
+from kvq_core.registry import get_backend, list_backends
 from kvq_core.residual.window import ResidualWindow
 from kvq_core.smoothing.calibration import CALIBRATED, FIRST_PREFILL, KEY_BIAS, ROTARY_ORDERED, WEIGHTS, ModelSmoothing
 
@@ -64,6 +65,22 @@ class CacheConfig:
         spelled = ",".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.backend.mode}:{spelled}" if spelled else self.backend.mode
 
+    @property
+    def digest(self) -> str:
+        """Of what the label leaves open: who provides the modes, in which version, and the contents of a smoothing file."""
+        halves = [half for mode in (self.backend, self.exact_backend) for half in (mode.key_half, mode.value_half)]
+        offers = [(o.distribution, o.version) for o in list_backends() if o.mode in {half.mode for half in halves}]
+        digest = sha256(repr(([(type(half).__module__, type(half).__qualname__) for half in halves], offers)).encode())
+        smoothing = self.options.get(SMOOTHING.name, NOTHING)
+        if smoothing not in _KINDS:
+            digest.update(Path(smoothing).read_bytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def shares_mean(self) -> bool:
+        """Whether what is read side by side has a part in one mean of the keys."""
+        return bool(self.options.get(SMOOTHING.name) == FIRST_PREFILL)
+
     def with_default(self, name: str, value: Any) -> CacheConfig:
         """This one, with an option that it does not set itself."""
         return replace(self, options={name: value, **self.options})
@@ -73,10 +90,15 @@ class CacheConfig:
         """The mode of exact rows."""
         return get_backend(self.options.get(RESIDUAL_MODE.name, NOTHING))
 
+    @property
+    def window(self) -> ResidualWindow | None:
+        """Of exact rows, as asked for."""
+        length, sinks = (self.options.get(option.name, 0) for option in (RESIDUAL_LENGTH, SINK_TOKENS))
+        return ResidualWindow.of(length, sinks, _BLOCK_SIZE, self.exact_backend.mode)
+
     def exact_tokens(self, context: int) -> int:
         """Slots of exact rows that a sequence of ``context`` tokens has beside its packed pages."""
-        length, sinks = (self.options.get(option.name, 0) for option in (RESIDUAL_LENGTH, SINK_TOKENS))
-        window = ResidualWindow.of(length, sinks, _BLOCK_SIZE, self.exact_backend.mode)
+        window = self.window
         if window is None or not window.serves(self.backend.mode):
             return 0
         return min(window.blocks_per_sequence, -(-context // window.block_size)) * window.block_size
@@ -121,7 +143,9 @@ def parse_mode(text: str) -> CacheConfig:
         except ValueError:
             raise ArgumentError(f"--mode, {name}", repr(value), OPTIONS[name].takes) from None
     config = CacheConfig(get_backend(mode), {name: options[name] for name in OPTIONS if name in options})
-    config.exact_tokens(1)  # refuses what no window has
+    window = config.window
+    if window is not None and not window.serves(config.backend.mode):
+        raise ArgumentError("--mode", f"{text!r}: rows are as exact without", "a mode whose rows are less exact than its exact rows")
     return config
 
 

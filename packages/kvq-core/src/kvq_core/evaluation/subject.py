@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 
@@ -124,10 +124,21 @@ def cut(tokens: Sequence[int], length: int) -> list[Sequence[int]]:
     return pieces[:-1] if len(pieces) > 1 and 2 * len(pieces[-1]) < length else pieces
 
 
-def fingerprint_of(parameters: Iterable[torch.Tensor]) -> str:
-    """A digest of the shapes and some values of a model's parameters."""
-    digest = sha256()
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED: Final = 2**24
+"""Values of a parameter that are summed at once: the sum takes a copy of them as int64."""
+
+
+def fingerprint_of(parameters: Iterable[torch.Tensor], *facts: object) -> str:
+    """A digest of a model's parameters (shapes, some values, and the sum of all bits as integers) and of what ``repr`` says of ``facts``.
+
+    The sum is the same on every device and with any number of threads, which a sum of floats is not.
+    """
+    digest = sha256(repr(facts).encode())
     for parameter in parameters:
-        digest.update(repr(tuple(parameter.shape)).encode())
-        digest.update(parameter.detach().flatten()[:: max(parameter.numel() // 64, 1)].float().cpu().numpy().tobytes())
+        values = parameter.detach().flatten()
+        bits = values.view(_BITS[values.element_size()])
+        total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_SUMMED))
+        digest.update(repr((tuple(parameter.shape), total)).encode())
+        digest.update(values[:: max(len(values) // 64, 1)].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -99,7 +99,7 @@ class TinySubject:
         return bytes(tokens).decode(errors="replace")
 
     def fingerprint(self) -> str:
-        return fingerprint_of(self.model.parameters())
+        return fingerprint_of(self.model.parameters(), self.model.config)
 
     @torch.inference_mode()
     def calibrate(self, passage: Passage, kind: str = "mean") -> ModelSmoothing:

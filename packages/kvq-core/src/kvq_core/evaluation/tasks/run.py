@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvq_core.evaluation.journal import Journal
+from kvq_core.evaluation.journal import Journal, Records
 from kvq_core.evaluation.options import CacheConfig, cache_arguments
 from kvq_core.evaluation.results import Estimate
 from kvq_core.evaluation.subject import Passage, Subject
@@ -74,21 +74,23 @@ def run_task(
     items = task.items(subject, passages, length, count)
     failures: dict[str, BaseException] = {}
     scores: dict[str, list[Scores]] = {config.label: [] for config in configs}
+    kept = {config.label: Records(journal, task.name, config) for config in configs}
     for first in range(0, len(items), batch):
         group = items[first : first + batch]
         for config, given in zip(configs, arguments, strict=True):
             if config.label in failures:
                 continue
             try:
-                _read(task, subject, config, given, group, calibration, chunk, journal)
+                _read(task, subject, config, given, group, calibration, chunk, kept[config.label])
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:  # SystemExit, too: a mode's own code runs here
                 if config is configs[0]:
                     raise
                 failures[config.label] = problem
-        for item in group:
-            records = {label: journal.get(task.name, label, item.digest) for label in scores if label not in failures}
+        found = {label: records.get(group) for label, records in kept.items() if label not in failures}
+        for n in range(len(group)):
+            records = {label: of_group[n] for label, of_group in found.items()}
             exact = records[configs[0].label]
             for label, record in records.items():
                 if record is not None and exact is not None:
@@ -112,14 +114,12 @@ def _read(
     group: Sequence[Item],
     calibration: Passage,
     chunk: int,
-    journal: Journal,
+    records: Records,
 ) -> None:
-    """Add to the journal what it lacks of a mode's records of ``group``."""
-    absent = [item for item in group if journal.get(task.name, config.label, item.digest) is None]
-    if absent:
-        session = subject.open(config.backend, [item.space for item in absent], calibration, **given)
-        for item, record in zip(absent, task.read(subject, session, absent, chunk), strict=True):
-            journal.add(task.name, config.label, item.digest, record)
+    """Add a mode's records of ``group``, unless all are there."""
+    if None in records.get(group):
+        session = subject.open(config.backend, [item.space for item in group], calibration, **given)
+        records.add(group, task.read(subject, session, group, chunk))
 
 
 def _result(task: Task, mode: str, label: str, found: Sequence[Scores], reference: Sequence[Scores]) -> TaskResult:

@@ -15,7 +15,7 @@ import torch
 import kvq_vllm
 from kvq_core.testing import places
 
-PARTS = ("weights", "demands", "builder", "impl", "backend", "sink_window", "residual")
+PARTS = ("weights", "demands", "builder", "page_backend", "sink_window", "residual", "impl", "backend")
 """Modules of kvq-vllm that import vLLM, or one that does."""
 space = types.SimpleNamespace
 

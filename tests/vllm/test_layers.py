@@ -16,12 +16,19 @@ from kvq_core.smoothing.calibration import KeySmoothing, KeyStatistics, ModelSmo
 from kvq_core.smoothing.qk_norm import rows_of_heads
 from kvq_vllm import smoothing
 from kvq_vllm.demands import has_kernels
+from kvq_vllm.log import warn_once
 from kvq_vllm.sharing import share
 from kvq_vllm.smoothing import check_smoothed, load, smooth_layers
 
 pytestmark = pytest.mark.quick
 space = types.SimpleNamespace
 FIRST, SECOND, DRAFT = "model.layers.0.attn", "model.layers.1.attn", "draft_model.layers.0.attn"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """Warnings of other tests do not count as said."""
+    warn_once.cache_clear()
 
 
 def config(dtype: str, **section: Any) -> Any:
@@ -104,6 +111,20 @@ def test_bytes_of_a_draft_s_layers_are_not_priced_by_the_served_model_s_name(kvq
         kvq_in_vllm.backend.KVQBackend.customize_spec(space(state_content_bytes=None, kv_quant_mode=12, head_size=32))
 
 
+def test_slopes_survive_sleep(kvq_in_vllm: Any) -> None:
+    """vLLM makes layers under their device, in memory of which its deepest sleep keeps parameters and buffers alone."""
+    kvq_in_vllm.config[:] = [config("kvq_int4")]
+    with torch.device("meta"):
+        impl = kvq_in_vllm.impl.KVQImpl(4, 32, 1.0, 2, alibi_slopes=[1.0, 0.5, 0.25, 0.125], kv_cache_dtype="kvq_int4")
+    assert impl.alibi_slopes.tolist() == [1.0, 0.5, 0.25, 0.125]
+    rows = torch.empty(3, 4, 32, device="meta")
+    moved = []
+    for _ in range(2):
+        impl.forward(None, rows, rows, rows, rows[:0], None, rows)
+        moved.append(impl.alibi_slopes)
+    assert moved[0].device == rows.device and moved[1] is moved[0]
+
+
 # -- shared pages and exact rows --------------------------------------------------------------------------------------------
 
 
@@ -145,7 +166,9 @@ def test_exact_rows_do_not_vanish(kvq_in_vllm: Any, option: str) -> None:
     found = config("kvq_int4", **{option: 8})
     layer_of(kvq_in_vllm, found, FIRST)
     layer_of(kvq_in_vllm, found, SECOND, "auto")  # a skipped one, which has none
-    with pytest.raises(ArgumentError, match=rf"kvq\.{option}: got 8, but layers without exact rows: {FIRST}, need a --load-format"):
+    with pytest.raises(
+        ArgumentError, match=rf"kvq\.{option}: got 8, but layers without exact rows: {FIRST}, need .* not tensorizer, nor vLLM's"
+    ):
         builder_of(kvq_in_vllm, found)
     kvq_in_vllm.residual.add_windows(found)
     builder_of(kvq_in_vllm, found)
@@ -239,6 +262,20 @@ def test_a_file_with_an_order_of_channels_is_for_modes_that_take_one(kvq_in_vllm
         smooth_layers(found, 1, 0)
 
 
+def test_layers_that_were_not_reached_are_told_of(kvq_in_vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's Transformers backend before 0.30 hides its attention layers."""
+    found, said = config("kvq_int4"), f"kvq: keys of {FIRST} stay as they are: vLLM has not called process_weights_after_loading"
+    layer_of(kvq_in_vllm, found, FIRST)
+    layer_of(kvq_in_vllm, found, SECOND, "auto")  # a skipped one
+    found.additional_config["kvq"] = {"smoothing": "none"}
+    builder_of(kvq_in_vllm, found)
+    assert not caplog.text
+    found.additional_config["kvq"] = {}
+    for _ in range(2):
+        builder_of(kvq_in_vllm, found)
+    assert caplog.text.count(said) == 1 and SECOND not in caplog.text
+
+
 # -- what weights say -------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +339,16 @@ def test_a_bias_whose_order_is_not_known_stays(kvq_in_vllm: Any, fault: Any, cap
     assert weights_smoothing(attention(kvq_in_vllm, None, MARLIN)) is None and not caplog.text
     assert weights_smoothing(attention(kvq_in_vllm, BIAS, MARLIN, fault)) is None
     assert f"key biases of {FIRST} stay in its keys: their order" in caplog.text
+
+
+def test_a_module_without_one_projection_is_told_of(kvq_in_vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's Transformers backend does not fuse every model's."""
+    layer = attention(kvq_in_vllm, BIAS, MARLIN)
+    (owner,) = layer.owner
+    del owner.qkv_proj
+    for _ in range(2):
+        assert kvq_in_vllm.weights.weights_smoothing(layer) is None
+    assert caplog.text.count("kvq: keys of Module stay as they are: it has 0 QKVParallelLinear") == 1
 
 
 def test_a_smoothing_follows_new_weights_in_its_tensors(kvq_in_vllm: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from kvq_vllm.names import VLLM_NAMES, mode_of, own_names
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.plugin import CPU_PATH, PATH, Offer, offer
 from kvq_vllm.refusals import EXPLANATIONS, check_group, check_layer, check_residual, check_sinks, explained, head_size_reason
-from kvq_vllm.settings import Settings
+from kvq_vllm.settings import Settings, smallest_window_block
 
 pytestmark = pytest.mark.quick
 space = types.SimpleNamespace
@@ -74,6 +74,47 @@ def test_an_older_vllm_keeps_its_names(vllm: dict[str, Any], monkeypatch: pytest
     assert TAKEN == {Slots.CUSTOM: PATH, Slots.CPU_ATTN: CPU_PATH}
 
 
+def test_a_switch_that_cannot_be_read_leaves_everything_as_it_was(vllm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_VLLM_CPU", "maybe")
+    assert "KVQ_VLLM_CPU" in offer().problem and not TAKEN and not vllm
+
+
+def without_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the package of int8 and fp8 were not installed."""
+    left = [entry for entry in list_backends() if entry.distribution != "kvq-int8fp8"]
+    monkeypatch.setattr("kvq_core.registry._installed", lambda: left)
+
+
+def test_names_without_a_package_are_not_offered(vllm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_int8(monkeypatch)
+    names = offer().names
+    assert "int4_per_token_head" in names and "kvq_int4" in names and not {"int8_per_token_head", "fp8_per_token_head"} & {*names}
+
+
+def test_a_window_over_a_carried_mode_needs_no_package_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(mode: str) -> Any:
+        if "int8" in mode:
+            raise UnknownModeError(mode)
+        return get_backend(mode)
+
+    without_int8(monkeypatch)
+    monkeypatch.setattr("kvq_vllm.settings.get_backend", installed)
+    assert smallest_window_block(settings(INT8, {"mode": "int4", "residual_length": 64}), 128) == 64
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_messages_name_what_is_offered(vllm: dict[str, Any], monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    without_int8(monkeypatch)
+    if version == "0.32":
+        monkeypatch.delattr(sys.modules["vllm.config.cache"], "register_kv_cache_dtype")
+    reason = head_size_reason("int2_per_token_head", 68)
+    assert reason is not None
+    for said in (explained("kv_cache_dtype not supported"), reason):
+        named = said.split("--kv-cache-dtype ")[1].split(" would work")[0].split(" or ")
+        assert "int4_per_token_head" in named and {*named} <= {"auto", *offer().names}
+        assert ("kvq_int4" in named) == (version == "0.33")
+
+
 def test_somebody_elses_slot_stays_theirs(vllm: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     TAKEN[Slots.CUSTOM] = "other.Backend"
     assert offer() == Offer(problem="attention backend CUSTOM is taken by other.Backend")
@@ -123,6 +164,7 @@ def test_the_configuration_says_the_mode() -> None:
     carried, plain = settings("int8_per_token_head", {"mode": "int2"}), settings("int8_per_token_head")
     assert carried.backend("int8_per_token_head").mode == "int2_per_token_head" and carried.backend("auto").mode == "none"
     assert plain.backend("int8_per_token_head").mode == "int8_per_token_head"
+    assert settings("float16").backend("float16").mode == "none"
 
 
 def group(kind: str = "FullAttentionSpec", *, rswa_window: int | None = None, kv_transfer_config: Any = None, **ranks: int) -> None:
@@ -170,6 +212,11 @@ SECTION, WINDOW = r"--additional-config kvq\.", r".*--additional-config kvq\.res
         (lambda: settings(INT8, {"mod": "int2"}), "need a mapping"),
         (lambda: settings(INT8, "int2"), "need a mapping"),
         (lambda: settings(INT8, {"mode": "int5"}), "no installed package provides mode"),
+        (
+            lambda: settings(INT8, {"mode": "fp8_per_tensor"}),
+            SECTION + r"mode: got 'fp8_per_tensor' with .*, need --kv-cache-dtype kvq_fp8_per_tensor \(vLLM 0.33",
+        ),
+        (lambda: settings("bfloat16"), "--kv-cache-dtype: got bfloat16 with a model of torch.float16, need auto"),
         (lambda: settings(INT8, {"residual_length": "64"}), SECTION + "residual_length: got '64', need a whole number"),
         (lambda: settings(INT8, {"residual_length": True}), SECTION + "residual_length: got True, need a whole number"),
         (lambda: settings("auto", {"residual_length": 64}), SECTION + "residual_length: got 64 with --kv-cache-dtype auto, need a quanti"),
@@ -191,12 +238,12 @@ def test_what_is_served_is_not_refused() -> None:
     sinks(-1, None, 64)
 
 
-def test_reasons_say_why_and_what_would_work() -> None:
+def test_reasons_say_why_and_what_would_work(vllm: dict[str, Any]) -> None:
     for reason, why in EXPLANATIONS.items():
         assert explained(reason).startswith(f"{reason}: {why}; ") and "--kv-cache-dtype" in explained(reason)
     assert explained("something else") == "something else"
     said = explained("kv_cache_dtype not supported")
-    assert "--kv-cache-dtype auto or float16 or" in said and "kvq_int4" in said
+    assert "--kv-cache-dtype auto or int8_per_token_head or" in said and "kvq_int4" in said
     reason = head_size_reason("int2_per_token_head", 66)
     assert reason is not None and "need a multiple of 8" in reason and "kvq_none" in reason and "kvq_int2 " not in reason
     # No mode packs this one.

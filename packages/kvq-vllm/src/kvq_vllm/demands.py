@@ -18,6 +18,7 @@ from kvq_core.plan.planner import DECODE_QUERY_LEN
 from kvq_core.registry import get_backend
 from kvq_vllm.pages import content_bytes, layer_views
 from kvq_vllm.settings import Settings
+from kvq_vllm.window import blocks_read
 
 _LOG = logging.getLogger("vllm.kvq")
 
@@ -87,11 +88,6 @@ def window_demands_of(
         **_options(impl, config, dtype),
     )
     return first, replace(first, max_num_seqs=1, query_rows=(), decodes=None, partial=False)
-
-
-def blocks_read(length: int, block_size: int, rows: int) -> int:
-    """The most blocks of exact rows that a step reads of a sequence with ``rows`` new tokens: theirs and those of the ``length`` before."""
-    return -(-(length + block_size - 1 + rows) // block_size)
 
 
 def _caches(impl: Any, backend: QuantKVBackend, num_blocks: int, block_size: int, dtype: torch.dtype, page_bytes: int) -> LayerCaches:

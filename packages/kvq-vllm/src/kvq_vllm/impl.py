@@ -18,8 +18,9 @@ from kvq_core.residual.reads import PagedRead, attend
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_vllm.builder import KVQMetadata
 from kvq_vllm.demands import reserve_for
-from kvq_vllm.pages import content_bytes, layer_views
+from kvq_vllm.pages import PageViews, content_bytes
 from kvq_vllm.refusals import WITHOUT_KVQ, check_layer, check_named, head_size_reason
+from kvq_vllm.residual import add_windows
 from kvq_vllm.settings import current
 from kvq_vllm.sharing import share
 from kvq_vllm.smoothing import follow_weights, smooth_layers
@@ -60,7 +61,10 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self.softcap, self.sinks = float(logits_soft_cap or 0), sinks
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.alibi_slopes: torch.Tensor | None = None
+        if alibi_slopes is not None:
+            # Not where vLLM loads weights: of that memory its deepest sleep keeps parameters and buffers alone.
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         self.use_alibi_sqrt = use_alibi_sqrt
         self.smoothing: KeySmoothing | None = None
         # A file's name, or the layer whose weights say the smoothing, if any; ``None`` until one of them was asked.
@@ -68,7 +72,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.positions: torch.Tensor | None = None
         self.residual: Any = None
         self._loaded = False
-        self._views: tuple[tuple[object, ...], LayerCaches] | None = None
+        self._views = PageViews(self.kvq, head_size)
         listen()
         if envs.VLLM_BATCH_INVARIANT:
             set_batch_invariant(True)
@@ -85,7 +89,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self._loaded = True
         if config is not None:
             smooth_layers(config, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
-            _add_windows(config)
+            add_windows(config)
             share(config)
             reserve_for(self, config, act_dtype, config.device_config.device)
 
@@ -123,6 +127,8 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over the pages, which hold the step's own rows already. Without metadata (memory profiling) there are no pages."""
+        if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
             if self.residual is not None:
                 # So that vLLM's memory profiling sees what the first of two reads takes.
@@ -153,16 +159,11 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         return output
 
     def _caches(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int) -> LayerCaches:
-        """The layer's views of its pages."""
-        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), dtype)
-        if self._views is None or self._views[0] != key:
-            if self.alibi_slopes is not None:
-                self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
-            caches = layer_views(self.kvq, kv_cache, self.head_size, head_size_v, dtype)
-            if self.kvq.takes_scales:
-                caches = LayerCaches(caches.key_cache, caches.value_cache, layer._k_scale, layer._v_scale)
-            self._views = key, caches
-        return self._views[1]
+        """The layer's views of its pages, with its scales where these come with the checkpoint."""
+        caches = self._views.over(kv_cache, dtype, head_size_v)
+        if self.kvq.takes_scales:
+            return LayerCaches(caches.key_cache, caches.value_cache, layer._k_scale, layer._v_scale)
+        return caches
 
     def _positions_of(self, layer: Any) -> torch.Tensor | None:
         """Those of the step's rows and of any padding. Where vLLM captures graphs without a batch, they will be where the batches' are."""
@@ -177,9 +178,3 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         if isinstance(metadata, list):  # with drafts, the first is the served model's
             metadata = metadata[0]
         return metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
-
-
-def _add_windows(config: Any) -> None:
-    from kvq_vllm.residual import add_windows  # whose layers have this module's backend
-
-    add_windows(config)

@@ -18,7 +18,12 @@ def own_names() -> dict[str, str]:
     """The names that kvq adds to vLLM, each with a name of its mode: for every installed mode, whoever provides it, and every pair of them
     that has a short name (``kvq_k8v4``)."""
     modes = sorted({entry.mode for entry in list_backends()})
-    return {PREFIX + mode.removesuffix(_SUFFIX): mode for mode in modes} | {PREFIX + pair: pair for pair in short_pairs()}
+    return {own_name(mode): mode for mode in modes} | {PREFIX + pair: pair for pair in short_pairs()}
+
+
+def own_name(mode: str) -> str:
+    """kvq's name of an installed mode."""
+    return PREFIX + mode.removesuffix(_SUFFIX)
 
 
 def mode_of(name: str, override: str | None = None) -> str | None:

@@ -20,6 +20,21 @@ def layer_views(backend: QuantKVBackend, kv_cache: torch.Tensor, head_size: int,
     return page_views(backend, _pages(kv_cache), slots, heads, head_size, head_size_v, dtype)
 
 
+class PageViews:
+    """A layer's caches over the pages that vLLM has bound to it. vLLM rebinds them when it sleeps, profiles and reloads."""
+
+    def __init__(self, backend: QuantKVBackend, head_size: int) -> None:
+        self._backend, self._head_size = backend, head_size
+        self._made: tuple[tuple[object, ...], LayerCaches] | None = None
+
+    def over(self, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int) -> LayerCaches:
+        """The caches over ``kv_cache`` for rows of ``dtype``: those of the call before while the pages stay where they are."""
+        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), dtype)
+        if self._made is None or self._made[0] != key:
+            self._made = key, layer_views(self._backend, kv_cache, self._head_size, head_size_v, dtype)
+        return self._made[1]
+
+
 def _pages(kv_cache: torch.Tensor) -> torch.Tensor:
     """[blocks, bytes] uint8: each block's page, without its padding."""
     cells = kv_cache.view(torch.uint8)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvq_core import variables
+from kvq_core.registry import has_backend
 from kvq_vllm.names import VLLM_NAMES, own_names
 
 SLOT: Final = "CUSTOM"
@@ -50,9 +51,10 @@ def _offer() -> Offer:
         return Offer(problem=f"this vLLM has no attention backend {SLOT}; kvq-vllm needs 0.26 or later")
     if slot.is_overridden() and slot.get_path() != PATH:
         return Offer(problem=f"attention backend {SLOT} is taken by {slot.get_path()}")
-    names = (*VLLM_NAMES, *_add_names())
+    replaces_cpu = variables.flag(CPU_SWITCH)
+    names = (*filter(has_backend, VLLM_NAMES), *_add_names())
     register_backend(slot, PATH)
-    if variables.flag(CPU_SWITCH):
+    if replaces_cpu:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_PATH)
     return Offer(names)
 

@@ -8,10 +8,14 @@ from typing import Any, Final
 
 from kvq_core.errors import ArgumentError, KVQError, described
 from kvq_core.registry import get_backend
-from kvq_vllm.names import PLAIN_NAMES, VLLM_NAMES, own_names
+from kvq_vllm.names import mode_of
+from kvq_vllm.plugin import offer
 from kvq_vllm.settings import RESIDUAL, SINKS, Settings
 
 WITHOUT_KVQ: Final = "use --kv-cache-dtype auto or fp8 without --attention-backend CUSTOM"
+
+NOT_REACHED: Final = "vLLM's Transformers backend before 0.30"
+"""Whose attention layers are no part of its model: vLLM does not come to them after loading."""
 
 _PARTS: Final = (
     "each rank would hold every n-th key of a sequence, and kvq takes its keys for consecutive ones, the newest for its own rows"
@@ -53,7 +57,7 @@ def explained(reason: str) -> str:
     if why is None:
         return reason
     if reason == "kv_cache_dtype not supported":
-        return f"{reason}: {why}; --kv-cache-dtype {' or '.join((*PLAIN_NAMES, *VLLM_NAMES, *own_names()))} would work"
+        return f"{reason}: {why}; --kv-cache-dtype {' or '.join(('auto', *offer().names))} would work"
     if reason == "block_size not supported":
         return f"{reason}: {why}; --block-size 16 would work, with every --kv-cache-dtype of kvq's"
     return f"{reason}: {why}; {WITHOUT_KVQ}"
@@ -69,21 +73,22 @@ def head_size_reason(mode: str, head_size: int) -> str | None:
 
 
 def _that_fit(head_size: int) -> str:
-    names = {**{name: name for name in VLLM_NAMES}, **own_names()}
-    fitting = []
-    for name, mode in names.items():
-        try:
-            get_backend(mode).check_head_size(head_size, "head_size")
-        except KVQError:
-            continue
-        fitting.append(name)
+    fitting = [name for name in offer().names if (mode := mode_of(name)) is not None and _fits(mode, head_size)]
     return f"--kv-cache-dtype {' or '.join(fitting)} would work" if fitting else WITHOUT_KVQ
+
+
+def _fits(mode: str, head_size: int) -> bool:
+    try:
+        get_backend(mode).check_head_size(head_size, "head_size")
+    except KVQError:
+        return False
+    return True
 
 
 def check_layer(attn_type: str, options: Mapping[str, Any]) -> None:
     """Raise :class:`ArgumentError` for a layer that kvq cannot serve: another kind of attention, or an option it does not know."""
     if attn_type != "decoder":
-        raise ArgumentError("attention type", attn_type, f"decoder: kvq serves causal attention over a cache; {WITHOUT_KVQ}")
+        raise ArgumentError("attention type", attn_type, f"decoder: {_CAUSAL}; {WITHOUT_KVQ}")
     if options.get("chunk_lookback", -1) not in (-1, None):
         need = f"no chunked attention with a look-back: its keys are no window of kvq's; {WITHOUT_KVQ}"
         raise ArgumentError("chunk_lookback", options["chunk_lookback"], need)
@@ -140,14 +145,27 @@ def check_residual(config: Any) -> None:
         raise ArgumentError("--speculative-config", speculative.method, need)
 
 
+def check_block_of_window(settings: Settings, given: int, asked: int) -> None:
+    """Raise :class:`ArgumentError` if a layer has smaller blocks than ``asked`` for: one with a sliding window, before vLLM 0.30."""
+    if given < asked:
+        argument, tokens = _exact_rows(settings)
+        need = f"vLLM 0.30 or later, whose layers with sliding windows have blocks of --block-size, here {asked}"
+        raise ArgumentError(argument, f"{tokens} over blocks of {given} tokens", need)
+
+
+def _exact_rows(settings: Settings) -> tuple[str, int]:
+    """Which option asks for exact rows, and how many."""
+    return (RESIDUAL, settings.residual_length) if settings.residual_length else (SINKS, settings.sink_tokens)
+
+
 def check_windows(config: Any, layer_names: list[str]) -> None:
     """Raise :class:`ArgumentError` if exact rows are asked for that vLLM has not let kvq give to these layers."""
     impls = {name: config.compilation_config.static_forward_context[name].impl for name in layer_names}
     lacking = [name for name, impl in impls.items() if impl.kvq.mode != "none" and impl.residual is None]
     settings = Settings.of(config)
     if settings.keeps_exact_rows and lacking:
-        argument, tokens = (RESIDUAL, settings.residual_length) if settings.residual_length else (SINKS, settings.sink_tokens)
-        need = "a --load-format with which vLLM calls process_weights_after_loading of attention layers: not tensorizer"
+        argument, tokens = _exact_rows(settings)
+        need = f"a --load-format with which vLLM calls process_weights_after_loading of attention layers: not tensorizer, nor {NOT_REACHED}"
         raise ArgumentError(argument, f"{tokens}, but layers without exact rows: {', '.join(lacking)}", need)
 
 

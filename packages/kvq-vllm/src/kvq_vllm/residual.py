@@ -28,13 +28,14 @@ from kvq_core.cache.layout import LayerCaches
 from kvq_core.errors import ArgumentError
 from kvq_core.registry import get_backend
 from kvq_core.residual.reads import PagedRead
-from kvq_vllm.backend import KVQBackend, smallest_block
-from kvq_vllm.demands import blocks_read, longest_decode, longest_prefill, warm_up_group, window_demands_of
-from kvq_vllm.pages import content_bytes, layer_views
-from kvq_vllm.refusals import check_residual, check_sinks
-from kvq_vllm.settings import RESIDUAL, SINKS, Settings, smallest_window_block
+from kvq_vllm.demands import longest_decode, longest_prefill, warm_up_group, window_demands_of
+from kvq_vllm.page_backend import PageBackend, asks_for_sizes
+from kvq_vllm.pages import PageViews, content_bytes
+from kvq_vllm.refusals import check_block_of_window, check_residual, check_sinks
+from kvq_vllm.settings import RESIDUAL, SINKS, Settings, smallest_block, smallest_window_block
 from kvq_vllm.sharing import target_of
 from kvq_vllm.sink_window import SinkWindowSpec
+from kvq_vllm.window import WindowShape, WindowStep, blocks_read, window_step
 
 _LOG = logging.getLogger("vllm.kvq")
 SUFFIX: Final = ".residual_window"
@@ -66,7 +67,7 @@ class ResidualLayer(AttentionLayerBase):
         self.layer_name, self.kv_cache = name, torch.empty(0)
         self._layer, self.sink_tokens = layer, 0
         self._none = get_backend("none")
-        self._views: tuple[tuple[object, ...], LayerCaches] | None = None
+        self._views = PageViews(self._none, layer.impl.head_size)
 
     @property
     def packed(self) -> Any:
@@ -80,12 +81,13 @@ class ResidualLayer(AttentionLayerBase):
         """Blocks as large as fit a page of the packed layer."""
         check_residual(vllm_config)
         spec = self._layer.get_kv_cache_spec(vllm_config)
-        if hasattr(AttentionBackend, "customize_spec"):  # 0.28 and later
-            spec = KVQBackend.customize_spec(spec)
+        if asks_for_sizes():
+            spec = PageBackend.customize_spec(spec)
         impl, dtype, settings = self.packed, vllm_config.model_config.dtype, Settings.of(vllm_config)
         token_bytes = impl.num_kv_heads * content_bytes(self._none, impl.head_size, impl.head_size, dtype)
         fitting = spec.page_size_bytes // token_bytes
         if fitting < 16:
+            check_block_of_window(settings, spec.block_size, vllm_config.cache_config.block_size)
             need = f"at least {smallest_window_block(settings, impl.head_size)}: a page holds 16 exact tokens of {RESIDUAL} or {SINKS}"
             raise ArgumentError("--block-size", spec.block_size, need)
         block_size = min(1 << (fitting.bit_length() - 1), spec.block_size)
@@ -129,11 +131,7 @@ class ResidualLayer(AttentionLayerBase):
 
     def _caches(self, dtype: torch.dtype) -> LayerCaches:
         """Views of the pages."""
-        cache, size = self.kv_cache, self.packed.head_size
-        key = (cache.data_ptr(), cache.shape, cache.stride(), dtype)
-        if self._views is None or self._views[0] != key:
-            self._views = key, layer_views(self._none, cache, size, size, dtype)
-        return self._views[1]
+        return self._views.over(self.kv_cache, dtype, self.packed.head_size)
 
 
 class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
@@ -142,18 +140,19 @@ class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-        self._block_size, self._length = kv_cache_spec.block_size, Settings.of(vllm_config).residual_length
-        self._sink_tokens, self._sink_blocks = layers[0].sink_tokens, layers[0].sink_blocks(self._block_size)
-        scheduler = vllm_config.scheduler_config
+        size, length = kv_cache_spec.block_size, Settings.of(vllm_config).residual_length
+        sinks = layers[0].sink_blocks(size)
+        self._shape = WindowShape(size, length, layers[0].sink_tokens)
         self._few_rows = longest_decode(vllm_config)
-        longest = longest_prefill(vllm_config)
-        read = (blocks_read(self._length, self._block_size, rows) for rows in (self._few_rows, longest))
-        self._few, self._many = (self._sink_blocks + blocks for blocks in read)
+        rows = (self._few_rows, longest_prefill(vllm_config))
+        self._few, self._many = (sinks + blocks_read(length, size, most) for most in rows)
         # At one address, which captured graphs read.
-        self._table = torch.zeros(scheduler.max_num_seqs, self._few, dtype=torch.int32, device=device)
-        self._lengths = [torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device) for _ in range(4)]
-        if self._sink_tokens:
-            _LOG.info("kvq: a sequence's first %d tokens, in whole blocks, and its newest %d are exact", self._sink_tokens, self._length)
+        count = vllm_config.scheduler_config.max_num_seqs
+        self._table = torch.zeros(count, self._few, dtype=torch.int32, device=device)
+        self._seqused_k = torch.zeros(count, dtype=torch.int32, device=device)
+        self._packed = {name: torch.zeros_like(self._seqused_k) for name in ("key_stops", "seqused_k", "first_positions")}
+        if sinks:
+            _LOG.info("kvq: a sequence's first %d tokens, in whole blocks, and its newest %d are exact", self._shape.sink_tokens, length)
         warm_up_group(kv_cache_spec, [layer.packed for layer in layers], window_demands_of, vllm_config, device)
 
     @classmethod
@@ -161,28 +160,18 @@ class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
         return AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> ResidualMetadata:
-        batch, size = common_attn_metadata, self._block_size
-        starts, lengths = batch.query_start_loc, batch.seq_lens
+        batch = common_attn_metadata
+        starts = batch.query_start_loc
         count = len(starts) - 1
-        before = lengths[:count] - (starts[1:] - starts[:-1])
-        # Blocks between the sinks and the window.
-        between = (before.sub(self._length).clamp(min=0) // size - self._sink_blocks).clamp(min=0)
         few = batch.max_query_len <= self._few_rows and count <= len(self._table)
         width = self._few if few else self._many
-        column = torch.arange(width, dtype=between.dtype, device=between.device)
-        index = column + torch.where(column < self._sink_blocks, 0, between[:, None])
-        table = batch.block_table_tensor[:count].gather(1, index.clamp(max=batch.block_table_tensor.shape[1] - 1).long())
-        stops = between * size
-        found = [lengths[:count] - stops, stops]
-        if self._sink_tokens:
-            found += [(lengths[:count] - self._sink_tokens).clamp(min=0), torch.full_like(stops, self._sink_tokens)]
+        step = window_step(self._shape, starts, batch.seq_lens, batch.block_table_tensor, width)
         if few:
-            table = _into(self._table, table)
-            found = [_into(kept, each) for kept, each in zip(self._lengths, found, strict=False)]
-        packed = dict(zip(("key_stops", "seqused_k", "first_positions"), found[1:], strict=False))
+            packed = {name: _into(self._packed[name], found) for name, found in step.packed.items()}
+            step = WindowStep(_into(self._table, step.table), _into(self._seqused_k, step.seqused_k), packed)
         # One sequence without a past: its length is known here, too.
         alone = count == 1 and batch.max_seq_len == batch.max_query_len and not few
-        return ResidualMetadata(table, found[0], packed, width * size, alone)
+        return ResidualMetadata(step.table, step.seqused_k, step.packed, width * self._shape.block_size, alone)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ResidualMetadata:
         """Of sequences of one token, as the packed layers' are then."""
@@ -192,7 +181,7 @@ class ResidualBuilder(AttentionMetadataBuilder[ResidualMetadata]):
         return metadata
 
 
-class ResidualBackend(KVQBackend):
+class ResidualBackend(PageBackend):
     """What vLLM asks about layers of exact rows."""
 
     @staticmethod

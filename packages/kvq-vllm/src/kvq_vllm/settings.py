@@ -9,19 +9,19 @@ import torch
 
 from kvq_core.backend import QuantKVBackend
 from kvq_core.errors import ArgumentError
-from kvq_core.registry import get_backend
-from kvq_vllm.names import VLLM_NAMES, mode_of
+from kvq_core.registry import get_backend, has_backend
+from kvq_vllm.names import PLAIN_NAMES, VLLM_NAMES, mode_of, own_name
 from kvq_vllm.pages import content_bytes
 
 SECTION: Final = "kvq"
 """The key of ``--additional-config`` whose value is kvq's: ``{"mode": NAME, "smoothing": FILE or "none", "residual_length": TOKENS,
 "sink_tokens": TOKENS}``, each optional."""
 SMOOTHING: Final = f"--additional-config {SECTION}.smoothing"
-"""What messages call the second."""
+"""What messages call the field of smoothed keys."""
 RESIDUAL: Final = f"--additional-config {SECTION}.residual_length"
-"""And the third."""
+"""What messages call the number of a sequence's newest tokens in exact rows."""
 SINKS: Final = f"--additional-config {SECTION}.sink_tokens"
-"""And the fourth."""
+"""What messages call the number of its first ones."""
 NOTHING: Final = "none"
 """In place of a file: keys are stored as they are."""
 _FIELDS: Final = {"mode": str, "smoothing": str, "residual_length": int, "sink_tokens": int}
@@ -62,7 +62,9 @@ class Settings:
         if override is not None and name not in VLLM_NAMES:
             need = f"--kv-cache-dtype {VLLM_NAMES[0]}, which marks the layers that get it"
             raise ArgumentError(f"{argument}.mode", f"{override!r} with --kv-cache-dtype {name}", need)
-        full = None if override is None else get_backend(override).mode
+        full = None if override is None else _checked_override(override, name)
+        if name in PLAIN_NAMES and name != "auto" and model is not None and model.dtype != getattr(torch, name):
+            raise ArgumentError("--kv-cache-dtype", f"{name} with a model of {model.dtype}", "auto: mode none stores the model's own rows")
         dtype = torch.bfloat16 if model is None else model.dtype
         smoothing = section.get("smoothing")
         if smoothing not in (None, NOTHING):
@@ -87,6 +89,15 @@ class Settings:
         return get_backend(mode)
 
 
+def _checked_override(mode: str, name: str) -> str:
+    """The full name of ``mode``, of layers under vLLM's ``name``; :class:`ArgumentError` if its scales come with the checkpoint."""
+    backend = get_backend(mode)
+    if backend.takes_scales:
+        way = f"--kv-cache-dtype {own_name(backend.mode)} (vLLM 0.33 and later): under other names vLLM drops the checkpoint's scales"
+        raise ArgumentError(f"--additional-config {SECTION}.mode", f"{mode!r} with --kv-cache-dtype {name}", way)
+    return backend.mode
+
+
 def _check_smoothed_mode(file: str, name: str, mode: str | None) -> None:
     """Raise :class:`ArgumentError` if ``mode`` gains nothing from smoothed keys, or has scales for keys as they are."""
     got = f"{file!r} with --kv-cache-dtype {name}"
@@ -102,7 +113,8 @@ def smallest_window_block(settings: Settings, head_size: int) -> int:
     """The least block size, a power of two, with which a page of packed rows holds 16 exact ones."""
     name = settings.kv_cache_dtype
     # vLLM 0.28 and later size pages for the mode, earlier ones for the name that marks its layers.
-    of_pages = {settings.backend(name), get_backend(name)} if name in VLLM_NAMES else {settings.backend(name)}
+    named = {get_backend(name)} if name in VLLM_NAMES and has_backend(name) else set()
+    of_pages = {settings.backend(name)} | named
     content = min(content_bytes(backend, head_size, head_size, settings.dtype) for backend in of_pages)
     need = -(-16 * content_bytes(get_backend("none"), head_size, head_size, settings.dtype) // content)
     return max(16, 1 << (need - 1).bit_length())
@@ -122,3 +134,13 @@ def current() -> Settings:
     if config is not None:
         _LAST[:] = [Settings.of(config)]
     return _LAST[0] if _LAST else Settings()
+
+
+def smallest_block() -> int:
+    """The least block size of vLLM's current config: with a residual window or sinks, one whose pages hold 16 exact rows."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    settings, config = current(), get_current_vllm_config_or_none()
+    if config is None or not settings.keeps_exact_rows:
+        return 16
+    return smallest_window_block(settings, config.model_config.get_head_size())

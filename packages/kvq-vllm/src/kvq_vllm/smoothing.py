@@ -9,6 +9,8 @@ import torch
 
 from kvq_core.errors import ArgumentError, KVQError
 from kvq_core.smoothing.calibration import KeySmoothing, ModelSmoothing
+from kvq_vllm.log import warn_once
+from kvq_vllm.refusals import NOT_REACHED
 from kvq_vllm.settings import NOTHING, SMOOTHING, Settings
 from kvq_vllm.sharing import target_of
 
@@ -122,11 +124,15 @@ def has_rotary_mean(layer: Any) -> bool:
 
 
 def check_smoothed(config: Any, layer_names: list[str]) -> None:
-    """Raise :class:`ArgumentError` if a smoothing is asked for that vLLM has not let kvq give to these layers."""
+    """For layers that vLLM has not let kvq smooth: raise :class:`ArgumentError` if a file is asked for, and else warn."""
     layers, asked = config.compilation_config.static_forward_context, Settings.of(config).smoothing
-    if asked not in (None, NOTHING) and any(lacks_smoothing(layers[name]) for name in layer_names):
+    lacking = [name for name in layer_names if lacks_smoothing(layers[name])]
+    if asked not in (None, NOTHING) and lacking:
         got = f"{asked!r}, but layers without it"
-        raise ArgumentError(SMOOTHING, got, "a vLLM that calls process_weights_after_loading of attention layers")
+        raise ArgumentError(SMOOTHING, got, f"a vLLM that calls process_weights_after_loading of attention layers: not {NOT_REACHED}")
+    if asked is None and lacking:
+        why = f"vLLM has not called process_weights_after_loading of them, as {NOT_REACHED} does not"
+        warn_once(f"kvq: keys of {', '.join(lacking)} stay as they are: {why}")
 
 
 def _of_weights(layer: Any) -> KeySmoothing | None:

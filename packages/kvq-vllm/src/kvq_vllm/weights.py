@@ -19,6 +19,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from kvq_core.errors import is_out_of_memory
 from kvq_core.smoothing.calibration import KeySmoothing
 from kvq_core.smoothing.qk_norm import norm_factors, norm_squares, norms_of, rows_of_heads, with_factors
+from kvq_vllm.log import warn_once
 
 _LOG: Final = logging.getLogger("vllm.kvq")
 _CHECKED: Final = (2, 3, 50, 400)
@@ -50,6 +51,8 @@ def weights_smoothing(layer: Any) -> KeySmoothing | None:
     owner = None if remembered is None else remembered()
     projections = [] if owner is None else [module for module in owner.children() if isinstance(module, QKVParallelLinear)]
     if owner is None or len(projections) != 1:
+        what = "a module that is not known" if owner is None else type(owner).__name__
+        warn_once(f"kvq: keys of {what} stay as they are: it has {len(projections)} QKVParallelLinear, and kvq reads the weights of one")
         return None
     (projection,) = projections
     known = _key_bias(owner, projection, layer.layer_name)

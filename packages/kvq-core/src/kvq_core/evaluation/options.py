@@ -67,7 +67,7 @@ class CacheConfig:
 
     @property
     def digest(self) -> str:
-        """Of what the label leaves open: who provides the modes, in which version, and the contents of a smoothing file."""
+        """Of who provides the modes, in which version, and of the contents of a smoothing file, which the label leaves open."""
         halves = [half for mode in (self.backend, self.exact_backend) for half in (mode.key_half, mode.value_half)]
         offers = [(o.distribution, o.version) for o in list_backends() if o.mode in {half.mode for half in halves}]
         digest = sha256(repr(([(type(half).__module__, type(half).__qualname__) for half in halves], offers)).encode())

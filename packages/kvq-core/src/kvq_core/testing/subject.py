@@ -28,9 +28,9 @@ Encoded = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Judged:
-    """One sequence's result: ``got`` and ``wanted`` float64 and the ``bound`` on their distance, [Hq, n, Dv]: in rows that are within it
-    without :func:`budgets.read`'s sigma_c, without; the ``lse`` wanted and the ``lse_bound`` on its distance, [Hq, n]. ``exact`` knows
-    nothing of what another read has found, the others do."""
+    """One sequence's result: ``got`` and ``wanted`` float64 and the ``bound`` on their distance, [Hq, n, Dv], which counts the rounding of
+    the query only in rows that are not within the rest of it; the ``lse`` wanted and the ``lse_bound`` on its distance, [Hq, n]. ``exact``
+    knows nothing of what another read has found, the others do."""
 
     seq: int
     position: int

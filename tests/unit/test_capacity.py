@@ -14,6 +14,7 @@ from kvq_core.capacity import (
     AttentionLayer,
     Budget,
     ModelShape,
+    Workload,
     capacity_of,
     model_shape,
     read_config,
@@ -57,7 +58,7 @@ def test_published_models(name: str) -> None:
     assert (shape.dtype, shape.max_context) == (dtype, max_context)
     bytes_a_head = {"none": size * dtype.itemsize, "int8": size + 4, "fp8_per_tensor": size, "int4": size // 2 + 4, "int2": size // 4 + 4}
     for mode, nbytes in bytes_a_head.items():
-        found = capacity_of(get_backend(mode), shape, Budget(80 * GIB, 0), context=1024)
+        found = capacity_of(get_backend(mode), shape, Budget(80 * GIB, 0), Workload(context=1024))
         assert found.bytes_per_token == len(windows) * kv_heads * 2 * nbytes, mode
     if parameters is not None:
         count = weight_count(config(name))
@@ -99,7 +100,7 @@ def test_what_fields_say_of_windows_or_heads(fields: dict[str, Any], expected: l
 def test_bytes_are_those_the_cache_allocates(mode: str) -> None:
     """Exact rows of a residual window included, whatever the context; a mode whose packed rows are no worse keeps none twice."""
     shape, backend = ModelShape("x", (AttentionLayer(3, 96, 64),) * 2, 2, torch.float16, None), get_backend(mode)
-    found = capacity_of(backend, shape, Budget(GIB, 0), context=50)
+    found = capacity_of(backend, shape, Budget(GIB, 0), Workload(context=50))
     made = {"num_blocks": 4, "num_kv_heads": 3, "head_size": 96, "head_size_v": 64, "num_layers": 2, "dtype": torch.float16}
     cache = PagedKVCache(mode, **made)
     assert found.bytes_per_token == cache.bytes_per_token and found.bits_per_element == cache.bits_per_element
@@ -107,9 +108,9 @@ def test_bytes_are_those_the_cache_allocates(mode: str) -> None:
     assert found.times_smaller == pytest.approx(16 / cache.bits_per_element)
     for residual in ("none", "int8"):
         options: dict[str, Any] = {"residual_length": 40, "sink_tokens": 20, "residual_mode": residual}
-        windowed = size_of(backend, shape, context=50, **options)
+        windowed = size_of(backend, shape, Workload(context=50, **options))
         if backend.mode in ("none", get_backend(residual).mode):
-            assert windowed == size_of(backend, shape, context=50)
+            assert windowed == size_of(backend, shape, Workload(context=50))
         else:
             assert windowed.sequence_bytes == PagedKVCache(mode, **made, **options, max_sequences=1).nbytes
             assert windowed.bits_at_context == 8 * windowed.sequence_bytes / (64 * 2 * 3 * 160)
@@ -123,12 +124,12 @@ def test_a_window_holds_the_blocks_it_touches() -> None:
 
 def test_windowed_layers_keep_their_window_only() -> None:
     a_layer = 4 * 2 * 256 * 2
-    at_32k = capacity_of(get_backend("none"), model_shape(config("gemma-3-4b")), Budget(80 * GIB, 0), context=32768)
+    at_32k = capacity_of(get_backend("none"), model_shape(config("gemma-3-4b")), Budget(80 * GIB, 0), Workload(context=32768))
     assert at_32k.sequence_bytes == a_layer * (5 * 32768 + 29 * (1024 + 16)) and at_32k.bytes_per_token == 34 * a_layer
     # A model of windows alone has no longest sequence, unless the room ends before the window does.
     shape = model_shape(config("mistral-7b-v0.1"))
-    assert capacity_of(get_backend("int4"), shape, Budget(40 * GIB, 14 * GIB), context=100_000).tokens is None
-    tight = capacity_of(get_backend("none"), shape, Budget(GIB, 0, utilization=0.25), context=100)
+    assert capacity_of(get_backend("int4"), shape, Budget(40 * GIB, 14 * GIB), Workload(context=100_000)).tokens is None
+    tight = capacity_of(get_backend("none"), shape, Budget(GIB, 0, utilization=0.25), Workload(context=100))
     assert tight.tokens == (GIB // 4) // (131072 * 16) * 16
 
 
@@ -138,12 +139,12 @@ def test_what_fits_in_a_gpu() -> None:
     budget = Budget(24 * GIB, weight_count(described).nbytes, GIB)
     room = int(0.9 * 24 * 2**30) - 2 * 8_029_995_008 - 2**30
     assert budget.cache_bytes == room
-    found = capacity_of(get_backend("int4"), model_shape(described), budget, context=8192, concurrency=20)
+    found = capacity_of(get_backend("int4"), model_shape(described), budget, Workload(context=8192, concurrency=20))
     assert found.tokens == room // (34816 * 16) * 16
     assert found.sequences == room // (34816 * 8192) == 21
     assert found.fits and found.total_bytes == 20 * 34816 * 8192
     assert found.concurrent_context == room // 20 // (34816 * 16) * 16
-    none = capacity_of(get_backend("none"), model_shape(described), budget, context=8192, concurrency=20)
+    none = capacity_of(get_backend("none"), model_shape(described), budget, Workload(context=8192, concurrency=20))
     assert not none.fits and none.sequences == 5 and none.times_smaller == 1
 
 
@@ -183,7 +184,7 @@ def test_numbers_out_of_range_are_refused(name: str, value: object) -> None:
     given: dict[str, Any] = {"shape": model_shape(config("qwen3-8b")), "context": 9, "gpu_bytes": GIB, "weight_bytes": 0} | {name: value}
     memory = {part: given.pop(part) for part in ("gpu_bytes", "weight_bytes", "utilization") if part in given}
     with pytest.raises(ArgumentError, match="head size 512" if name == "shape" else name):
-        capacity_of(get_backend("int4"), budget=Budget(**memory), **given)
+        capacity_of(get_backend("int4"), given.pop("shape"), Budget(**memory), Workload(**given))
 
 
 def test_weights_beside_the_config(tmp_path: Path) -> None:

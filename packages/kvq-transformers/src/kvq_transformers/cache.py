@@ -20,7 +20,7 @@ from kvq_transformers.given import Scales, layers_given, usable_device, whole
 from kvq_transformers.layers import GrowingLayer, KVQLayer
 from kvq_transformers.modes import Modes, layer_modes
 from kvq_transformers.rows import GrowingForward, row_indices
-from kvq_transformers.support import check_head_sizes, check_layers, decoder_config, own_layers
+from kvq_transformers.support import check_head_sizes, check_layers, decoder_config, default_layers
 from kvq_transformers.weights import known_smoothing
 
 # Slots are counted in int32, rows by launch grids.
@@ -86,25 +86,25 @@ class KVQCache(Cache):
         if max_cache_len is not None:
             max_cache_len = whole("max_cache_len", max_cache_len, most=_MOST_TOKENS)
         block_size = whole("block_size", block_size, most=_LARGEST_BLOCK, step=8)
-        own = own_layers(text)
+        default = default_layers(text)
         if model is not None:
-            check_layers(model, text, own.windows)
-        backends = layer_modes(mode, list(own.windows), len(own.layers))
+            check_layers(model, text, default.windows)
+        backends = layer_modes(mode, list(default.windows), len(default.layers))
         check_head_sizes(text, backends)
         residual = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
         given = layers_given(smoothing, known_smoothing(model, smoothing), k_scale, v_scale, backends)
         if residual is not None:
-            _check_sinks(sink_tokens, own.windows.values())
+            _check_sinks(sink_tokens, default.windows.values())
             residual.check_rotary(given[index].subtracted_rotary for index, backend in backends.items() if residual.serves(backend.mode))
         self._forward: GrowingForward | FixedForward
-        layers = dict(enumerate(own.layers))
+        layers = dict(enumerate(default.layers))
         if max_cache_len is None:
-            self._forward = growing = GrowingForward(own.windows, own.recurrent, block_size, residual)
-            for index, window in own.windows.items():
+            self._forward = growing = GrowingForward(default.windows, default.recurrent, block_size, residual)
+            for index, window in default.windows.items():
                 layers[index] = GrowingLayer(backends[index], index, window, growing, given[index])
         else:
-            self._forward = fixed = FixedForward(list(own.windows), own.recurrent, max_cache_len)
-            for index, window in own.windows.items():
+            self._forward = fixed = FixedForward(list(default.windows), default.recurrent, max_cache_len)
+            for index, window in default.windows.items():
                 layers[index] = FixedLayer(backends[index], index, window, fixed, block_size, given[index], residual)
         gains = smoothing in (WEIGHTS, KEY_BIAS) and any(backend.mode != "none" for backend in backends.values())
         self._forward.knows_no_weights = model is None and gains

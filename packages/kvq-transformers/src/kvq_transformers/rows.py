@@ -94,7 +94,7 @@ class RowTable:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # Wherever torch.load put it.
+        # Looked at in Python, so on the CPU, wherever torch.load put it.
         self._real = None if self._real is None else self._real.cpu()
 
     def copy(self) -> RowTable:

@@ -66,7 +66,7 @@ def _model_class(config: PretrainedConfig) -> Any:
 
 
 @dataclass(frozen=True)
-class OwnLayers:
+class DefaultLayers:
     """The layers of the cache that transformers itself would give a model; the ``windows`` of those that keep K and V, by number (``None``:
     all of the text); and the numbers of those with a ``recurrent`` state."""
 
@@ -75,7 +75,7 @@ class OwnLayers:
     recurrent: list[int]
 
 
-def own_layers(config: PretrainedConfig) -> OwnLayers:
+def default_layers(config: PretrainedConfig) -> DefaultLayers:
     """Those of the text decoder that ``config`` describes.
 
     Raises:
@@ -98,7 +98,7 @@ def own_layers(config: PretrainedConfig) -> OwnLayers:
     # transformers 5.17 gives layers without attention a recurrent state, too, which nothing ever changes.
     stateless = {index for index, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in ("moe", "mlp")}
     recurrent = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in stateless]
-    return OwnLayers(layers, windows, recurrent)
+    return DefaultLayers(layers, windows, recurrent)
 
 
 def check_layers(model: torch.nn.Module, config: Any, layers: Collection[int]) -> None:

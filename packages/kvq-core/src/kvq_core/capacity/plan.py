@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -42,6 +42,43 @@ class Budget:
     def cache_bytes(self) -> int:
         """What is left for the cache; negative if the weights alone do not fit."""
         return int(self.gpu_bytes * self.utilization) - self.weight_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a cache is to hold.
+
+    Attributes:
+        context: tokens a sequence, prompt and output.
+        concurrency: sequences at once.
+        block_size: slots a block, a multiple of 8.
+        residual_length, sink_tokens, residual_mode: of a residual window (:mod:`kvq_core.residual`), whose exact rows are counted as
+            for :class:`~kvq_core.PagedKVCache`, but for a mode whose packed rows are no worse.
+
+    Raises:
+        ArgumentError: a number is out of range.
+        UnknownModeError: no installed package provides ``residual_mode``.
+    """
+
+    context: int
+    concurrency: int = 1
+    block_size: int = 16
+    residual_length: int = 0
+    sink_tokens: int = 0
+    residual_mode: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("context", "concurrency", "block_size"):
+            checks.integer(name, getattr(self, name), 1, checks.INT64_MAX)
+        if self.block_size % 8:
+            raise ArgumentError("block_size", self.block_size, "a multiple of 8")
+        # Which refuses numbers that no window has.
+        _ = self.window
+
+    @property
+    def window(self) -> ResidualWindow | None:
+        """Of exact rows, if there is one."""
+        return ResidualWindow.of(self.residual_length, self.sink_tokens, self.block_size, self.residual_mode)
 
 
 @dataclass(frozen=True)
@@ -145,37 +182,16 @@ def longest_context(
     return fitting * block_size
 
 
-def size_of(
-    backend: QuantKVBackend,
-    shape: ModelShape,
-    *,
-    context: int,
-    concurrency: int = 1,
-    block_size: int = 16,
-    residual_length: int = 0,
-    sink_tokens: int = 0,
-    residual_mode: str = "none",
-) -> CacheSize:
+def size_of(backend: QuantKVBackend, shape: ModelShape, work: Workload) -> CacheSize:
     """What ``shape``'s cache takes in the mode of ``backend``, on whatever GPU.
 
-    Args:
-        context: tokens a sequence, prompt and output.
-        concurrency: sequences at once.
-        block_size: slots a block, a multiple of 8.
-        residual_length, sink_tokens, residual_mode: of a residual window (:mod:`kvq_core.residual`), whose exact rows are counted as
-            for :class:`~kvq_core.PagedKVCache`, but for a mode whose packed rows are no worse.
-
     Raises:
-        ArgumentError: the mode cannot pack the model's head sizes, or a number is out of range.
+        ArgumentError: the mode cannot pack the model's head sizes.
     """
-    for name, value in (("context", context), ("concurrency", concurrency), ("block_size", block_size)):
-        checks.integer(name, value, 1, checks.INT64_MAX)
-    if block_size % 8:
-        raise ArgumentError("block_size", block_size, "a multiple of 8")
-    costs = _costs(backend, shape, ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode))
+    costs = _costs(backend, shape, work.window)
     values = _Costs([(layer.num_kv_heads * (layer.head_size + layer.head_size_v) * n, layer) for layer, n in Counter(shape.layers).items()])
     per_token, elements = sum(nbytes for nbytes, _ in costs.layers), sum(number for number, _ in values.layers)
-    one, held = costs.held(context, block_size), values.held(context, block_size)
+    one, held = costs.held(work.context, work.block_size), values.held(work.context, work.block_size)
     return CacheSize(
         mode=backend.mode,
         bytes_per_token=per_token,
@@ -183,32 +199,17 @@ def size_of(
         sequence_bytes=one,
         bits_at_context=8 * one / held,
         times_smaller=2 * held / one,
-        total_bytes=concurrency * one,
+        total_bytes=work.concurrency * one,
     )
 
 
-def capacity_of(
-    backend: QuantKVBackend,
-    shape: ModelShape,
-    budget: Budget,
-    *,
-    context: int,
-    concurrency: int = 1,
-    block_size: int = 16,
-    residual_length: int = 0,
-    sink_tokens: int = 0,
-    residual_mode: str = "none",
-) -> Capacity:
-    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. The other arguments, and errors, are those of
-    :func:`size_of`."""
-    exact: dict[str, Any] = {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
-    size = size_of(backend, shape, context=context, concurrency=concurrency, block_size=block_size, **exact)
-    window = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
-    room = max(budget.cache_bytes, 0)
+def capacity_of(backend: QuantKVBackend, shape: ModelShape, budget: Budget, work: Workload) -> Capacity:
+    """What ``budget`` holds of ``shape``'s cache in the mode of ``backend``. Errors are those of :func:`size_of`."""
+    size, room = size_of(backend, shape, work), max(budget.cache_bytes, 0)
     return Capacity(
         **vars(size),
-        tokens=longest_context(backend, shape, room, block_size, window),
+        tokens=longest_context(backend, shape, room, work.block_size, work.window),
         sequences=room // size.sequence_bytes,
-        concurrent_context=longest_context(backend, shape, room // concurrency, block_size, window),
+        concurrent_context=longest_context(backend, shape, room // work.concurrency, work.block_size, work.window),
         fits=size.total_bytes <= room,
     )

@@ -17,7 +17,7 @@ from kvq_core.errors import ArgumentError, BrokenBackendError, KVQError
 
 if TYPE_CHECKING:
     from kvq_core.backend import QuantKVBackend
-    from kvq_core.capacity import Budget, CacheSize, ModelShape
+    from kvq_core.capacity import Budget, CacheSize, ModelShape, Workload
 
 _EXAMPLES = """Examples:
 
@@ -99,11 +99,8 @@ def calc(
     --utilization, less the weights and --reserve-gib. With --gpus, all figures are those of one GPU, which has its part of the kv heads (a
     copy of one, with more GPUs than heads) and of the weights.
     """
-    from kvq_core.capacity import GIB, Budget, model_shape
-    from kvq_core.residual.window import ResidualWindow
+    from kvq_core.capacity import GIB, Budget, Workload, model_shape
 
-    if block_size < 8 or block_size % 8:
-        raise ArgumentError("block_size", block_size, "a multiple of 8")
     if gpu_gib is None:
         refuse("weights_gib", "reserve_gib", "utilization", got="no --gpu-gib", need="--gpu-gib, too: the memory that they divide")
     described, folder = _read(config)
@@ -113,14 +110,13 @@ def calc(
         whole, source = _weights(described, folder, weights_gib)
         budget = Budget(max(1, int(gpu_gib * GIB)), -(-whole // gpus), int(reserve_gib * GIB), utilization)
     context = context or min(8192, shape.max_context or 8192)
-    numbers = {"context": context, "concurrency": concurrency, "block_size": block_size}
-    window = {"residual_length": residual_length, "sink_tokens": sink_tokens, "residual_mode": residual_mode}
-    exact = ResidualWindow.of(residual_length, sink_tokens, block_size, residual_mode)
+    work = Workload(context, concurrency, block_size, residual_length, sink_tokens, residual_mode)
+    exact = work.window
     backends, faults = backends_of(modes)
     if exact is not None and not any(exact.serves(backend.mode) for backend in backends):
         need = "a mode whose rows are less exact than those kept beside them"
         refuse("residual_length", "sink_tokens", got=", ".join(backend.mode for backend in backends), need=need)
-    figures, refused, broken = _figures(backends, bool(modes), shape, budget, **numbers, **window)
+    figures, refused, broken = _figures(backends, bool(modes), shape, budget, work)
     faults += broken
     notes = _notes(shape, budget, context, residual_length + sink_tokens)
     records = [asdict(figure) for figure in figures]
@@ -130,7 +126,7 @@ def calc(
     elif form == "csv":
         output.say(output.as_csv(records))
     else:
-        facts = _facts(shape, budget, source, gpus) | numbers | window
+        facts = _facts(shape, budget, source, gpus) | asdict(work)
         output.say(output.as_json({**facts, "notes": notes, "refused": refused, "broken": faults, "modes": records}))
     output.say_beside([*(f"note: {note}" for note in notes), *refused, *(f"broken: {fault}" for fault in faults)], form)
     if plot:
@@ -189,7 +185,7 @@ def _figures(
     asked_for: bool,
     shape: ModelShape,
     budget: Budget | None,
-    **numbers: Any,
+    work: Workload,
 ) -> tuple[list[CacheSize], list[str], list[str]]:
     """A figure a mode, largest first; why modes that nobody asked for by name have none; and what is wrong with those that are broken."""
     from kvq_core.capacity import capacity_of, size_of
@@ -202,7 +198,7 @@ def _figures(
                 for layer in dict.fromkeys(shape.layers):
                     backend.check_head_size(layer.head_size, "config")
                     backend.check_head_size(layer.head_size_v, "config")
-                found.append(size_of(backend, shape, **numbers) if budget is None else capacity_of(backend, shape, budget, **numbers))
+                found.append(size_of(backend, shape, work) if budget is None else capacity_of(backend, shape, budget, work))
         except KVQError as problem:
             if asked_for:
                 raise
